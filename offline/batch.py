@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..runtime.errors import EngineDeadError
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import GenerateRequest
 from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.sampling_params import SamplingParams
+from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser
 from ..tokenizer_manager.scheduling_options import Scheduling
 from .engine import EngineThread, RowQueue
 from .outputs import GenerationChunk, GenerationOutput, OutputBuilder, encode_token_ids
@@ -22,13 +24,17 @@ class CheckedRequest:
     """A prompt that fits, with verified parameters; `max_new_tokens` and `seed` are set.
 
     Attributes:
-        group: as in `GenerateRequest`.
+        group, grammar, keep_special_ids: as in `GenerateRequest`.
+        parser: of the answer's text; None: it is all content.
     """
 
     rid: str
     token_ids: list[int]
     sampling: SamplingParams
     group: str = ""
+    grammar: GrammarUse | None = None
+    keep_special_ids: tuple[int, ...] = ()
+    parser: OutputParser | None = None
 
 
 class Batch:
@@ -49,7 +55,9 @@ class Batch:
         for request in requests:
             assert request.sampling.seed is not None
             self._builders.append(
-                OutputBuilder(request.rid, request.token_ids, request.sampling.seed, tokenizer)
+                OutputBuilder(
+                    request.rid, request.token_ids, request.sampling.seed, tokenizer, request.parser
+                )
             )
 
     def run(self, *, progress_bar: bool) -> list[GenerationOutput]:
@@ -91,6 +99,8 @@ class Batch:
             group=request.group,
             queue_timeout_s=wishes.queue_timeout_s,
             timeout_s=wishes.timeout_s,
+            grammar=request.grammar,
+            keep_special_ids=request.keep_special_ids,
         )
 
 

@@ -20,16 +20,20 @@ import msgspec
 
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import RequestError
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.tokenizer import load_tokenizer
-from ..runtime.request_checks import check_integer, check_number, check_text, plain, wrong_type
+from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.resolve.prepare import prepare
 from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission.feasibility_check import resolve_length
 from ..tokenizer_manager.conversation.chat_template import load_chat_template
+from ..tokenizer_manager.conversation.conversation import Conversation
+from ..tokenizer_manager.conversation.detection import detect_formats
+from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from .batch import Batch, CheckedRequest
 from .build import start_engine
-from .options import CallOptions, checked_options
+from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .prompts import as_params, as_prompts, checked_token_ids
 
@@ -100,6 +104,14 @@ class LLM:
         self.tokenizer = load_tokenizer(prepared.source)
         self._chat_template = load_chat_template(
             prepared.config.model.chat_template, self.tokenizer, prepared.source.path
+        )
+        limits = self.config.limits
+        self._planner = Planner(
+            detect_formats(self._chat_template, self.tokenizer, self.config.answers),
+            self.tokenizer,
+            self.config.answers,
+            max_tools=limits.max_tools,
+            max_schema_kb=limits.max_schema_kb,
         )
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
@@ -183,7 +195,10 @@ class LLM:
         """
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
         (sampling,) = as_params(params, 1)
-        first = self._prepare_one(prompt, sampling, add_special_tokens=True)
+        scheduling = checked_options(options)
+        constraint = checked_constraint(options, self.config)
+        grammar = None if constraint is None else constraint.use
+        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=True)
         seed = first.sampling.seed
         assert seed is not None
         siblings = [
@@ -195,7 +210,7 @@ class LLM:
             )
             for i in range(n)
         ]
-        batch = Batch(self._engine, self.tokenizer, siblings, checked_options(options))
+        batch = Batch(self._engine, self.tokenizer, siblings, scheduling)
         return batch.run(progress_bar=False)
 
     @overload
@@ -205,7 +220,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: Literal[False] = False,
-        **options: Unpack[CallOptions],
+        **options: Unpack[ChatOptions],
     ) -> GenerationOutput: ...
 
     @overload
@@ -215,7 +230,7 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: Literal[True],
-        **options: Unpack[CallOptions],
+        **options: Unpack[ChatOptions],
     ) -> Iterator[GenerationChunk]: ...
 
     def chat(
@@ -224,34 +239,51 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         stream: bool = False,
-        **options: Unpack[CallOptions],
+        **options: Unpack[ChatOptions],
     ) -> GenerationOutput | Iterator[GenerationChunk]:
         """Answer a conversation, rendered with the model's chat template.
+
+        Args:
+            messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
+            params: the sampling parameters; None: the defaults.
+            stream: return an iterator of chunks instead.
+            options: see `ChatOptions`: tools, reasoning, and what the answer must match.
 
         Raises:
             RequestError: a message the template refuses, or as for `generate`.
         """
-        batch = self._prepare([self.render_chat(messages)], params, options, add_special_tokens=False)
+        scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
+        (sampling,) = as_params(params, 1)
+        constraint = checked_constraint(options, self.config)
+        spec = None if constraint is None else constraint.use.spec
+        conversation = conversation_of(messages, options, self.config.limits, spec)
+        plan = self._plan(conversation, sampling.max_new_tokens)
+        use = plan.grammar
+        if constraint is not None and spec is None:
+            use = constraint.use
+        request = self._prepare_one(plan.prompt, sampling, use, add_special_tokens=False)
+        request = dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
+        batch = Batch(self._engine, self.tokenizer, [request], scheduling)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
 
-    def render_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
+    def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer.
 
         Raises:
             RequestError: a message the template refuses.
         """
-        if not isinstance(messages, Sequence):
-            raise wrong_type("messages", messages, "a list of messages, each with a role and a content")
-        if not messages:
-            raise RequestError("messages is empty; a chat has at least one message", param="messages")
-        for number, message in enumerate(messages):
-            _check_message(message, number)
+        conversation = conversation_of(messages, options, self.config.limits, None)
+        return self.tokenizer.encode(self._plan(conversation, None).prompt, add_special_tokens=False)
+
+    def _plan(self, conversation: Conversation, max_tokens: int | None) -> AnswerPlan:
         if self._chat_template is None:
             raise RequestError(
                 f"{self.model_name} has no chat template; use `generate`, or give a template with --chat-template",
                 param="messages",
             )
-        return self.tokenizer.encode(self._chat_template.render(messages), add_special_tokens=False)
+        given = self._planner.render_input(conversation)
+        prompt = self._chat_template.render(**given._asdict())
+        return self._planner.plan(conversation, prompt, max_tokens=max_tokens)
 
     def flush_cache(self) -> FlushCacheDone:
         """Drop cached prefixes; for measurements."""
@@ -308,10 +340,14 @@ class LLM:
     ) -> Batch:
         """Tokenize and check everything; starts nothing."""
         scheduling = checked_options(options)
+        constraint = checked_constraint(options, self.config)
+        grammar = None if constraint is None else constraint.use
         requests: list[CheckedRequest] = []
         for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):
             try:
-                requests.append(self._prepare_one(prompt, own, add_special_tokens=add_special_tokens))
+                requests.append(
+                    self._prepare_one(prompt, own, grammar, add_special_tokens=add_special_tokens)
+                )
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
@@ -324,7 +360,12 @@ class LLM:
         return Batch(self._engine, self.tokenizer, requests, scheduling)
 
     def _prepare_one(
-        self, prompt: object, sampling: SamplingParams, *, add_special_tokens: bool
+        self,
+        prompt: object,
+        sampling: SamplingParams,
+        grammar: GrammarUse | None = None,
+        *,
+        add_special_tokens: bool,
     ) -> CheckedRequest:
         capacity = self._engine.capacity
         sampling.verify(capacity.vocab_size)
@@ -336,19 +377,12 @@ class LLM:
             sampling = msgspec.structs.replace(
                 sampling, seed=self.config.model.seed or random.randint(0, MAX_SEED)
             )
-        return CheckedRequest(f"llm-{next(self._request_numbers)}", token_ids, sampling)
+        if grammar is not None:
+            grammar = msgspec.structs.replace(grammar, proved=True)  # by the caller, who shares this process
+        rid = f"llm-{next(self._request_numbers)}"
+        return CheckedRequest(rid, token_ids, sampling, grammar=grammar)
 
     def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         return checked_token_ids(prompt, self._engine.capacity.vocab_size)
-
-
-def _check_message(message: object, number: int) -> None:
-    texts = isinstance(message, Mapping) and (message.get("role"), message.get("content"))
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise RequestError(
-            f"messages[{number}] must have a role and a content, both texts",
-            param=f"messages[{number}]",
-            code="invalid_value",
-        )

@@ -1,11 +1,22 @@
-"""`CallOptions`: keyword arguments of one call that control how its requests are scheduled."""
+"""`CallOptions`: keyword arguments of one call: how its requests are scheduled, and what their answers must match."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.request_limits import RequestLimits
 from ..runtime.errors import RequestError
-from ..runtime.request_checks import check_text, plain
+from ..runtime.grammar_use import GrammarSpec
+from ..runtime.request_checks import check_text, plain, wrong_type
+from ..tokenizer_manager.conversation.conversation import Conversation
+from ..tokenizer_manager.http.schema.chat_conversation import chat_conversation
+from ..tokenizer_manager.http.schema.chat_messages import template_messages
+from ..tokenizer_manager.http.schema.constraint_fields import ConstraintFields
+from ..tokenizer_manager.http.schema.constraints import Constraint, constraint_of
+from ..tokenizer_manager.http.schema.json_body import convert
+from ..tokenizer_manager.http.schema.protocol import ChatRequest
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_timeout
 
 
@@ -18,6 +29,11 @@ class CallOptions(TypedDict, total=False):
         cache_salt: requests share cached prefixes only with requests of the same salt.
         queue_timeout: seconds within which a request must be started; after that it ends with an error.
         timeout: seconds within which a request must be finished.
+        response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others.
+        json_schema: the answers are JSON that matches this JSON Schema, an object or its text.
+        regex: the answers match this regular expression as a whole.
+        choice: the answers are one of these texts.
+        grammar: the answers match this GBNF or Lark grammar.
     """
 
     priority: int | str
@@ -25,20 +41,78 @@ class CallOptions(TypedDict, total=False):
     cache_salt: str
     queue_timeout: float | None
     timeout: float | None
+    response_format: dict[str, Any] | None
+    json_schema: dict[str, Any] | str | None
+    regex: str | None
+    choice: list[str] | None
+    grammar: str | None
 
 
-def checked_options(options: CallOptions) -> Scheduling:
+class ChatOptions(CallOptions, total=False):
+    """The further options of a chat: the fields of the chat API with the same names."""
+
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool | None
+    reasoning_effort: str | None
+    thinking_token_budget: int | None
+    include_reasoning: bool | None
+    separate_reasoning: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+    documents: list[dict[str, Any]] | None
+    continue_final_message: bool | None
+
+
+def conversation_of(
+    messages: object,
+    options: ChatOptions,
+    limits: RequestLimits,
+    spec: GrammarSpec | None,
+) -> Conversation:
+    """A chat with its tools and options, checked as the chat API does.
+
+    Raises:
+        RequestError: a message, a tool or an option is invalid.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise wrong_type("messages", messages, "a list of messages, each with a role and a content")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise wrong_type(f"messages[{number}]", message, "a dict with a role and a content")
+    given = {
+        name: _as_data(value) for name, value in options.items() if name in _CHAT_ONLY and value is not None
+    }
+    request = convert({**given, "messages": [_as_data(message) for message in messages]}, ChatRequest)
+    checked, _ = template_messages(request.messages, strict=False, limits=limits)
+    return chat_conversation(request, checked, spec)
+
+
+def _as_data(value: object) -> object:
+    """Mappings as dicts and sequences as lists, inside each other too."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_data(inner) for key, inner in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [_as_data(inner) for inner in value]
+    return value
+
+
+_CHAT_ONLY = ChatOptions.__annotations__.keys() - CallOptions.__annotations__.keys()
+
+
+def checked_options(
+    options: CallOptions, known: Iterable[str] = tuple(CallOptions.__annotations__)
+) -> Scheduling:
     """The options, verified.
 
     Raises:
         TypeError: there is no such option.
         RequestError: a value has the wrong type or is out of range.
     """
-    unknown = sorted(options.keys() - CallOptions.__annotations__.keys())
+    unknown = sorted(options.keys() - set(known))
     if unknown:
-        known = ", ".join(CallOptions.__annotations__)
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the options of a call are {known}")
-    values: dict[str, Any] = {name: plain(value) for name, value in options.items()}
+        names = ", ".join(known)
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the options of a call are {names}")
+    values: dict[str, Any] = {name: plain(value) for name, value in options.items() if name in _KINDS}
     for name, value in values.items():
         kinds, words = _KINDS[name]
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -56,6 +130,19 @@ def checked_options(options: CallOptions) -> Scheduling:
     )
 
 
+def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint | None:
+    """What the answers must match; None for free text.
+
+    Raises:
+        RequestError: a value has the wrong type, or is no schema or grammar; or there are two constraints.
+    """
+    given = {name: value for name in _CONSTRAINTS if (value := options.get(name)) is not None}
+    if "choice" in given:
+        given["guided_choice"] = given.pop("choice")
+    return constraint_of(convert(given, ConstraintFields), config.answers) if given else None
+
+
+_CONSTRAINTS = ("response_format", "json_schema", "regex", "choice", "grammar")
 _SECONDS: tuple[tuple[type, ...], str] = ((int, float, type(None)), "a number of seconds")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "priority": ((int, str), "an integer or a class"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, Logprobs, TextOutput, Usage
 from ..runtime.model_files.tokenizer import Tokenizer
+from ..tokenizer_manager.conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Reasoning
+from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser
 
 TOKEN_DTYPE: Final = np.dtype("<i4")
 
@@ -24,6 +26,22 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call of an answer, or while streaming a piece of one.
+
+    Attributes:
+        index: counts the calls of an answer from 0; pieces of one call have the same.
+        id, name: of the call; "" in all but its first piece.
+        arguments: JSON; the pieces, joined, are the whole.
+    """
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationChunk:
     """New text of one prompt while streaming.
 
@@ -35,6 +53,8 @@ class GenerationChunk:
         finish_reason: set in the last chunk of a prompt: `stop`, `length`, `abort` or `error`.
         error: the reason, for `abort` and `error`.
         logprobs: of `token_ids`, when asked for.
+        reasoning: new text of the reasoning of a chat.
+        tool_calls: new pieces of the tool calls of a chat.
     """
 
     index: int
@@ -44,6 +64,8 @@ class GenerationChunk:
     finish_reason: str | None = None
     error: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,7 @@ class GenerationOutput:
         text: the generated text.
         token_ids: the generated tokens.
         prompt_token_ids: the prompt's tokens, as the model received them.
-        finish_reason: `stop`, `length`, `abort` or `error`.
+        finish_reason: `stop`, `length`, `tool_calls`, `abort` or `error`.
         stop: the stop string or token id that ended it, or None.
         usage: prompt, cached and generated tokens; queueing time.
         error: the reason, for `abort` and `error`.
@@ -62,6 +84,8 @@ class GenerationOutput:
         logprobs: of the generated tokens, when asked for.
         prompt_logprobs: of the prompt's tokens from the second on, when asked for.
         request_id: for `LLM.why`.
+        reasoning: of a chat, if the model reasons.
+        tool_calls: of a chat.
     """
 
     text: str
@@ -75,12 +99,25 @@ class GenerationOutput:
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: list[TokenLogprob] | None = None
     request_id: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 class OutputBuilder:
     """Collects the rows of one prompt."""
 
-    def __init__(self, rid: str, prompt_token_ids: list[int], seed: int, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        rid: str,
+        prompt_token_ids: list[int],
+        seed: int,
+        tokenizer: Tokenizer,
+        parser: OutputParser | None = None,
+    ) -> None:
+        """Begin an answer; `parser`: of its text, None: it is all content."""
+        self._parser = parser
+        self._reasoning: list[str] = []
+        self._calls: list[ToolCall] = []
         self._rid = rid
         self._prompt_token_ids = prompt_token_ids
         self._seed = seed
@@ -101,7 +138,8 @@ class OutputBuilder:
         """Add a row; returns it as a chunk."""
         token_ids = decode_token_ids(row.token_ids)
         logprobs = _decode_logprobs(row.logprobs, token_ids, self._tokenizer)
-        self._texts.append(row.text)
+        text, reasoning, calls = self._parse(row)
+        self._texts.append(text)
         self._token_ids += token_ids
         if logprobs is not None:
             self._logprobs = (self._logprobs or []) + logprobs
@@ -112,22 +150,54 @@ class OutputBuilder:
         self._usage, self._finish = row.usage, row.finish
         return GenerationChunk(
             index=index,
-            text=row.text,
+            text=text,
             token_ids=token_ids,
             usage=row.usage,
-            finish_reason=row.finish.kind.value if row.finish else None,
+            finish_reason=self._finish_reason(),
             error=_error(row.finish),
             logprobs=logprobs,
+            reasoning=reasoning,
+            tool_calls=calls,
         )
+
+    def _parse(self, row: TextOutput) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """New content, reasoning and pieces of calls."""
+        if self._parser is None:
+            return row.text, "", ()
+        content, reasoning, pieces = "", "", []
+        for delta in self._parser.feed(row.text, row.finish is not None):
+            match delta:
+                case Reasoning(text):
+                    reasoning += text
+                case Content(text):
+                    content += text
+                case CallBegin(call, id_, name):
+                    pieces.append(ToolCall(call, id_, name, ""))
+                    self._calls.append(pieces[-1])
+                case CallArguments(call, text):
+                    pieces.append(ToolCall(call, "", "", text))
+                    known = self._calls[call]
+                    self._calls[call] = replace(known, arguments=known.arguments + text)
+                case CallEnd():
+                    pass
+        self._reasoning.append(reasoning)
+        return content, reasoning, tuple(pieces)
+
+    def _finish_reason(self) -> str | None:
+        if self._finish is None:
+            return None
+        ended_by_itself = self._finish.kind is FinishKind.STOP
+        return "tool_calls" if ended_by_itself and self._calls else self._finish.kind.value
 
     def build(self) -> GenerationOutput:
         """The complete answer, once `finished`."""
-        assert self._finish is not None and self._usage is not None
+        finish_reason = self._finish_reason()
+        assert self._finish is not None and self._usage is not None and finish_reason is not None
         return GenerationOutput(
             text="".join(self._texts),
             token_ids=self._token_ids,
             prompt_token_ids=self._prompt_token_ids,
-            finish_reason=self._finish.kind.value,
+            finish_reason=finish_reason,
             stop=self._finish.matched,
             usage=self._usage,
             seed=self._seed,
@@ -135,6 +205,8 @@ class OutputBuilder:
             logprobs=self._logprobs,
             prompt_logprobs=self._prompt_logprobs,
             request_id=self._rid,
+            reasoning="".join(self._reasoning),
+            tool_calls=tuple(self._calls),
         )
 
 

@@ -21,6 +21,7 @@ from .admission.reservations import Reservations
 from .decodes import Decodes
 from .estimator.base import OutputEstimator
 from .estimator.make import make_estimator
+from .grammar.grammar_drafts import GrammarDrafts
 from .memory.kv_memory import KVMemory
 from .memory.ledger import Ledger
 from .memory.page_allocator import PageAllocator
@@ -66,6 +67,7 @@ class SchedulerParts:
     estimator: OutputEstimator
     phases: StepPhases
     speculation: Speculation
+    grammar_drafts: GrammarDrafts
     multi_step: MultiStepDecode
     out_of_memory: OutOfMemory
     settler: ResultSettler
@@ -108,7 +110,8 @@ def assemble(
     parallel_samples, max_loras = ParallelSamples(states), MaxLoras(config.max_loras_per_batch)
     limits = StepLimits.of(config)
     caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
-    speculation = make_speculation(config, limits, memory=memory, caps=caps)
+    grammar_drafts = GrammarDrafts(states)
+    speculation = make_speculation(config, limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
     requests = Requests(kv, policy, (parallel_samples, max_loras, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(
@@ -165,6 +168,7 @@ def assemble(
         estimator=estimator,
         phases=make_phases(config, admission, decodes, requests, out_of_memory),
         speculation=speculation,
+        grammar_drafts=grammar_drafts,
         multi_step=multi_step,
         out_of_memory=out_of_memory,
         settler=ResultSettler(

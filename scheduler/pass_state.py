@@ -12,7 +12,7 @@ import msgspec
 
 from .batch import ScheduleBatch
 from .records.cache_miss import CacheMiss
-from .records.decision_log import PageCounts, PassRecord, Retraction
+from .records.decision_log import MatcherDrafts, PageCounts, PassRecord, Retraction
 from .records.pass_figures import BudgetState, StepTime
 from .records.verdict import Reason, Verdict
 
@@ -84,6 +84,7 @@ def record_of(
     num_running: int,
     evicted_pages: int,
     pages: PageCounts,
+    grammar_drafts: dict[str, MatcherDrafts],
 ) -> PassRecord:
     """Describe a pass that is over. The record shares the lists of the state, which is not written to any more.
 
@@ -93,6 +94,7 @@ def record_of(
         num_running: requests with a row after the pass.
         evicted_pages: pages that the pass evicted from the prefix cache.
         pages: page counts after the pass.
+        grammar_drafts: what matchers said about drafts.
     """
     record = PassRecord(
         state.now_s,
@@ -114,6 +116,7 @@ def record_of(
         policy=state.policy,
         notes=state.notes,
         step_time=state.step_time,
+        grammar_drafts=grammar_drafts,
     )
     if batch is not None:
         plan = batch.plan

@@ -30,7 +30,6 @@ from ..runtime.messages import SchedulerInput
 from ..runtime.step_plan import Pending, Runner, no_masks
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
-from .grammar.step_masks import StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -118,7 +117,7 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        masks = StepMasks(self._scheduler.masks, batch, self._settle_all) if batch.has_grammar else no_masks
+        masks = self._scheduler.step_masks(batch, self._settle_all) if batch.has_grammar else no_masks
         return self._runner.launch(batch.plan, may_continue, masks)
 
     def idle(self) -> None:

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable
 from typing import assert_never
 
-from ..grammar.backend import Matcher
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
@@ -56,8 +56,10 @@ from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .grammar.grammar_rules import ends_by_grammar, resume
+from .grammar.guarded_matcher import FailedMatcher, GuardedMatcher
 from .grammar.mask_filler import MaskFiller
 from .grammar.matcher_source import MatcherSource, NoMatchers
+from .grammar.step_masks import StepMasks
 from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
@@ -78,7 +80,6 @@ class Scheduler:
 
     Attributes:
         decisions: what the last passes decided, with the reasons.
-        masks: the token masks of a planned step.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._matchers = matchers if matchers is not None else NoMatchers()
-        self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
+        self._mask_filler = MaskFiller(capacity.vocab_size)
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
@@ -169,11 +170,8 @@ class Scheduler:
             logger.error("dropped a request with the rid of a live request rid=%s", message.rid)
             return
         status = 400
-        matcher = None
         try:
             reason = reason_to_refuse(message, self._capacity)
-            if reason is None and message.grammar is not None and not message.needs_grammar:
-                matcher = self._matchers.take(message.rid)
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
             reason, status = "the request could not be checked; the server's log has the cause", 500
@@ -199,8 +197,8 @@ class Scheduler:
                 req.num_delivered,
             )
         )
-        if matcher is not None:
-            self._guide(req, now_s, matcher)
+        if message.grammar is not None and not message.needs_grammar:
+            self._guide(req, now_s)
 
     def _abandon(self, before_s: float, now_s: float) -> None:
         """End the requests of a tokenizer manager that has ended. Those that still arrive later are dropped."""
@@ -222,28 +220,31 @@ class Scheduler:
             if req.grammar is not None:
                 self._guide(req, now_s)
 
-    def _guide(self, req: Req, now_s: float, matcher: Matcher | None = None) -> None:
+    def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""
         try:
-            req.matcher = matcher if matcher is not None else self._matchers.take(req.rid)
-            finish = resume(req)
+            req.matcher = GuardedMatcher(self._matchers.take(req.rid), req.rid)
         except Exception:  # the failure of one request must not end the others
-            logger.error("the matcher of a request failed rid=%s", req.rid, exc_info=True)
-            finish = Finish(FinishKind.ERROR, message="its grammar failed; the server's log has the cause")
+            logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)
+            req.matcher = FailedMatcher()
+        finish = resume(req)
         if finish is not None:
-            self._end([(req, finish)], now_s)
+            self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})
 
     def _answer(self, explanation: Explanation | None) -> None:
         if explanation is not None:
             self._answers.message(explanation)
 
-    def _end(self, ended: list[tuple[Req, Finish]], now_s: float) -> None:
-        """End requests between steps."""
+    def _end(
+        self, ended: list[tuple[Req, Finish]], now_s: float, grammar_ends: dict[str, str] | None = None
+    ) -> None:
+        """End requests between steps; `grammar_ends`: as in `Settled`."""
         num_with_row = sum(req.row >= 0 for req, _ in ended)
         self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
         if num_with_row:
             self._requests.remove_stopped()
-        self.decisions.append(Settled(now_s, 0, left=self._requests.take_finished()))
+        left = self._requests.take_finished()
+        self.decisions.append(Settled(now_s, 0, left=left, grammar_ends=grammar_ends or {}))
 
     # ------------------------------------------------------------ planning
 
@@ -282,6 +283,7 @@ class Scheduler:
                 num_running=self._requests.num_with_row,
                 evicted_pages=self._kv.evicted_pages_total - evicted_before,
                 pages=self._kv.page_counts(),
+                grammar_drafts=self._parts.grammar_drafts.take_answers(),
             )
             self.decisions.append(record)
             if finished := self._requests.take_finished():
@@ -333,6 +335,10 @@ class Scheduler:
         """The grammars of a request that waits for them; None for any other rid."""
         req = self._requests.grammar.get(rid)
         return None if req is None else req.grammar
+
+    def step_masks(self, batch: ScheduleBatch, settle_earlier: Callable[[], None]) -> StepMasks:
+        """The token masks of a planned step; `settle_earlier` settles the steps before it."""
+        return StepMasks(self._mask_filler, batch, self.rows_still_here, settle_earlier)
 
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float

@@ -9,12 +9,13 @@ from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError
 from ..startup import StartupDisplay
 from .answer_form import AnswerForm
-from .backend import AnswerChunk, AnswerUsage
+from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message
 from .settings import ChatSettings
 
 if TYPE_CHECKING:
     from ...offline.llm import LLM
+    from ...offline.options import ChatOptions
 
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
@@ -52,7 +53,12 @@ class InProcessBackend:
         self, messages: Sequence[Message], settings: ChatSettings
     ) -> Generator[AnswerChunk, None, None]:
         """See `Backend`."""
-        for chunk in self._llm.chat(messages, settings.sampling(), stream=True):
+        options: ChatOptions = {}
+        if (response_format := self._form.response_format()) is not None:
+            options["response_format"] = response_format
+        if self._form.tools:
+            options["tools"] = self._form.tools
+        for chunk in self._llm.chat(messages, settings.sampling(), stream=True, **options):
             if chunk.error is not None:
                 raise EngineError(chunk.error)
             usage = chunk.usage
@@ -60,6 +66,8 @@ class InProcessBackend:
                 chunk.text,
                 AnswerUsage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens),
                 chunk.finish_reason,
+                reasoning=chunk.reasoning,
+                calls=tuple(Call(call.index, call.name, call.arguments) for call in chunk.tool_calls),
             )
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:

@@ -163,8 +163,8 @@ class GrammarBuilder:
 
     def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
         """See `GrammarQueue`."""
-        compiled, use = self._compiled.pop(ready.rid), use_of(ready.rid)
-        if use is not None and not ready.error:
+        compiled, use = self._compiled.pop(ready.rid, None), use_of(ready.rid)
+        if compiled is not None and use is not None and not ready.error:  # None: it was compiled twice
             self._stage(ready.rid, use, compiled)
 
     def clear(self) -> None:

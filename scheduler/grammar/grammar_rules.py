@@ -35,18 +35,18 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
     Args:
         req: with a matcher. If a round of a multi-step decode has advanced it already, it stays as it is.
         token_id: the token.
-        finish: the end by the stop rules. A stop token wins over the grammar, which wins over the length.
+        finish: the end by the stop rules. A stop token wins over the grammar, which wins over the length. An error of
+            the grammar wins over both: the token was not restricted, or was refused.
     """
-    assert req.matcher is not None
-    if req.num_matched < req.output_len:
-        req.matcher.accept((token_id,))
-        req.num_matched += 1
-    if finish is not None and finish.kind is FinishKind.STOP:
+    matcher = req.matcher
+    assert matcher is not None
+    if req.num_matched > req.output_len:  # the state of the matcher is that after a later token of the run
         return finish
-    if req.output_len < req.num_matched:
-        return (
-            finish  # the matcher is ahead by rounds of a multi-step decode, and only the last one can end it
-        )
+    if req.num_matched < req.output_len:
+        matcher.accept((token_id,))
+        req.num_matched += 1
+    if finish is not None and finish.kind is FinishKind.STOP and not matcher.error:
+        return finish
     return _end_of(req) or finish
 
 
@@ -67,8 +67,10 @@ def ends_by_grammar(batch: ScheduleBatch, rows: Sequence[TokenOutput]) -> dict[s
     ends: dict[str, str] = {}
     for row in rows:
         matcher = matchers.get(row.rid)
-        if row.finish is not None and matcher is not None and (matcher.error or matcher.ended):
-            ends[row.rid] = matcher.error
+        if row.finish is not None and matcher is not None:
+            error = matcher.error
+            if error or row.finish.matched == MATCHED_GRAMMAR:
+                ends[row.rid] = error
     return ends
 
 

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
 from ...runtime.step_plan import ForwardMode, StepResult
 from ..batch import ScheduleBatch
-from ..grammar.logged_matcher import LoggedMatchers
+from ..grammar.logged_matcher import LoggedEnd, LoggedMatchers
 from ..grammar.matcher_source import MatcherSource
-from ..records.decision_log import Arrived, DecisionRecord, PassRecord, Settled
+from ..records.decision_log import Arrived, DecisionRecord, MatcherDrafts, PassRecord, Settled
 from ..scheduler import Scheduler
 from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning
 
@@ -90,9 +90,9 @@ def replay(run: LoggedRun) -> Replay:
     calls = _Calls(new_scheduler(run.header, matchers), matchers)
     tally = _Tally()
     difference: Difference | None = None
-    for record in run.records:
+    for record, effects in _with_effects(run.records):
         if difference is None:
-            difference = calls.take(record, tally.num_passes)
+            difference = calls.take(record, effects, tally.num_passes)
             if difference is not None:
                 tally.num_equal = tally.num_passes
         tally.count(record)
@@ -158,24 +158,33 @@ class _Calls:
         self._in_flight: deque[ScheduleBatch] = deque()
         self.raised = ""
 
-    def take(self, record: LogRecord, num_passes: int) -> Difference | None:
-        """Make the call of `record`, or compare `record` with the decisions of the last call."""
+    def take(
+        self, record: LogRecord, effects: Sequence[DecisionRecord], num_passes: int
+    ) -> Difference | None:
+        """Make the call of `record`, or compare `record` with the decisions of the last call.
+
+        Args:
+            record: the next one of the log.
+            effects: the decisions of the call that `record` is; see `_with_effects`.
+            num_passes: passes of the log before it.
+        """
         if self.raised:
             return _difference(record, num_passes, f"the replay ended here: {self.raised}")
         if isinstance(record, Settled) and record.step_id and not self._replayed:
             if not self._in_flight:
                 return _difference(record, num_passes, "the log settles a step that the replay did not plan")
-            self._call(record)
+            self._call(record, effects)
         if isinstance(record, Arrived | PassRecord | Settled):
             return self._compare(record, num_passes)
         if self._replayed:
             extra = self._replayed[0]
             return _difference(extra, num_passes, f"only the replay has this record: {_words(extra)}")
-        self._call(record)
+        self._call(record, effects)
         return None
 
-    def _call(self, record: LogRecord) -> None:
-        scheduler = self._scheduler
+    def _call(self, record: LogRecord, effects: Sequence[DecisionRecord]) -> None:
+        scheduler, matchers = self._scheduler, self._matchers
+        matchers.ends, matchers.drafts = _grammar_ends(effects), _grammar_drafts(effects)
         try:
             match record:
                 case Input():
@@ -185,9 +194,7 @@ class _Calls:
                     if batch is not None:
                         self._in_flight.append(batch)
                 case Settled():
-                    self._matchers.ends = record.grammar_ends
                     scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s)
-                    self._matchers.ends = {}
                 case Idle():
                     scheduler.on_idle()
         except Exception as error:  # a bug that ended the run; the replay reproduces it
@@ -210,6 +217,52 @@ class _Calls:
         fields = tuple(_field_differences(logged, replayed))
         names = ", ".join(dict.fromkeys(field.field.split("[")[0].split(".")[0] for field in fields))
         return _difference(logged, num_passes, f"{_words(logged)} differs in {names}", fields)
+
+
+def _with_effects(records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, Sequence[DecisionRecord]]]:
+    """Each record with the decisions of the call that it is; none for a record that is no call.
+
+    The log has the decisions of a call after it; the result of a step is a call and its decision at once.
+    """
+    call: LogRecord | None = None
+    effects: list[DecisionRecord] = []
+    for record in records:
+        if isinstance(record, Arrived | PassRecord) or (isinstance(record, Settled) and not record.step_id):
+            effects.append(record)
+            continue
+        yield from _in_log_order(call, effects)
+        call, effects = record, []
+        if isinstance(record, Settled):
+            yield record, (record,)
+            call = None
+    yield from _in_log_order(call, effects)
+
+
+def _in_log_order(
+    call: LogRecord | None, effects: Sequence[DecisionRecord]
+) -> Iterator[tuple[LogRecord, Sequence[DecisionRecord]]]:
+    if call is not None:
+        yield call, effects
+    for effect in effects:
+        yield effect, ()
+
+
+def _grammar_ends(effects: Sequence[DecisionRecord]) -> dict[str, LoggedEnd]:
+    return {
+        left.rid: LoggedEnd(left.output_len, record.grammar_ends[left.rid])
+        for record in effects
+        if isinstance(record, Settled) and record.grammar_ends
+        for left in record.left
+        if left.rid in record.grammar_ends
+    }
+
+
+def _grammar_drafts(effects: Sequence[DecisionRecord]) -> dict[str, MatcherDrafts]:
+    drafts: dict[str, MatcherDrafts] = {}
+    for record in effects:
+        if isinstance(record, PassRecord) and record.grammar_drafts:
+            drafts.update(record.grammar_drafts)
+    return drafts
 
 
 def _result(record: Settled) -> StepResult:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from ...runtime.messages import FinishKind
 from ..records.verdict import Reason
-from ..requests.req import Req, ReqStatus
+from ..requests.req import Req
 from ..requests.waiting_queue import WaitingQueue
 from .base import PolicyParts, SchedulePolicy
 from .ordered_index import OrderedIndex
@@ -74,7 +74,8 @@ class StaticBatch(SchedulePolicy):
         if self._batch or not waiting:
             return None
         oldest = next(iter(waiting))
-        return oldest.entered_s[ReqStatus.WAITING] + self._max_wait_s
+        assert oldest.queued_s is not None, "it is in the queue"
+        return oldest.queued_s + self._max_wait_s
 
     def max_offers(self, waiting: WaitingQueue) -> int | None:
         """Members come first in the order, and no request after them is offered."""

@@ -94,5 +94,5 @@ def _beginning_of(req: Req) -> Beginning:
         needs_grammar,
         req.num_delivered,
     )
-    grammar_s = req.entered_s.get(ReqStatus.WAITING) if needs_grammar else None
+    grammar_s = req.queued_s if needs_grammar else None
     return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))

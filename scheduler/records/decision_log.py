@@ -78,6 +78,18 @@ class Finished(NamedTuple):
     num_accepted_drafts: int = 0
 
 
+class MatcherDrafts(NamedTuple):
+    """What the matcher of a request said about its drafts.
+
+    Attributes:
+        forced: tokens that its grammar forces.
+        num_valid: how many of the proposed drafts, which begin with these tokens, its grammar allows.
+    """
+
+    forced: list[int]
+    num_valid: int
+
+
 class Settled(msgspec.Struct, tag="settled", array_like=True):
     """The result of a step, or (`step_id` 0) an event between steps: an abort, a deadline, a grammar.
 
@@ -133,6 +145,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         step_time: the prediction of the step's time; None if time did not limit the step.
         num_drafts: draft tokens that the step verifies.
         num_rounds: inner steps, the most tokens that each request gets; see `multi_step.py`.
+        grammar_drafts: what matchers said about drafts, by rid; for replay, see `grammar_drafts.py`.
     """
 
     now_s: float
@@ -160,6 +173,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
     step_time: StepTime | None = None
     num_drafts: int = 0
     num_rounds: int = 1
+    grammar_drafts: dict[str, MatcherDrafts] = msgspec.field(default_factory=dict)
 
     @property
     def retracted(self) -> list[str]:

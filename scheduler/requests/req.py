@@ -187,6 +187,12 @@ class Req:
         self.entered_s.setdefault(status, now_s)
 
     @property
+    def queued_s(self) -> float | None:
+        """When it joined the waiting queue for the first time; None while it waits for its grammar."""
+        # One that was begun elsewhere is RETRACTED from the start. All others are WAITING first.
+        return self.entered_s.get(ReqStatus.WAITING, self.entered_s.get(ReqStatus.RETRACTED))
+
+    @property
     def fill_len(self) -> int:
         """Tokens that must have KV before the next one can be sampled."""
         return len(self.fill_ids) // TOKEN_ID_BYTES

@@ -19,9 +19,12 @@ next best draft while the expected tokens per second grow. The expectation comes
 measured times of steps with as many tokens (`step_costs.py`). So if computing is the limit (large batches), or no text
 is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
 
+The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
+that the grammar forces, which come first and have probability 1 (`grammar_drafts.py`). The step has a mask for each of
+their positions.
+
 There are no drafts in these cases:
 - A request has penalties: the logits at a position depend on the tokens before it, which drafts only propose.
-- A request has a grammar: its state depends on those tokens, too.
 - A request has logprobs: their rows are packed one token at a time.
 - The step contains prompts: it is long already, and the requests of the prompts wait.
 - The next page of a request is not available: drafts never cause a retraction, and leave a page per running request.
@@ -38,14 +41,16 @@ from typing import Final, Protocol
 import numpy as np
 
 from ...runtime.config.engine_config import SchedulerConfig
-from ...runtime.feasibility import pages_for
-from ...runtime.sampling_params import SamplingParams
 from ..drafts import NO_DRAFTS, Drafts, drafts_of
+from ..grammar.grammar_drafts import GrammarDrafts
 from ..memory.row_memory import RowMemory
 from ..phases import Work
 from ..requests.req import Req
 from ..step_size.step_caps import StepCaps
 from ..step_size.step_limits import StepLimits
+from .draft_memory import DraftMemory
+from .eligibility import may_speculate
+from .forced_speculation import ForcedSpeculation
 from .ngram_proposer import HitRates, NgramProposer
 from .step_costs import MAX_TOKENS, StepCosts
 
@@ -53,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 _MIN_GAIN: Final = 1.03
 """Least gain in tokens per second over a plain step; a smaller one is within the error of the estimates."""
+_MIN_CHANCE: Final = 1e-9
 
 
 class Speculation(Protocol):
@@ -99,10 +105,11 @@ class NgramSpeculation:
     __slots__ = (
         "_caps",
         "_costs",
-        "_kv",
+        "_grammar_drafts",
+        "_guided",
         "_max_drafts",
         "_max_step_tokens",
-        "_pool",
+        "_memory",
         "_proposers",
         "_shared",
         "_states",
@@ -115,14 +122,17 @@ class NgramSpeculation:
         limits: StepLimits,
         memory: RowMemory,
         caps: StepCaps,
+        grammar_drafts: GrammarDrafts,
     ) -> None:
-        """`max_drafts`: the most drafts of one request in one step."""
+        """`max_drafts`: the most n-gram drafts of one request in one step."""
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
             max_drafts, self._max_step_tokens
         )  # each step computes this many probabilities per request
-        self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
+        self._states, self._memory = memory.states, DraftMemory(memory)
         self._caps = caps
+        self._grammar_drafts = grammar_drafts
+        self._guided: dict[Req, list[int]] = {}  # the possible drafts of requests with a matcher in this step
         self._costs = StepCosts()
         self._shared = HitRates()
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
@@ -134,11 +144,12 @@ class NgramSpeculation:
             return NO_DRAFTS
         if not self._costs.knows_plain(num_reqs):
             return NO_DRAFTS
-        chances = [self._chances_or_none(req) for req in work.decode_reqs]
+        self._guided.clear()
+        chances = [self._chances_or_none(req, self._max_step_tokens - num_reqs) for req in work.decode_reqs]
         counts = self._choose(chances)
         if not any(counts):
             return NO_DRAFTS
-        counts = self._with_pages(work.decode_reqs, counts)
+        counts = self._memory.take_pages(work.decode_reqs, counts)
         return drafts_of(
             [
                 self._drafts(req, count) if count else []
@@ -157,17 +168,41 @@ class NgramSpeculation:
         """Drop the index; a retracted request is indexed again. Its text may be long, and so may its wait."""
         self._proposers.pop(req, None)
 
-    def _chances_or_none(self, req: Req) -> list[float]:
-        """For each possible draft of the request, the probability that it and all before it are correct."""
+    def _chances_or_none(self, req: Req, most: int) -> list[float]:
+        """For each possible draft of the request, the probability that it and all before it are correct.
+
+        Args:
+            req: the request.
+            most: bound on its forced tokens.
+        """
         if not may_speculate(req):
             return []
         try:
-            return self._chances(req)
+            chances = self._chances(req)
         except Exception:  # an error in one request's drafts must not end any request
             self._give_up(req)
+            chances = []
+        return chances if req.matcher is None else self._guided_chances(req, chances, most)
+
+    def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
+        ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []
+        token_ids, num_forced = self._grammar_drafts.propose(
+            req, min(most, self._memory.room(req)), ngram_ids
+        )
+        if not token_ids:
             return []
+        self._guided[req] = token_ids
+        if not num_forced:
+            return chances[: len(token_ids)]
+        known = chances[num_forced - 1] if num_forced < len(token_ids) else 1.0
+        following = chances[num_forced : len(token_ids)]
+        return [1.0] * num_forced + [chance / max(known, _MIN_CHANCE) for chance in following]
 
     def _drafts(self, req: Req, count: int) -> list[int]:
+        guided = self._guided.get(req)
+        return self._ngram_drafts(req, count) if guided is None else guided[:count]
+
+    def _ngram_drafts(self, req: Req, count: int) -> list[int]:
         proposer = self._proposers[req]
         try:
             return [] if proposer is None else proposer.drafts(count)
@@ -189,9 +224,7 @@ class NgramSpeculation:
             return []
         if len(proposer) < known_len:
             proposer.observe(states.token_ids[row, len(proposer) : known_len].tolist())
-        # The last token of an answer is never fed back, so it needs no slot and no drafts after it.
-        room = int(states.max_kv_len[row]) - known_len
-        return proposer.chances(min(self._max_drafts, room))
+        return proposer.chances(min(self._max_drafts, self._memory.room(req)))
 
     def _choose(self, chances: list[list[float]]) -> list[int]:
         """The number of drafts per request with the most tokens per second; empty for a plain step."""
@@ -212,29 +245,6 @@ class NgramSpeculation:
             counts[owners[idx]] += 1
         return counts
 
-    def _with_pages(self, reqs: list[Req], counts: list[int]) -> list[int]:
-        """Take pages for as many of the drafts as possible; returns the drafts per request."""
-        kv, page_size = self._kv, self._kv.page_size
-        granted = []
-        for req, count in zip(reqs, counts, strict=True):
-            computed, num_pages = int(self._states.num_computed[req.row]), int(self._pool.num_pages[req.row])
-            # A page per running request must remain: it may need it in the next step.
-            missing = pages_for(computed + 1 + count, page_size) - num_pages
-            missing = max(0, min(missing, kv.available_pages - len(reqs)))
-            count = min(count, (num_pages + missing) * page_size - computed - 1)
-            kv.grow(req.row, computed + 1 + count)
-            granted.append(count)
-        return granted
-
-
-def may_speculate(req: Req) -> bool:
-    """Whether sampling at a position depends on the earlier tokens only through the model."""
-    return not (_has_penalties(req.sampling) or req.sampling.logprobs is not None or req.has_grammar)
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    return bool(sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty)
-
 
 def make_speculation(
     config: SchedulerConfig,
@@ -242,13 +252,17 @@ def make_speculation(
     *,
     memory: RowMemory,
     caps: StepCaps,
+    grammar_drafts: GrammarDrafts,
 ) -> Speculation:
-    """The class that `--speculative` names."""
+    """The class that `--speculative` and `--overlap` name."""
     if config.speculative == "off":
-        return NoSpeculation()
+        if config.overlap:
+            return NoSpeculation()
+        return ForcedSpeculation(limits=limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
     return NgramSpeculation(
         max_drafts=config.speculative_num_draft_tokens,
         limits=limits,
         memory=memory,
         caps=caps,
+        grammar_drafts=grammar_drafts,
     )

@@ -139,9 +139,9 @@ def test_chat_renders_the_template(llm):
     ("messages", "message"),
     [
         ([], "messages is empty"),
-        ([{"role": "user"}], r"messages\[0\] must have a role and a content, both texts"),
-        ([{"role": "user", "content": 5}], r"messages\[0\] must have a role and a content, both texts"),
-        (["hi"], r"messages\[0\] must have a role and a content"),
+        ([{"role": "user"}], r"messages\[0\].content is missing"),
+        ([{"role": "user", "content": 5}], r"messages\[0\].content is 5, but it must be a string or a list"),
+        (["hi"], r"messages\[0\] is 'hi', but it must be a dict with a role and a content"),
         (5, "messages is 5, but it must be a list of messages"),
     ],
 )

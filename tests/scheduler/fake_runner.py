@@ -4,6 +4,8 @@ Its model is a hash: the "KV" of a position is a hash of all tokens up to it, an
 So what a request must generate is known in advance (`expected_output`), whatever the scheduler does to it meanwhile;
 and a page that holds other tokens than it should is seen at the first step that reads it. With `memory` the next token
 is a function of the last so many alone, so that outputs run into circles, which can be guessed.
+
+A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far.
 """
 
 from __future__ import annotations
@@ -15,7 +17,18 @@ import numpy as np
 
 from engine.runtime.messages import FinishKind, Logprobs
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
+from engine.runtime.step_plan import (
+    ForwardMode,
+    GetMasks,
+    GoOn,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    no_masks,
+    to_the_end,
+)
+
+from .grammar.toy_matcher import ToyGrammar, allowed_by
 
 MASK = (1 << 61) - 1
 GARBAGE = -7
@@ -41,14 +54,23 @@ def remembered(tokens: list[int], memory: int | None) -> int:
 
 
 def next_token(
-    state: int, sampling: SamplingParams, output_len: int, eos: frozenset[int], vocab_size: int
+    state: int,
+    sampling: SamplingParams,
+    output_len: int,
+    eos: frozenset[int],
+    vocab_size: int,
+    allowed: frozenset[int] | None = None,
 ) -> int:
-    """The token after a sequence; end and stop tokens are masked until `min_new_tokens` exist."""
+    """The token after a sequence: the next one that is allowed; None: all are.
+
+    End and stop tokens are masked until `min_new_tokens` exist, unless no other token is allowed.
+    """
     token = (state >> 7) % vocab_size
-    if output_len < sampling.min_new_tokens:
-        masked = set(sampling.stop_token_ids) | eos
-        while token in masked:
-            token = (token + 1) % vocab_size
+    masked = set(sampling.stop_token_ids) | eos if output_len < sampling.min_new_tokens else set()
+    if allowed is not None and allowed <= masked:
+        masked = set()
+    while token in masked or (allowed is not None and token not in allowed):
+        token = (token + 1) % vocab_size
     return token
 
 
@@ -58,16 +80,24 @@ def expected_output(
     eos: frozenset[int],
     vocab_size: int,
     memory: int | None = None,
+    grammar: ToyGrammar | None = None,
 ) -> tuple[list[int], FinishKind]:
-    """What a request generates alone."""
+    """What a request generates alone. ERROR: its grammar fails after these tokens."""
     state = remembered(prompt, memory)
     output: list[int] = []
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     assert sampling.max_new_tokens is not None
     while True:
-        token = next_token(state, sampling, len(output), eos, vocab_size)
+        allowed = None
+        if grammar is not None:
+            if grammar.faults_surely and len(output) == grammar.fault_at:
+                return output, FinishKind.ERROR
+            allowed = grammar.allowed(output)
+        token = next_token(state, sampling, len(output), eos, vocab_size, allowed)
         output.append(token)
         if token in stops and len(output) > sampling.min_new_tokens:
+            return output, FinishKind.STOP
+        if grammar is not None and grammar.is_complete(output):
             return output, FinishKind.STOP
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
@@ -115,6 +145,10 @@ class FakeRunner:
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
         self.num_rounds = 0  # of bursts
+        self.grammars: dict[str, ToyGrammar] = {}
+        self.here: list[bool] = []  # which requests of the batch had their row when `masks` returned
+        self.num_masks = 0
+        self.checks_late = False  # sample first, and ask for the masks of refused tokens, as a CPU does
         self.swap_s = 0.0  # what every step with swaps says they took
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Launched:
@@ -149,18 +183,18 @@ class FakeRunner:
             for row in ints(plan.rows):
                 self.rows[row].lost = True
             return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
-        return Launched(self.forward(plan) if plan.num_rounds == 1 else self.burst(plan, go_on))
+        return Launched(self.forward(plan, masks) if plan.num_rounds == 1 else self.burst(plan, go_on, masks))
 
-    def burst(self, plan: StepPlan, go_on: GoOn) -> StepResult:
+    def burst(self, plan: StepPlan, go_on: GoOn, masks: GetMasks = no_masks) -> StepResult:
         """A step of decodes, as often as the plan says and `go_on` allows, or until somebody fails."""
         assert plan.mode is ForwardMode.DECODE and not plan.num_drafts and 0 not in plan.samples
         assert len(ints(plan.out_cache_loc)) == plan.num_rounds * len(ints(plan.rows))
         assert len(set(ints(plan.out_cache_loc))) == len(ints(plan.out_cache_loc))
-        results = [self.forward(plan.round(0))]
+        results = [self.forward(plan.round(0), masks)]
         for number in range(1, plan.num_rounds):
             if results[-1].errors or not go_on(results[-1].next_token_ids):
                 break
-            results.append(self.forward(plan.round(number)))
+            results.append(self.forward(plan.round(number), masks))
         token_ids = np.array([ints(result.next_token_ids) for result in results], dtype=np.int32)
         counts = np.full(token_ids.shape[1], len(results), dtype=np.int32)
         self.num_rounds += len(results)
@@ -188,7 +222,7 @@ class FakeRunner:
             pages[page] = self.host_kv[host_page]
             self.host_kv[host_page] = -1  # whoever reads it again is wrong
 
-    def forward(self, plan: StepPlan) -> StepResult:
+    def forward(self, plan: StepPlan, masks: GetMasks = no_masks) -> StepResult:
         rows, starts = ints(plan.rows), ints(plan.num_computed_tokens)
         lengths, out = ints(plan.num_scheduled_tokens), ints(plan.out_cache_loc)
         samples, num_drafts = list(plan.samples), ints(plan.num_drafts) or [0] * len(rows)
@@ -201,17 +235,15 @@ class FakeRunner:
         assert min(out) >= self.page_size and max(out) < self.num_slots, "the dummy page, or no page at all"
         self.check_mode(plan.mode, rows, starts, lengths)
         offset = 0
-        runs: list[
-            list[int]
-        ] = []  # of each request of the step: what its drafts are followed by, as far as they count
+        drafts_of: list[list[int]] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             row = self.rows[row_id]
             drafts = [next(draft_ids) for _ in range(num_drafts[idx])]
+            drafts_of.append(drafts)
             if row.lost:
                 self.kv[out[offset : offset + length]] = GARBAGE
                 row.slots[start : start + length] = out[offset : offset + length]
                 offset += length
-                runs.append([1] * (1 + len(drafts)))  # as many as there could be
                 continue
             length -= len(drafts)
             if start + length > len(row.tokens):
@@ -224,22 +256,14 @@ class FakeRunner:
                 row.slots[position] = out[offset]
                 offset += 1
             self.check_prefix(row_id, start + length)
-            if not samples[idx]:
-                assert not drafts
-                runs.append([])
-                continue
-            assert start + length == len(row.tokens), "samples before the end"
-            runs.append([self.sample(row)])
+            assert samples[idx] or not drafts
+            assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
+            state = row.states[start + length - 1]
             for position, draft in enumerate(drafts, start + length):
-                self.kv[out[offset]] = chain(row.states[-1], draft)
+                state = self.kv[out[offset]] = chain(state, draft)
                 row.slots[position] = out[offset]
                 offset += 1
-                if draft == runs[-1][-1] and len(runs[-1]) == position - start - length + 1:
-                    row.tokens.append(draft)
-                    row.states.append(chain(row.states[-1], draft))
-                    self.check_prefix(row_id, position + 1)
-                    runs[-1].append(self.sample(row))
-            row.sampled = runs[-1][-1]
+        runs = self.sample_runs(plan, drafts_of, masks)
         next_ids, errors, prompt_logprobs = [], {}, {}
         logprobs: list[Logprobs | None] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
@@ -275,11 +299,98 @@ class FakeRunner:
             else b"",
         )
 
-    def sample(self, row: Row) -> int:
+    def sample_runs(self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks) -> list[list[int]]:
+        """Of each request of the step: its next tokens, one more than the drafts that were right."""
+        rows, samples = ints(plan.rows), list(plan.samples)
+        if self.checks_late and masks is not no_masks and not any(drafts_of):
+            return self.sample_and_check(plan, masks)
+        by_row = self.masks_by_row(plan, drafts_of, masks)
+        runs: list[list[int]] = []
+        first = 0  # row of logits
+        for idx, (row_id, drafts) in enumerate(zip(rows, drafts_of, strict=True)):
+            row = self.rows[row_id]
+            run: list[int] = []
+            if row.lost:
+                run = [1] * (1 + len(drafts))  # as many as there could be
+            elif samples[idx]:
+                run = [self.sample(row, by_row.get(first))]
+                for position, draft in enumerate(drafts, len(row.tokens)):
+                    if draft != run[-1]:
+                        break
+                    row.tokens.append(draft)
+                    row.states.append(chain(row.states[-1], draft))
+                    self.check_prefix(row_id, position + 1)
+                    run.append(self.sample(row, by_row.get(first + len(run))))
+                row.sampled = run[-1]
+            runs.append(run)
+            first += samples[idx] * (1 + len(drafts))
+        return runs
+
+    def sample_and_check(self, plan: StepPlan, masks: GetMasks) -> list[list[int]]:
+        """As `sample_runs`, in the way of a CPU: rows without a mask are sampled, checked, and sampled again."""
+        rows = [self.rows[row_id] for row_id in ints(plan.rows)]
+        sampling = [idx for idx in range(len(rows)) if plan.samples[idx]]
+        first = rows_of(masks.before())
+        tokens = [
+            1 if rows[idx].lost else self.sample(rows[idx], first.get(n)) for n, idx in enumerate(sampling)
+        ]
+        again = rows_of(masks.after(np.array(tokens, dtype=np.int64)))
+        assert not first.keys() & again.keys()
+        runs: list[list[int]] = [[] for _ in rows]
+        for n, idx in enumerate(sampling):
+            row, grammar = rows[idx], self.grammars.get(self.rids[ints(plan.rows)[idx]])
+            if n in again and not row.lost:
+                has_failed = len(again[n]) >= self.vocab_size  # its matcher, and the request ends
+                assert has_failed or tokens[n] not in again[n], "an allowed token was refused"
+                tokens[n] = self.sample(row, again[n])
+            output = row.tokens[row.prompt_len :]
+            if grammar is not None and self.here[idx] and not row.lost and len(output) != grammar.fault_at:
+                allowed = grammar.allowed(output)
+                assert not allowed or grammar.is_free(len(output)) or tokens[n] in allowed
+            row.sampled = tokens[n]
+            runs[idx] = [tokens[n]]
+        return runs
+
+    def sample(self, row: Row, allowed: frozenset[int] | None) -> int:
         """What follows a row's tokens."""
         state = row.states[-1] if self.memory is None else remembered(row.tokens, self.memory)
         output_len = len(row.tokens) - row.prompt_len
-        return next_token(state, row.sampling, output_len, self.eos, self.vocab_size)
+        return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
+
+    def masks_by_row(
+        self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks
+    ) -> dict[int, frozenset[int]]:
+        """The tokens allowed in each row of logits with a mask; checks that they are those of the grammars."""
+        found: TokenMasks | None = masks()
+        by_row: dict[int, frozenset[int]] = {}
+        if found is not None:
+            indices = found.indices.tolist()
+            assert found.indices.dtype == np.int64 and found.bits.dtype == np.int32
+            assert sorted(set(indices)) == indices and len(found.bits) == len(indices)
+            by_row = {row: allowed_by(bits) for row, bits in zip(indices, found.bits, strict=True)}
+            self.num_masks += len(by_row)
+        here = self.here if masks is not no_masks else [True] * len(drafts_of)
+        unchecked = dict(by_row)
+        first = 0
+        for idx, (row_id, drafts) in enumerate(zip(ints(plan.rows), drafts_of, strict=True)):
+            if not plan.samples[idx]:
+                continue
+            row, grammar = self.rows[row_id], self.grammars.get(self.rids[row_id])
+            num_rows = 1 + len(drafts)
+            if grammar is not None and here[idx] and not row.lost:
+                output = row.tokens[row.prompt_len :]
+                may_have_failed = len(output) == grammar.fault_at
+                num_checked = 0 if may_have_failed else num_rows
+                for k in range(num_checked):
+                    tokens = [*output, *drafts[:k]]
+                    allowed = grammar.allowed(tokens)
+                    if allowed and not grammar.is_free(len(tokens)):
+                        assert by_row[first + k] == allowed, (self.rids[row_id], len(tokens))
+                for k in range(num_rows):
+                    unchecked.pop(first + k, None)
+            first += num_rows
+        assert not unchecked, f"masks for rows without grammar: {sorted(unchecked)}"
+        return by_row
 
     def check_mode(self, mode: ForwardMode, rows: list[int], starts: list[int], lengths: list[int]) -> None:
         """Extends first, then decodes."""
@@ -323,3 +434,10 @@ def ints(data: bytes) -> list[int]:
 def pairs(data: bytes) -> list[tuple[int, int]]:
     """[n, 2] int32 bytes as pairs."""
     return [(int(first), int(second)) for first, second in np.frombuffer(data, dtype=np.int32).reshape(-1, 2)]
+
+
+def rows_of(masks: TokenMasks | None) -> dict[int, frozenset[int]]:
+    """The allowed tokens of each row with a mask."""
+    if masks is None:
+        return {}
+    return {row: allowed_by(bits) for row, bits in zip(masks.indices.tolist(), masks.bits, strict=True)}

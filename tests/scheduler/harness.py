@@ -23,8 +23,9 @@ from engine.runtime.messages import (
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode
+from engine.runtime.step_plan import ForwardMode, no_masks
 from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.grammar.step_masks import StepMasks
 from engine.scheduler.memory.page_allocator import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
 from engine.scheduler.records.decision_log import DecisionLog, PassRecord
@@ -32,6 +33,7 @@ from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
 from .fake_runner import FakeRunner, Launched, expected_output, ints
+from .grammar.toy_matcher import ToyGrammar, ToyMatchers
 
 VOCAB_SIZE = 97
 
@@ -101,17 +103,21 @@ class Harness:
         )
         self.eos = frozenset(eos)
         self.memory = memory
+        self.matchers = ToyMatchers()
         self.scheduler = Scheduler(
-            SchedulerConfig(**config),
+            SchedulerConfig(overlap=bool(overlap), **config),
             CacheConfig(radix_cache=radix_cache, **(cache or {})),
             self.capacity,
             self.eos,
             decisions,
+            matchers=self.matchers,
         )
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
         self._fake_runner = self.runner  # `runner` may become one around it
+        self.runner.grammars = self.matchers.grammars
+        self._note_who_is_here(self.scheduler)
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
@@ -134,9 +140,13 @@ class Harness:
         delivered: Sequence[int] = (),
         usage: Usage | None = None,
         message: dict[str, Any] | None = None,
+        grammar: ToyGrammar | None = None,
         **sampling: Any,
     ) -> str:
-        """Send a request; a random prompt unless one is given. With `delivered` tokens it was begun elsewhere."""
+        """Send a request; a random prompt unless one is given. With `delivered` tokens it was begun elsewhere.
+
+        A `grammar` is ready, unless the message says `needs_grammar`.
+        """
         rid = rid if rid is not None else f"r{len(self.answers)}"
         if prompt is None:
             prompt = [int(token) for token in self.rng.integers(1, VOCAB_SIZE, prompt_len)]
@@ -144,6 +154,9 @@ class Harness:
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
         self.answers[rid] = Answer(prompt, params, delivered)
         ids, fields = np.array(prompt, dtype=np.int32).tobytes(), dict(message or {})
+        if grammar is not None:
+            self.matchers.grammars[rid] = grammar
+            fields["grammar"] = grammar.use
         if delivered:
             output_ids = np.array(delivered, dtype=np.int32).tobytes()
             fields["delivered"] = Delivered(output_ids, usage or Usage(len(prompt), len(delivered)))
@@ -180,7 +193,9 @@ class Harness:
         self.scheduler.audit()
         if batch is not None:
             may_continue = partial(self.may_continue, batch)
-            self.in_flight.append((batch, self.runner.launch(batch.plan, may_continue)))
+            masks = self.scheduler.step_masks(batch, self.settle_all) if batch.has_grammar else no_masks
+            launched = self.runner.launch(batch.plan, may_continue, masks)
+            self.in_flight.append((batch, launched))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
             self.settle()
@@ -199,6 +214,24 @@ class Harness:
         return not self.has_news() and self.scheduler.may_continue(
             batch, next_token_ids, self._num_rounds, seconds
         )
+
+    def settle_all(self) -> None:
+        """What a pipeline does between the forward pass and the sampler of a step with masks."""
+        while self.in_flight:
+            self.settle()
+
+    def _note_who_is_here(self, scheduler: Scheduler) -> None:
+        """Let the runner know which requests still have their row when it gets masks."""
+        step_masks = scheduler.step_masks
+
+        def noted(batch: ScheduleBatch, settle_earlier: Callable[[], None]) -> StepMasks:
+            def settle() -> None:
+                settle_earlier()
+                self._fake_runner.here = scheduler.rows_still_here(batch).tolist()
+
+            return step_masks(batch, settle)
+
+        scheduler.step_masks = noted  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """Settle the oldest step in flight."""
@@ -262,7 +295,8 @@ class Harness:
                 assert answer.finish is None, f"{row.rid} was finished already"
                 assert (row.options is not None) == (not answer.rows), "options belong to the first row"
                 answer.rows.append(row)
-                assert row.usage.completion_tokens == len(answer.tokens)
+                refused = row.finish is not None and row.finish.status == 400
+                assert row.usage.completion_tokens == len(answer.tokens) or refused
                 assert row.usage.prompt_tokens == len(answer.prompt)
 
     def pages(self) -> Pages:
@@ -309,10 +343,18 @@ class Harness:
         for rid, answer in self.answers.items():
             assert answer.finish is not None, f"{rid} was never answered"
             if answer.finish.status == 400:
-                assert not answer.tokens
+                assert not any(row.token_ids for row in answer.rows)
                 continue
-            tokens, kind = expected_output(answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory)
+            grammar = self.matchers.grammars.get(rid)
+            tokens, kind = expected_output(
+                answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar
+            )
+            num_right = len(answer.tokens)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
                 assert (answer.tokens, answer.finish.kind) == (tokens, kind), rid
-            else:
-                assert answer.tokens == tokens[: len(answer.tokens)], rid
+            elif grammar is not None and "the grammar of this request" in answer.finish.message:
+                # the token at which the grammar failed may have been sampled without a mask
+                assert answer.finish.kind is FinishKind.ERROR and grammar.fault, (rid, answer.finish)
+                assert grammar.fault_at <= num_right <= grammar.fault_at + 1, rid
+                num_right = grammar.fault_at
+            assert answer.tokens[:num_right] == tokens[:num_right], rid

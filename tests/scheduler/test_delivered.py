@@ -7,11 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.messages import AbandonRequests, Delivered, FinishKind, GenerateRequest, Usage
+from engine.runtime.messages import (
+    AbandonRequests,
+    Delivered,
+    FinishKind,
+    GenerateRequest,
+    GrammarReady,
+    Usage,
+)
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler import scheduler as scheduler_module
 
 from .fake_runner import expected_output, ints
+from .grammar.toy_matcher import ToyGrammar
 from .harness import VOCAB_SIZE, Harness
 
 PROMPT = list(range(1, 20))
@@ -163,3 +171,47 @@ def test_a_request_that_cannot_even_be_looked_at_ends_alone(make_scheduler, monk
 
     assert harness.answers[good].finish.kind is FinishKind.LENGTH
     assert (harness.answers[bad].finish.kind, harness.answers[bad].finish.status) == (FinishKind.ERROR, 500)
+
+
+def test_a_static_batch_waits_as_long_for_one(make_scheduler):
+    """Such a request is RETRACTED from its arrival on, and never WAITING."""
+    harness = make_scheduler(schedule_policy="static", static_batch_size=3, static_batch_wait=0.5)
+    answer = whole_answer(harness, max_new_tokens=4)
+    arrived_s = harness.now_s
+    harness.submit(prompt=PROMPT, delivered=answer[:1], max_new_tokens=4)
+    assert harness.step() is None
+    assert harness.scheduler.wake_s() == pytest.approx(arrived_s + 0.5)
+    harness.run_until_idle()
+
+
+@pytest.mark.parametrize("num_delivered", [1, 4, 9, 10])
+def test_the_grammar_of_one_goes_on_after_the_delivered_tokens(make_scheduler, num_delivered):
+    grammar = ToyGrammar(seed=3, length=10, forced=((5, 8),))
+    harness = make_scheduler()
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    tokens, kind = expected_output(PROMPT, params, harness.eos, VOCAB_SIZE, None, grammar)
+    assert (len(tokens), kind) == (10, FinishKind.STOP)
+    harness.submit("a", prompt=PROMPT, grammar=grammar, delivered=tokens[:num_delivered], max_new_tokens=20)
+    assert (harness.answers["a"].finish is not None) == (num_delivered == 10)
+    harness.run_until_idle()  # compares the tokens
+    finish = harness.answers["a"].finish
+    assert finish is not None and finish.matched == "grammar"
+
+
+def test_one_may_wait_for_its_grammar(make_scheduler):
+    grammar = ToyGrammar(seed=3, length=10)
+    harness = make_scheduler()
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True)
+    tokens, _ = expected_output(PROMPT, params, harness.eos, VOCAB_SIZE, None, grammar)
+    harness.submit(
+        "a",
+        prompt=PROMPT,
+        grammar=grammar,
+        delivered=tokens[:4],
+        max_new_tokens=20,
+        message={"needs_grammar": True},
+    )
+    assert harness.step() is None and harness.matchers.matchers == {}
+    harness.scheduler.handle(GrammarReady("a"), harness.now_s)
+    harness.run_until_idle()
+    assert harness.answers["a"].tokens == tokens

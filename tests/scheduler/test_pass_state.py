@@ -192,7 +192,9 @@ def test_the_record_says_all_that_the_state_says():
     values: dict[str, Any] = {name: f"value of {name}" for name in PassState.__struct_fields__}
     pages = PageCounts(1, 2, 3, 4)
 
-    record = record_of(PassState(**values), None, num_running=5, evicted_pages=6, pages=pages)
+    record = record_of(
+        PassState(**values), None, num_running=5, evicted_pages=6, pages=pages, grammar_drafts={}
+    )
 
     assert {name: getattr(record, name) for name in values} == values
     assert (record.num_running, record.evicted_pages, record.pages) == (5, 6, pages)

@@ -18,13 +18,14 @@ from engine.runtime.config.engine_config import (
     SchedulerConfig,
 )
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
-from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
+from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, TokenMasks, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
 
 from .fake_runner import FakeRunner
+from .grammar.toy_matcher import ToyGrammar
 from .harness import Harness
 from .journal.recorded import SCHEDULER_FIELDS
 
@@ -35,7 +36,7 @@ class SlowDevice:
     So a plan must say everything by itself: nothing that the host does after the launch may change what it means.
 
     Attributes:
-        calls: "launch 1", "wait 1", ... as they came.
+        calls: "launch 1", "wait 1", ... as they came; "masks 2" when a step has its masks.
         fail: "launch" or "wait" -> the step in which that raises.
     """
 
@@ -49,6 +50,11 @@ class SlowDevice:
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> SlowStep:
         self.note("launch", plan.step_id)
         step = SlowStep(self, plan)
+        if masks is not no_masks:  # the forward pass is on the device; the masks are copied after it
+            found = masks()
+            self.note("masks", plan.step_id)
+            copied = found and found._replace(bits=found.bits.copy())
+            step.masks, step.here = CopiedMasks(copied), self.runner.here
         self.queue.append(step)
         self.work()
         return step
@@ -60,7 +66,8 @@ class SlowDevice:
 
     def run_next(self) -> None:
         step = self.queue.popleft()
-        step.result = self.runner.launch(step.plan).wait()
+        self.runner.here = step.here
+        step.result = self.runner.launch(step.plan, masks=step.masks).wait()
 
     def note(self, what: str, step_id: int) -> None:
         self.calls.append(f"{what} {step_id}")
@@ -68,11 +75,29 @@ class SlowDevice:
             raise RuntimeError("the device is lost")
 
 
+class CopiedMasks:
+    """Masks on the device."""
+
+    def __init__(self, masks: TokenMasks | None) -> None:
+        self.masks = masks
+
+    def __call__(self) -> TokenMasks | None:
+        return self.masks
+
+    def before(self) -> TokenMasks | None:
+        return self.masks
+
+    def after(self, token_ids: object) -> TokenMasks | None:
+        return None
+
+
 class SlowStep:
     def __init__(self, device: SlowDevice, plan: StepPlan) -> None:
         self.device = device
         self.plan = plan
         self.result: StepResult | None = None
+        self.masks: GetMasks = no_masks
+        self.here: list[bool] = []
 
     def wait(self) -> StepResult:
         self.device.note("wait", self.plan.step_id)
@@ -86,14 +111,14 @@ class Piped(Harness):
     """A harness driven by a `Pipeline` instead of its own loop."""
 
     def __init__(self, *, overlapped: bool, seed: int | None = None, log: Path | None = None, **config: Any):
-        super().__init__(**config)
+        super().__init__(overlap=int(overlapped), **config)
         self.device = SlowDevice(self.runner, random.Random(seed) if seed is not None else None)
         self.recorder: Recorder = NoRecorder()
         if log is not None:
             config.setdefault("chunked_prefill_size", 64)
             wanted = {name: value for name, value in config.items() if name in SCHEDULER_FIELDS}
             settings = EngineConfig(
-                scheduler=SchedulerConfig(**wanted),
+                scheduler=SchedulerConfig(overlap=overlapped, **wanted),
                 cache=CacheConfig(radix_cache=config.get("radix_cache", True)),
                 log=LogConfig(decision_log=str(log)),
             )
@@ -210,6 +235,50 @@ def test_a_plan_that_waits_for_the_step_in_flight_is_made_right_after_it():
     assert harness.device.calls == ["launch 1", "wait 1", "launch 2"]
     harness.run()
     assert harness.answers["second"].rows[0].usage.cached_tokens == 40
+
+
+# ------------------------------------------------------------ masks
+
+
+def test_the_masks_of_a_step_come_after_its_forward_pass_and_the_tokens_of_the_step_before():
+    harness = Piped(overlapped=True)
+    harness.submit(max_new_tokens=3, grammar=ToyGrammar())
+    harness.run()
+
+    assert harness.device.calls == [
+        *("launch 1", "masks 1", "launch 2", "wait 1", "masks 2", "launch 3", "wait 2", "masks 3", "wait 3"),
+        *("launch 4", "wait 4"),
+    ]
+
+
+def test_without_overlap_each_step_has_its_masks_at_once():
+    harness = Piped(overlapped=False)
+    harness.submit(max_new_tokens=2, grammar=ToyGrammar())
+    harness.run()
+
+    assert harness.device.calls[:6] == ["launch 1", "masks 1", "wait 1", "launch 2", "masks 2", "wait 2"]
+
+
+def test_steps_without_grammars_take_no_masks():
+    harness = Piped(overlapped=True, chunked_prefill_size=8)
+    harness.submit(max_new_tokens=9)
+    for _ in range(3):
+        harness.advance()
+    assert harness.device.calls == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2"]
+    harness.submit(prompt_len=20, max_new_tokens=2, grammar=ToyGrammar())
+    harness.run()
+    masks = [call for call in harness.device.calls if call.startswith("masks")]
+    assert masks == ["masks 8", "masks 9"], "its prompt took steps 4 to 8"
+
+
+def test_a_grammar_that_ends_leaves_a_surplus_step_without_a_mask():
+    harness = Piped(overlapped=True)
+    harness.submit("a", max_new_tokens=20, grammar=ToyGrammar(length=2))
+    harness.submit("b", max_new_tokens=20, grammar=ToyGrammar(seed=1))
+    harness.run()
+
+    assert harness.answers["a"].finish is not None and harness.answers["a"].finish.matched == "grammar"
+    assert harness.runner.num_masks == 22
 
 
 # ------------------------------------------------------------ what is known one step late
@@ -346,12 +415,22 @@ def live(harness: Piped, seed: int, *, aborts: bool) -> None:
             }
             fields = {"priority": rng.choice([0, 50])}
             num_siblings = rng.choice([1, 1, 3])
+            grammar = None
+            if rng.random() < 0.4:
+                grammar = ToyGrammar(
+                    seed=rng.randint(0, 99),
+                    length=rng.choice([1, 3, 12, 90]),
+                    ends_early=rng.random() < 0.3,
+                    free_until=rng.choice([0, 0, 3]),
+                    forced=rng.choice([(), ((2, 7),), ((0, 20),)]),
+                )
             for sibling in range(num_siblings):
                 harness.submit(
                     f"r{n}-{sibling}",
                     prompt=prompt,
                     ignore_eos=rng.random() < 0.5,
                     message=fields | {"group": f"g{n}" if num_siblings > 1 else ""},
+                    grammar=grammar,
                     **sampling,
                 )
         elif dice < 0.3 and aborts and harness.answers:

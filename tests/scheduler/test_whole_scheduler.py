@@ -1,11 +1,13 @@
 """Everything at once: random lives of a scheduler over all of its settings, every promise checked after each step.
 
 The harness checks pages, locks and rows after each step, exactly one verdict per waiting request and pass, exactly one
-answer per request with the tokens it gets alone; the FakeRunner checks every KV slot that a step reads.
+answer per request with the tokens it gets alone; the FakeRunner checks every KV slot that a step reads, and every mask
+of a request with a grammar.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -14,12 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import EvictionPolicyName, SchedulePolicyName
-from engine.runtime.messages import GrammarReady, PinPrefix
+from engine.runtime.messages import FinishKind, GrammarReady, PinPrefix
+from engine.runtime.sampling_params import SamplingParams
 
+from .fake_runner import expected_output
+from .grammar.toy_matcher import ToyGrammar
 from .harness import VOCAB_SIZE, Harness
 
 BASE = [1 + (k * k + 3 * k) % (VOCAB_SIZE - 1) for k in range(80)]  # prompts share beginnings of it
 MOST_STEPS = 20_000
+FAULTS = ["dead", "refuse", "accept", "fill", "fill_drafts", "validate", "forced"]
 
 
 def one_of(*values: Any) -> st.SearchStrategy[Any]:
@@ -85,6 +91,7 @@ class Life:
         self.harness = harness
         self.rng = np.random.default_rng(seed)
         self.harness.has_news = lambda: bool(self.rng.random() < 0.2)
+        self.harness.runner.checks_late = bool(self.rng.random() < 0.5)
         self.without_grammar: list[str] = []
 
     def act(self) -> None:
@@ -102,6 +109,13 @@ class Life:
             self.pin()
         elif choice < 0.65 and self.without_grammar:
             self.finish_grammar(str(self.pick(["", "", "the schema has no root"])))
+        elif choice < 0.67 and self.harness.answers:
+            rid = str(self.pick(["unknown", *(rid for rid in self.harness.answers)]))
+            if rid not in self.without_grammar:  # it has its grammar already, or none
+                self.harness.scheduler.handle(
+                    GrammarReady(rid, str(self.pick(["", "late"]))), self.harness.now_s
+                )
+                self.harness.collect()
         else:
             for _ in range(int(self.pick([1, 1, 3, 10, 30]))):
                 self.harness.step()
@@ -123,20 +137,56 @@ class Life:
             "queue_timeout_s": self.pick([None] * 6 + [0.05]),
             "timeout_s": self.pick([None] * 6 + [0.1]),
         }
+        grammar = self.grammar() if self.rng.random() < 0.4 else None
         sampling = {
+            "logprobs": self.pick([None] * 6 + [0]),
+            "stop_token_ids": self.pick([()] * 4 + [(5, 17)]),
             "prompt_logprobs": self.pick([None] * 6 + [0]),
             "ignore_eos": bool(self.rng.random() < 0.5),
             "extra_key": str(self.pick(["", "", "salt"])),
         }
         for _ in range(count):
+            prompt = [int(token) for token in prompt]
+            sampling["max_new_tokens"] = int(self.pick([1, 2, 5, 20, 40, 100]))
             rid = self.harness.submit(
-                prompt=[int(token) for token in prompt],
-                max_new_tokens=int(self.pick([1, 2, 5, 20, 40, 100])),
+                prompt=prompt,
                 message=message,
+                grammar=grammar,
+                delivered=self.delivered(prompt, sampling, grammar) if self.rng.random() < 0.2 else (),
                 **sampling,
             )
             if message["needs_grammar"] and self.harness.answers[rid].finish is None:
                 self.without_grammar.append(rid)
+
+    def grammar(self) -> ToyGrammar:
+        """Any grammar, also one that fails."""
+        free_until = int(self.pick([0, 0, 0, 3]))
+        begin, length = int(self.rng.integers(0, 12)), int(self.rng.integers(1, 14))
+        return ToyGrammar(
+            seed=int(self.rng.integers(1000)),
+            length=int(self.pick([1, 2, 7, 30, 200])),
+            ends_early=bool(self.rng.random() < 0.3),
+            free_until=free_until,
+            forced=((begin, begin + length), (begin + 20, begin + 40)) if self.rng.random() < 0.6 else (),
+            fault=str(self.pick([""] * 8 + FAULTS)),
+            fault_at=int(self.rng.integers(free_until, free_until + 12)),
+        )
+
+    def delivered(
+        self, prompt: list[int], sampling: dict[str, Any], grammar: ToyGrammar | None
+    ) -> Sequence[int]:
+        """The beginning of an answer; all of it only if its grammar is then complete."""
+        params = {
+            key: sampling[key] for key in ("max_new_tokens", "stop_token_ids", "ignore_eos")
+        }  # those that change an answer
+        harness = self.harness
+        tokens, kind = expected_output(
+            prompt, SamplingParams(**params), harness.eos, VOCAB_SIZE, harness.memory, grammar
+        )
+        most = len(tokens) - 1
+        if grammar is not None and (kind is FinishKind.ERROR or len(tokens) == grammar.length):
+            most = min(most + 1, sampling["max_new_tokens"] - 1)
+        return tokens[: int(self.rng.integers(most + 1))] if most > 0 else ()
 
     def pin(self) -> None:
         ids = np.array(BASE[: self.rng.integers(1, 61)], dtype=np.int32).tobytes()

@@ -89,6 +89,8 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
         documents: for templates that know them (retrieval).
         continue_final_message: the last message is the assistant's, and the answer continues it.
         add_generation_prompt: end the prompt with the beginning of an answer.
+        tool_path: the field of the tool number {} in the client's request, for errors.
+        schema_field: the field of a tool that has its schema, for errors.
     """
 
     messages: list[dict[str, Any]]
@@ -100,3 +102,5 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     documents: tuple[dict[str, Any], ...] = ()
     continue_final_message: bool = False
     add_generation_prompt: bool = True
+    tool_path: str = "tools[{}].function"
+    schema_field: str = "parameters"

@@ -35,6 +35,10 @@ from .tool_messages import generic_messages, history_warnings, messages_for_temp
 _ANSWER_SHARE: Final = 10  # percent of max_tokens that the reasoning leaves for a constrained answer
 
 
+CheckSchema = Callable[[dict[str, Any], str], tuple[dict[str, Any], list[str]]]
+"""(schema, field of the request) -> (schema that can be compiled, warnings); raises RequestError."""
+
+
 class RenderInput(NamedTuple):
     """The arguments of `ChatTemplate.render`."""
 
@@ -95,6 +99,7 @@ class Planner:
         *,
         max_tools: int = 512,
         max_schema_kb: int = 256,
+        check_schema: CheckSchema | None = None,
     ) -> None:
         """Prepare.
 
@@ -103,12 +108,14 @@ class Planner:
             tokenizer: of the model.
             config: whitespace in JSON.
             max_tools, max_schema_kb: limits of a request.
+            check_schema: of strict tools; None: the grammars have their schemas as they are.
         """
         self.formats = formats
         self._tokenizer = tokenizer
         self._config = config
         self._max_tools = max_tools
         self._max_schema_kb = max_schema_kb
+        self._check_schema = check_schema
 
     def render_input(self, conversation: Conversation) -> RenderInput:
         """What the template is given.
@@ -162,11 +169,12 @@ class Planner:
         if not self.formats.template_tools or self.formats.object_arguments:
             warnings += history_warnings(conversation.messages)
         warnings += [
-            f"tools[{index}].format: the grammar of a custom tool is enforced only if it is a regular expression"
+            f"tools[{index}]: the grammar of a custom tool is enforced only if it is a regular expression"
             for index, tool in enumerate(_offered(conversation))
             if tool.custom_grammar is not None and tool.custom_grammar.kind is not GrammarKind.REGEX
         ]
-        tools = callable_tools(conversation)
+        tools, found = self._compilable(conversation)
+        warnings += found
         family = self.formats.tools if _offered(conversation) else None
         prompt, block = reasoning_block(self.formats, conversation, prompt)
         reasoning = self.formats.reasoning
@@ -258,6 +266,8 @@ class Planner:
         warnings = checked_tools(
             conversation.tools,
             conversation.tool_choice,
+            at=conversation.tool_path,
+            schema_field=conversation.schema_field,
             max_tools=self._max_tools,
             max_schema_kb=self._max_schema_kb,
         )
@@ -277,6 +287,20 @@ class Planner:
                     code="conflicting_constraints",
                 )
         return warnings
+
+    def _compilable(self, conversation: Conversation) -> tuple[list[Tool], list[str]]:
+        """The tools that may be called, with schemas that can be compiled; and warnings about the schemas."""
+        tools, warnings = list(callable_tools(conversation)), []
+        if self._check_schema is None:
+            return tools, []
+        places = {tool.name: index for index, tool in enumerate(conversation.tools)}
+        for number, tool in enumerate(tools):
+            if tool.strict and tool.parameters is not None:
+                place = conversation.tool_path.format(places[tool.name])
+                schema, found = self._check_schema(tool.parameters, f"{place}.{conversation.schema_field}")
+                tools[number] = replace(tool, parameters=schema)
+                warnings += found
+        return tools, warnings
 
     def _special_id(self, text: str) -> int | None:
         token_id = self._tokenizer.token_to_id(text) if text else None

@@ -19,6 +19,7 @@ def checked_tools(
     *,
     at: str = "tools",
     choice_at: str = "tool_choice",
+    schema_field: str = "parameters",
     max_tools: int = 512,
     max_schema_kb: int = 256,
 ) -> list[str]:
@@ -27,20 +28,23 @@ def checked_tools(
     Args:
         tools: of the request.
         choice: of them.
-        at: the field that has the tools, for errors.
+        at: the field that has the tools, or with {} the field of one tool, for errors.
         choice_at: the field that has the choice.
+        schema_field: the field of a tool that has its schema.
         max_tools: `--max-tools`.
         max_schema_kb: `--max-schema-kb`: of all tools together.
 
     Raises:
         RequestError: a rule is violated; `param` says where.
     """
+    path = at if "{}" in at else f"{at}[{{}}]"
+    at = path.partition("[")[0]
     if len(tools) > max_tools:
         raise _refused(f"{len(tools):,} tools were sent, the limit is {max_tools:,}; send fewer", at)
     seen: dict[str, int] = {}
     num_bytes = 0
     for index, tool in enumerate(tools):
-        place = f"{at}[{index}]"
+        place = path.format(index)
         if not _NAME.fullmatch(tool.name):
             raise _refused(
                 f"the name of a tool is {tool.name[:160]!r}, but it must match [A-Za-z0-9_.:-]{{1,128}}",
@@ -48,12 +52,13 @@ def checked_tools(
             )
         if tool.name in seen:
             raise _refused(
-                f"two tools have the name {tool.name!r} ({at}[{seen[tool.name]}] and {place}); names must be unique",
+                f"two tools have the name {tool.name!r}, {path.format(seen[tool.name])} and {place}; names must be "
+                f"unique",
                 f"{place}.name",
             )
         seen[tool.name] = index
         num_bytes += len(tool.description.encode("utf-8", "replace"))
-        num_bytes += _checked_parameters(tool, f"{place}.parameters")
+        num_bytes += _checked_parameters(tool, f"{place}.{schema_field}")
         if num_bytes > max_schema_kb << 10:
             raise RequestError(
                 f"the tools up to {place} have {num_bytes:,} bytes, the limit is {max_schema_kb:,} kB; shorten their "

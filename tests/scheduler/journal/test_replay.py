@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,14 +20,15 @@ from engine.runtime.config.engine_config import (
     SchedulePolicyName,
     StepPhases,
 )
-from engine.runtime.messages import GenerateRequest, GrammarReady, PinPrefix
+from engine.runtime.messages import FinishKind, GenerateRequest, GrammarReady, PinPrefix
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal import replay as replay_module
 from engine.scheduler.journal.log_file import Input, LogFileError, LogRecord, read_runs
 from engine.scheduler.journal.log_writer import LogWriter
 from engine.scheduler.journal.replay import Replay, replay
-from engine.scheduler.records.decision_log import PassRecord, Settled
+from engine.scheduler.records.decision_log import MatcherDrafts, PassRecord, Settled
 from engine.scheduler.scheduler import Scheduler
+from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness
 from tests.scheduler.journal.recorded import finish, record
 
@@ -66,6 +68,10 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
             )
             max_new_tokens, extra_key = rng.randint(1, 40), rng.choice(["", "", "salt"])
             num_siblings = rng.choice([1, 1, 1, 3])
+            grammar = random_grammar(rng) if rng.random() < 0.4 else None
+            delivered = rng.choices(range(1, 97), k=1) if rng.random() < 0.1 and max_new_tokens > 1 else []
+            if grammar is not None and delivered and grammar.allowed([]) and rng.random() < 0.8:
+                delivered = [min(grammar.allowed([]))]  # else it is refused, mostly
             for sibling in range(num_siblings):
                 harness.submit(
                     f"r{idx}-{sibling}",
@@ -73,6 +79,8 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
                     max_new_tokens=max_new_tokens,
                     extra_key=extra_key,
                     message=message | {"group": f"g{idx}" if num_siblings > 1 else ""},
+                    grammar=grammar,
+                    delivered=delivered,
                 )
         elif dice < 0.34 and harness.answers:
             harness.abort(rng.choice(list(harness.answers)))
@@ -93,6 +101,22 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
     while harness.step() is not None:
         pass
     harness.scheduler.on_idle()
+
+
+def random_grammar(rng: random.Random) -> ToyGrammar:
+    """Any grammar, also one that fails."""
+    begin = rng.randint(0, 9)
+    return ToyGrammar(
+        seed=rng.randint(0, 99),
+        length=rng.choice([1, 2, 7, 30]),
+        ends_early=rng.random() < 0.3,
+        free_until=rng.choice([0, 0, 3]),
+        forced=rng.choice([(), ((begin, begin + rng.randint(1, 9)),)]),
+        fault=rng.choice(
+            ["", "", "", "dead", "refuse", "accept", "fill", "validate", "forced", "fill_drafts"]
+        ),
+        fault_at=rng.randint(3, 12),
+    )
 
 
 def replay_file(path: Path) -> Replay:
@@ -149,6 +173,98 @@ def test_every_decision_is_made_again(tmp_path, config, seed):
     assert result.num_equal == result.num_passes == harness.scheduler.decisions.num_passes
     assert result.num_passes > 20
     assert not result.raised
+
+
+@pytest.mark.parametrize("speculative", ["off", "ngram"])
+@pytest.mark.parametrize("decode_burst_ms", [0.0, 40.0])
+def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, decode_burst_ms):
+    """A replay has no grammars: which tokens they force, which drafts they refuse and where they end is in the log."""
+    harness = record(
+        path,
+        memory=1,
+        num_pages=300,
+        max_running_requests=16,
+        overlap=0,
+        speculative=speculative,
+        decode_burst_ms=decode_burst_ms,
+    )
+    circle = [11, 12, 13, 14] * 4
+    for seed in range(8):
+        grammar = ToyGrammar(seed=seed, length=20 + 5 * seed, free_until=seed, forced=((9, 16), (20, 24)))
+        harness.submit(prompt=circle, max_new_tokens=40, grammar=grammar)
+    harness.submit(prompt=circle, max_new_tokens=60)
+    harness.run_until_idle()
+    finish(harness)
+
+    result = replay_file(path)
+
+    assert result.difference is None, result
+    assert result.num_passes == harness.scheduler.decisions.num_passes
+    records = [each for run in read_runs(path) for each in run.decisions]
+    said = [
+        each
+        for record in records
+        if isinstance(record, PassRecord)
+        for each in record.grammar_drafts.values()
+    ]
+    assert any(each.forced for each in said)
+    ends = [end for each in records if isinstance(each, Settled) for end in each.grammar_ends.items()]
+    assert dict(ends) == {f"r{seed}": "" for seed in range(5)}, "the fifth at its length, too"
+
+    def forget(each: LogRecord) -> LogRecord:
+        if isinstance(each, PassRecord):
+            each.grammar_drafts = {}
+        return each
+
+    rewrite(path, forget)
+    assert replay_file(path).difference is not None
+
+
+def test_a_request_that_its_grammar_ends_before_a_step_ends_in_the_replay(path):
+    """The delivered tokens are the whole answer, or are refused; or there is no matcher."""
+    harness = record(path)
+    grammar = ToyGrammar(length=2)
+    first = min(grammar.allowed([]))
+    whole = [first, min(grammar.allowed([first]))]
+    refused = next(token for token in range(97) if token not in grammar.allowed([]))
+    for waits in (False, True):
+        fields = {"needs_grammar": waits}
+        rids = [f"{what}-{waits}" for what in ("whole", "refused", "none")]
+        harness.submit(rids[0], delivered=whole, max_new_tokens=9, grammar=grammar, message=fields)
+        harness.submit(rids[1], delivered=[refused], max_new_tokens=9, grammar=grammar, message=fields)
+        harness.submit(rids[2], max_new_tokens=9, message=fields | {"grammar": grammar.use})
+        harness.submit(f"goes on-{waits}", delivered=whole[:1], grammar=grammar, message=fields)
+        if waits:
+            for rid in (*rids, f"goes on-{waits}"):
+                harness.scheduler.handle(GrammarReady(rid), harness.now_s)
+            harness.collect()
+        ends = [harness.answers[rid].finish for rid in rids]
+        kinds = [end.kind for end in ends if end is not None]
+        assert kinds == [FinishKind.STOP, FinishKind.ERROR, FinishKind.ERROR]
+    harness.step()
+    for _ in range(4):
+        harness.step()
+    finish(harness)
+
+    result = replay_file(path)
+
+    assert result.difference is None, result
+    assert result.num_requests == 8
+
+
+def test_a_log_without_the_fields_of_grammars_can_be_read():
+    """Records are arrays, and these fields are the last ones, so older logs are shorter."""
+    encoder = msgspec.msgpack.Encoder()
+    for record_, name in (
+        (Settled(1.0, 2, grammar_ends={"a": ""}), "grammar_ends"),
+        (PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}), "grammar_drafts"),
+    ):
+        kind = type(record_)
+        assert kind.__struct_fields__[-1] == name
+        values = msgspec.msgpack.decode(encoder.encode(record_))
+        assert msgspec.msgpack.decode(encoder.encode(values), type=kind) == record_
+        older = msgspec.msgpack.decode(encoder.encode(values[:-1]), type=kind)
+        assert getattr(older, name) == {} and older.now_s == 1.0
 
 
 def test_a_replay_in_another_process_decides_the_same(path):

@@ -18,6 +18,7 @@ from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.policy.base import SchedulePolicy
 from engine.scheduler.records.decision_log import PassRecord, Settled
 from engine.scheduler.speculation.multi_step import MAX_ROUNDS
+from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness
 
 ROUND_MS = 10  # of the FakeRunner
@@ -162,6 +163,31 @@ def test_not_for_requests_whose_tokens_are_looked_at_one_by_one(make_harness, wi
     together = sum(len(batch) == 2 for batch in steps)
     assert rounds_of(steps)[:together] == [1] * 10
     assert max(rounds_of(steps)) == 4
+
+
+@pytest.mark.parametrize("length", [*range(1, 14), 40])
+def test_a_grammar_advances_between_rounds_and_ends_the_answer_at_its_token(make_harness, length):
+    """The runner checks the mask of each round, the harness the tokens."""
+    harness = make_harness()
+    harness.submit("a", grammar=ToyGrammar(seed=length, length=length), max_new_tokens=30)
+    harness.submit("b", max_new_tokens=30)
+    steps = harness.run_until_idle()
+    assert len(harness.answers["a"].tokens) == min(length, 30)
+    assert max(rounds_of(steps)) == 4
+    assert harness.runner.num_masks == min(length, 30)
+    assert len(harness.matchers.matchers["a"].tokens) == min(length, 30)
+    assert harness.scheduler.report(0.0).generation_tokens_total == 30 + min(length, 30)
+
+
+@pytest.mark.parametrize("fault", ["dead", "refuse", "accept"])
+@pytest.mark.parametrize("fault_at", [5, 6, 7, 8])
+def test_a_grammar_that_fails_in_a_round_ends_its_request_alone(make_harness, fault, fault_at):
+    harness = make_harness()
+    harness.submit("a", grammar=ToyGrammar(fault=fault, fault_at=fault_at), max_new_tokens=30)
+    harness.submit("b", grammar=ToyGrammar(seed=1), max_new_tokens=30)
+    harness.run_until_idle()
+    kinds = {rid: harness.answers[rid].finish.kind for rid in "ab"}
+    assert kinds == {"a": FinishKind.ERROR, "b": FinishKind.LENGTH}
 
 
 def test_drafts_go_first(make_harness):

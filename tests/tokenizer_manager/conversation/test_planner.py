@@ -19,6 +19,8 @@ from engine.tokenizer_manager.conversation.conversation import (
 )
 from engine.tokenizer_manager.conversation.deltas import CallBegin, Content, Reasoning
 from engine.tokenizer_manager.conversation.detection import detect_formats
+from engine.tokenizer_manager.conversation.formats import AnswerFormats
+from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from tests.tokenizer_manager.conversation import chat_templates
 from tests.tokenizer_manager.conversation.parsing.answers import LOOSE, NOW, SHELL, WEATHER, parse
@@ -242,13 +244,41 @@ def test_custom_tools_are_functions_of_one_text():
 
     assert '"required": ["input"]' in plan.prompt
     assert plan.warnings == [
-        "tools[1].format: the grammar of a custom tool is enforced only if it is a regular expression"
+        "tools[1]: the grammar of a custom tool is enforced only if it is a regular expression"
     ]
 
 
-def test_limits_of_tools_are_checked():
-    with pytest.raises(RequestError, match="names must be unique"):
+def test_limits_of_tools_are_checked_and_errors_have_the_path_of_the_client():
+    with pytest.raises(RequestError, match="names must be unique") as caught:
         planned(chat_templates.QWEN3, tools=(NOW, NOW))
+    assert caught.value.param == "tools[1].function.name"
+
+    bad = Tool(name="x", parameters={"type": "array"})
+    with pytest.raises(RequestError) as caught:
+        planned(chat_templates.QWEN3, tools=(bad,), tool_path="tools[{}]", schema_field="input_schema")
+    assert caught.value.param == "tools[0].input_schema"
+
+
+def test_schemas_of_strict_tools_are_checked_and_replaced():
+    asked: list[str] = []
+
+    def check(schema: dict[str, Any], at: str) -> tuple[dict[str, Any], list[str]]:
+        asked.append(at)
+        return {**schema, "properties": {"checked": {"type": "integer"}}, "required": ["checked"]}, [
+            f"{at}: note"
+        ]
+
+    formats = AnswerFormats(tools=FAMILIES["hermes"], template_tools=True)
+    planner = Planner(formats, TOKENIZER, AnswerConfig(), check_schema=check)
+    choice = ToolChoice(mode=ChoiceMode.REQUIRED)
+    plan = planner.plan(Conversation(messages=[USER], tools=(LOOSE, WEATHER), tool_choice=choice), "prompt")
+
+    assert asked == ["tools[1].function.parameters"]
+    assert plan.warnings == ["tools[1].function.parameters: note"]
+    assert plan.grammar is not None
+    call = '<tool_call>\n{{"name": "get_weather", "arguments": {}}}\n</tool_call>'
+    assert matches(plan.grammar.spec, call.format('{"checked": 1}'))
+    assert not matches(plan.grammar.spec, call.format('{"city": "x"}'))
 
 
 # ---------------------------------------------------------------- reasoning

@@ -162,7 +162,11 @@ CHAT_ONLY = [
     ({"logprobs": 5}, "logprobs", "true or false"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "which the server sets"),
     ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported yet"),
-    ({"tools": [{"type": "function", "function": {"name": 5}}]}, "tools[0].function.name", "must be a string"),
+    (
+        {"tools": [{"type": "function", "function": {"name": 5}}]},
+        "tools[0].function.name",
+        "must be a string",
+    ),
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "must be"),
     ({"tool_choice": "sometimes"}, "tool_choice", "none, auto, required"),
     ({"tool_choice": "required"}, "tool_choice", "tools"),

@@ -49,7 +49,7 @@ def read_by_client(stream: bytes) -> tuple[list[Any], Any]:
     def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
 
-    http = httpx.Client(transport=httpx.MockTransport(answer))
+    http: Any = httpx.Client(transport=httpx.MockTransport(answer))
     client = openai.OpenAI(base_url="http://test/v1", api_key="none", http_client=http, max_retries=0)
     with client.responses.stream(model="m", input="hi") as events:
         seen = list(events)
