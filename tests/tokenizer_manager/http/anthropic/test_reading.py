@@ -182,3 +182,12 @@ def test_errors_name_the_clients_path(fields: dict[str, Any], param: str):
 
     assert refused.value.param == param
     assert refused.value.status == 400
+
+
+def test_unknown_fields_of_blocks_are_not_silent():
+    wibble = blocks({"type": "text", "text": "hi", "wibble": 1, "cache_control": CACHED})
+
+    assert read(**wibble).warnings == ["unknown field messages[0].content[0].wibble was ignored"]
+    with pytest.raises(RequestError) as refused:
+        read_messages(wibble | {"max_tokens": 9}, RequestLimits(), AnswerConfig(), strict=True)
+    assert refused.value.param == "messages[0].content[0].wibble"

@@ -145,7 +145,7 @@ def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
         for failure in responses.values():
             assert failure["content"]["application/json"]["schema"]["$ref"].endswith(f"/{kind}")
 
-    keys = [{"bearer": []}, {"x-api-key": []}]
+    keys: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
     assert document["paths"]["/v1/messages"]["post"]["security"] == [{}, *keys]
 
     assert document["security"] == [{}, {"bearer": []}]

@@ -112,3 +112,7 @@ def test_errors_name_the_clients_path(fields: dict[str, Any], param: str):
 
     assert refused.value.param == param
     assert refused.value.status == 400
+
+
+def test_unknown_fields_of_messages_are_not_silent():
+    assert chat(messages=[HI | {"wibble": 1}]).warnings == ["unknown field messages[0].wibble was ignored"]

@@ -177,3 +177,9 @@ def test_errors_name_the_clients_path(fields: dict[str, Any], param: str):
 
     assert refused.value.param == param
     assert refused.value.status == 400
+
+
+def test_unknown_fields_of_items_are_not_silent():
+    made = read(input=[{"role": "user", "content": "hi", "wibble": 1}])
+
+    assert made.warnings == ["unknown field input[0].wibble was ignored"]
