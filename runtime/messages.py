@@ -321,6 +321,10 @@ class SchedulerReport(Message, frozen=True):
     detokenizer_reqs: int = (
         0  # requests with a text state in the detokenizer, which fills this in when it forwards the report
     )
+    grammar_builds_total: int = 0  # grammars that were compiled for a request, or refused
+    grammar_build_s_total: float = 0.0
+    grammar_masks_total: int = 0  # token masks that were filled, one per row of logits
+    grammar_mask_s_total: float = 0.0
 
 
 class FlushCacheDone(Message, frozen=True):

@@ -130,6 +130,6 @@ class EventLoop:
         now_s = self._clock()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + HEARTBEAT_INTERVAL_S
-            report = self._scheduler.report(now_s)
+            report = self._pipeline.report(now_s)
             self._outbox.send(report)
             self._step_log.note(report)

@@ -26,10 +26,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ..runtime.messages import SchedulerInput
-from ..runtime.step_plan import Pending, Runner, no_masks
+from msgspec.structs import replace
+
+from ..runtime.messages import SchedulerInput, SchedulerReport
+from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
+from .grammar.step_masks import MaskMeter, StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -62,6 +65,7 @@ class Pipeline:
         self._max_left_in_flight = 1 if overlap else 0
         self._grammars = grammars if grammars is not None else NoGrammars()
         self._in_flight: deque[InFlight] = deque()
+        self._mask_meter = MaskMeter(clock)
 
     def handle(self, message: SchedulerInput) -> None:
         """Give the scheduler a message. Steps may be in flight."""
@@ -117,8 +121,21 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        masks = self._scheduler.step_masks(batch, self._settle_all) if batch.has_grammar else no_masks
+        masks: GetMasks = no_masks
+        if batch.has_grammar:
+            masks = StepMasks(self._scheduler.masks, batch, self._settle_all, self._mask_meter)
         return self._runner.launch(batch.plan, may_continue, masks)
+
+    def report(self, now_s: float) -> SchedulerReport:
+        """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
+        builds = self._grammars.figures
+        return replace(
+            self._scheduler.report(now_s),
+            grammar_builds_total=builds.num_builds,
+            grammar_build_s_total=builds.seconds,
+            grammar_masks_total=self._mask_meter.num_masks,
+            grammar_mask_s_total=self._mask_meter.seconds,
+        )
 
     def idle(self) -> None:
         """Let the scheduler check its accounts. Call when `advance` had nothing to do.

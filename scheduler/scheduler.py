@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from typing import assert_never
 
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
@@ -59,7 +58,6 @@ from .grammar.grammar_rules import ends_by_grammar, resume
 from .grammar.guarded_matcher import FailedMatcher, GuardedMatcher
 from .grammar.mask_filler import MaskFiller
 from .grammar.matcher_source import MatcherSource, NoMatchers
-from .grammar.step_masks import StepMasks
 from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
@@ -80,6 +78,7 @@ class Scheduler:
 
     Attributes:
         decisions: what the last passes decided, with the reasons.
+        masks: the token masks of a planned step.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._matchers = matchers if matchers is not None else NoMatchers()
-        self._mask_filler = MaskFiller(capacity.vocab_size)
+        self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
         self._abandoned_before_s = 0.0
@@ -335,10 +334,6 @@ class Scheduler:
         """The grammars of a request that waits for them; None for any other rid."""
         req = self._requests.grammar.get(rid)
         return None if req is None else req.grammar
-
-    def step_masks(self, batch: ScheduleBatch, settle_earlier: Callable[[], None]) -> StepMasks:
-        """The token masks of a planned step; `settle_earlier` settles the steps before it."""
-        return StepMasks(self._mask_filler, batch, self.rows_still_here, settle_earlier)
 
     def may_continue(
         self, batch: ScheduleBatch, next_token_ids: bytes, num_rounds: int, seconds: float

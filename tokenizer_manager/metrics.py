@@ -65,6 +65,10 @@ _TOTALS: Final = (
     ("timed_out_reqs_total", "Requests that ran into queue_timeout or timeout."),
     ("draft_tokens_total", "Draft tokens that steps have checked (--speculative)."),
     ("accepted_draft_tokens_total", "Draft tokens that were right: each saved its request a step."),
+    ("grammar_builds_total", "Grammars that the scheduler's process compiled, or could not compile."),
+    ("grammar_build_s_total", "Seconds for that, on a thread of its own."),
+    ("grammar_masks_total", "Token masks that grammars filled."),
+    ("grammar_mask_s_total", "Seconds for that."),
 )
 
 

@@ -40,6 +40,7 @@ from .conversation.planner import Planner
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
+from .http.schema.tool_schemas import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
@@ -116,6 +117,7 @@ async def _serve(
         settings.config.answers,
         max_tools=limits.max_tools,
         max_schema_kb=limits.max_schema_kb,
+        check_schema=ToolSchemas(limits),
     )
     services = Services(
         manager=manager,

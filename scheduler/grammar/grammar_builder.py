@@ -17,8 +17,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -31,6 +32,18 @@ logger = logging.getLogger(__name__)
 Compiled = tuple[CompiledGrammar, ...]
 UseOf = Callable[[str], GrammarUse | None]
 """The grammars of a request in WAITING_GRAMMAR; None for any other rid."""
+
+
+class BuildFigures(NamedTuple):
+    """Totals of a `GrammarQueue`.
+
+    Attributes:
+        num_builds: compilations that have ended, failed ones included.
+        seconds: their time.
+    """
+
+    num_builds: int = 0
+    seconds: float = 0.0
 
 
 class CompiledGrammars(Protocol):
@@ -51,6 +64,11 @@ class CompiledGrammars(Protocol):
 
 class GrammarQueue(Protocol):
     """See the module."""
+
+    @property
+    def figures(self) -> BuildFigures:
+        """Totals since the start."""
+        ...
 
     @property
     def is_building(self) -> bool:
@@ -84,6 +102,11 @@ class NoGrammars:
     __slots__ = ()
 
     @property
+    def figures(self) -> BuildFigures:
+        """See `GrammarQueue`."""
+        return BuildFigures()
+
+    @property
     def is_building(self) -> bool:
         """See `GrammarQueue`."""
         return False
@@ -107,21 +130,31 @@ class NoGrammars:
 
 
 class GrammarBuilder:
-    """See the module. A `GrammarQueue` and a `MatcherSource`; the thread starts with the first grammar to compile."""
+    """See the module. A `GrammarQueue` and a `MatcherSource`; the thread starts with the first grammar to compile.
+
+    Attributes:
+        figures: see `GrammarQueue`.
+    """
 
     def __init__(
-        self, cache: CompiledGrammars, make_matcher: Callable[[GrammarUse, Compiled], Matcher]
+        self,
+        cache: CompiledGrammars,
+        make_matcher: Callable[[GrammarUse, Compiled], Matcher],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts.
 
         Args:
             cache: of compiled grammars.
             make_matcher: the matcher of a request from its compiled grammars.
+            clock: called on the thread, to measure compilations.
         """
         self._cache = cache
         self._make_matcher = make_matcher
+        self._clock = clock
+        self.figures = BuildFigures()
         self._work: queue.SimpleQueue[tuple[str, GrammarUse] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled, float]] = queue.SimpleQueue()
         self._compiled: dict[str, Compiled] = {}  # taken from `_done`, not yet staged
         self._thread: threading.Thread | None = None
         self._num_building = 0
@@ -155,8 +188,9 @@ class GrammarBuilder:
         """See `GrammarQueue`."""
         ready: list[GrammarReady] = []
         while self._num_building and not self._done.empty():
-            message, compiled = self._done.get()
+            message, compiled, seconds = self._done.get()
             self._num_building -= 1
+            self.figures = BuildFigures(self.figures.num_builds + 1, self.figures.seconds + seconds)
             self._compiled[message.rid] = compiled
             ready.append(message)
         return ready
@@ -201,6 +235,7 @@ class GrammarBuilder:
             rid, use = work
             compiled: Sequence[CompiledGrammar] = ()
             error = ""
+            begin_s = self._clock()
             try:
                 compiled = self._cache.compile(use)
             except GrammarError as refused:
@@ -208,4 +243,4 @@ class GrammarBuilder:
             except Exception:  # one request's grammar must not end the thread
                 logger.error("compiling a grammar failed rid=%s", rid, exc_info=True)
                 error = "the grammar could not be compiled; the server's log has the cause"
-            self._done.put((GrammarReady(rid, error), tuple(compiled)))
+            self._done.put((GrammarReady(rid, error), tuple(compiled), self._clock() - begin_s))

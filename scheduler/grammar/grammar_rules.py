@@ -40,7 +40,9 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
     """
     matcher = req.matcher
     assert matcher is not None
-    if req.num_matched > req.output_len:  # the state of the matcher is that after a later token of the run
+    if (
+        req.num_matched > req.output_len
+    ):  # ahead by rounds of a multi-step decode; only the last one can end it
         return finish
     if req.num_matched < req.output_len:
         matcher.accept((token_id,))

@@ -104,14 +104,19 @@ class RequestStory:
         waited_s: seconds of completed waits.
         was_started: whether it ever got memory.
         num_retractions: how often it was retracted.
+        grammar_s: seconds from its arrival until its grammar was compiled; None if it did not wait for one, or still
+            does.
+        ended_by_grammar: whether its grammar was complete.
     """
 
     __slots__ = (
         "_needs_grammar",
         "_place",
         "arrived",
+        "ended_by_grammar",
         "episodes",
         "forgotten",
+        "grammar_s",
         "left",
         "num_retractions",
         "rid",
@@ -133,6 +138,8 @@ class RequestStory:
         self.waited_s = 0.0
         self.was_started = False
         self.num_retractions = 0
+        self.grammar_s: float | None = None
+        self.ended_by_grammar = False
         self._needs_grammar = False
         self._place = Place.UNKNOWN
 
@@ -145,7 +152,7 @@ class RequestStory:
         """Begin with facts from another source; the records from `first_s` on follow."""
         self._arrive(beginning.arrived)
         if beginning.grammar_s is not None and beginning.grammar_s < first_s:
-            self._needs_grammar = False
+            self._take_grammar(beginning.grammar_s)
         started_s = beginning.started_s
         if started_s is not None and started_s < first_s:
             self._stop_waiting(started_s)
@@ -165,8 +172,9 @@ class RequestStory:
             for left in record.left:
                 if left.rid == self.rid:
                     self._end(left, record.now_s)
+                    self.ended_by_grammar = record.grammar_ends.get(self.rid) == ""
             if self._needs_grammar and self.rid in record.grammars:
-                self._needs_grammar = False
+                self._take_grammar(record.now_s)
         elif record.rid == self.rid:
             self._arrive(record)
 
@@ -177,6 +185,11 @@ class RequestStory:
         self._needs_grammar = arrived.needs_grammar
         self._place = Place.WAITING
         self.episodes.append(Episode(arrived, arrived.now_s, arrived.now_s))
+
+    def _take_grammar(self, now_s: float) -> None:
+        assert self.arrived is not None, "its arrival says that it needs a grammar"
+        self._needs_grammar = False
+        self.grammar_s = now_s - self.arrived.now_s
 
     def _end(self, left: Finished, now_s: float) -> None:
         self._stop_waiting(now_s)

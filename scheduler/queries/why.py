@@ -108,6 +108,7 @@ def _unknown(rid: str, others: list[str], num_records: int, span_s: float, *, hi
 def _sentence(story: RequestStory, now_s: float) -> str:
     parts = [
         _waiting_words(story, now_s),
+        *_grammar_words(story),
         *_prompt_words(story),
         *_cache_words(story),
         *_retraction_words(story),
@@ -165,6 +166,11 @@ def _arithmetic(verdict: Verdict | None) -> str:
     return f" (need {verdict.need:,}, have {verdict.have:,})"
 
 
+def _grammar_words(story: RequestStory) -> Iterator[str]:
+    if story.grammar_s is not None:
+        yield f"had its grammar after {story.grammar_s:.3f} s"
+
+
 def _prompt_words(story: RequestStory) -> Iterator[str]:
     num_chunks = num_tokens = 0
     cuts: dict[Reason, None] = {}
@@ -216,7 +222,12 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
         yield "was never started"
     after_s = story.episodes[-1].last_s - story.episodes[0].first_s
     message = f": {left.message}" if left.message else ""
-    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({left.kind}{message}{_draft_words(left)})"
+    kind = f"{left.kind}{_by_grammar(story)}{message}{_draft_words(left)}"
+    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({kind})"
+
+
+def _by_grammar(story: RequestStory | None) -> str:
+    return ", ended by its grammar" if story is not None and story.ended_by_grammar else ""
 
 
 def _draft_words(left: Finished) -> str:
@@ -288,7 +299,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
             return _loss_words(cause, story)
         case Finished():
             message = f": {cause.message}" if cause.message else ""
-            return f"{cause.kind}, {cause.output_len:,} tokens{message}{_draft_words(cause)}"
+            by_grammar = _by_grammar(story)
+            return f"{cause.kind}, {cause.output_len:,} tokens{by_grammar}{message}{_draft_words(cause)}"
 
 
 def _arrival_words(arrived: Arrived) -> str:

@@ -14,8 +14,18 @@ from msgspec.structs import replace
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
+from engine.runtime.step_plan import (
+    ForwardMode,
+    GetMasks,
+    GoOn,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    no_masks,
+    to_the_end,
+)
 from tests.model_runner.conftest import Driver, Request, SeeingExecutor, int32
+from tests.scheduler.grammar.toy_matcher import FixedMasks
 
 KINDS = (
     SamplingParams(temperature=0.0, seed=0, max_new_tokens=200),
@@ -50,7 +60,7 @@ def step(
     masks: GetMasks = no_masks,
 ) -> StepResult:
     """Make such a step, and take its tokens."""
-    result: StepResult = driver.runner.launch(burst(driver, reqs, num_rounds), go_on).wait()
+    result: StepResult = driver.runner.launch(burst(driver, reqs, num_rounds), go_on, masks).wait()
     runs = np.frombuffer(result.next_token_ids, dtype=np.int32).reshape(len(reqs), -1)
     counts = np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist() or [1] * len(reqs)
     assert counts == [runs.shape[1]] * len(reqs)
@@ -133,6 +143,24 @@ def test_it_ends_where_it_is_told_to(make_tiny_driver):
 
     assert [len(req.output) for req in reqs] == [4, 4]
     assert told == [[req.output[n] for req in reqs] for n in (1, 2, 3)]
+
+
+def test_each_round_has_its_own_masks(make_tiny_driver):
+    driver = make_tiny_driver()
+    reqs = [driver.start(tokens, KINDS[0]) for tokens in ([3, 4, 5], [9, 8])]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    wanted = iter([40, 63, 64, 95])
+
+    class Masks(FixedMasks):
+        def before(self) -> TokenMasks:
+            bits = np.zeros((1, 96), dtype=np.uint8)
+            bits[0, next(wanted)] = 1
+            return TokenMasks(np.array([1]), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+    step(driver, reqs, 4, masks=Masks(None))
+
+    assert reqs[1].output[1:] == [40, 63, 64, 95]
+    assert next(wanted, None) is None and len(reqs[0].output) == 5
 
 
 def test_after_one_round_it_is_a_step_like_any_other(make_tiny_driver):

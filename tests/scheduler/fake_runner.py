@@ -5,7 +5,8 @@ So what a request must generate is known in advance (`expected_output`), whateve
 and a page that holds other tokens than it should is seen at the first step that reads it. With `memory` the next token
 is a function of the last so many alone, so that outputs run into circles, which can be guessed.
 
-A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far.
+A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far. Or, if
+`late` is set and there are no drafts, it samples without most masks, and again where the token was not allowed.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class FakeRunner:
         self.num_rounds = 0  # of bursts
         self.grammars: dict[str, ToyGrammar] = {}
         self.here: list[bool] = []  # which requests of the batch had their row when `masks` returned
+        self.late = False
         self.num_masks = 0
-        self.checks_late = False  # sample first, and ask for the masks of refused tokens, as a CPU does
         self.swap_s = 0.0  # what every step with swaps says they took
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Launched:
@@ -301,10 +302,37 @@ class FakeRunner:
 
     def sample_runs(self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks) -> list[list[int]]:
         """Of each request of the step: its next tokens, one more than the drafts that were right."""
+        samples = list(plan.samples)
+        late = self.late and not plan.num_drafts
+        if masks is no_masks or not any(samples):
+            self.here = [True] * len(samples)
+        found = masks.before() if late else masks()
+        by_row = self.masks_by_row(found)
+        if not late:
+            self.check_masks(plan, drafts_of, by_row)
+        if late and any(samples):
+            peeked = [self.peek(row_id, by_row.get(n)) for n, row_id in enumerate(self.sampled_rows(plan))]
+            after = self.masks_by_row(masks.after(np.array(peeked, dtype=np.int64)))
+            assert not set(after) & set(by_row), "a row with two masks"
+            for row, allowed in after.items():
+                assert peeked[row] not in allowed or allowed == frozenset(range(self.vocab_size))
+            by_row |= after
+            self.check_late_masks(plan, by_row, peeked)
+        return self.sample_with(plan, drafts_of, by_row)
+
+    def sampled_rows(self, plan: StepPlan) -> list[int]:
+        return [row for row, samples in zip(ints(plan.rows), plan.samples, strict=True) if samples]
+
+    def peek(self, row_id: int, allowed: frozenset[int] | None) -> int:
+        """The token that a row would sample."""
+        row = self.rows[row_id]
+        return 1 if row.lost else self.sample(row, allowed)
+
+    def sample_with(
+        self, plan: StepPlan, drafts_of: list[list[int]], by_row: dict[int, frozenset[int]]
+    ) -> list[list[int]]:
+        """The runs, with the masks of the rows of logits."""
         rows, samples = ints(plan.rows), list(plan.samples)
-        if self.checks_late and masks is not no_masks and not any(drafts_of):
-            return self.sample_and_check(plan, masks)
-        by_row = self.masks_by_row(plan, drafts_of, masks)
         runs: list[list[int]] = []
         first = 0  # row of logits
         for idx, (row_id, drafts) in enumerate(zip(rows, drafts_of, strict=True)):
@@ -326,50 +354,40 @@ class FakeRunner:
             first += samples[idx] * (1 + len(drafts))
         return runs
 
-    def sample_and_check(self, plan: StepPlan, masks: GetMasks) -> list[list[int]]:
-        """As `sample_runs`, in the way of a CPU: rows without a mask are sampled, checked, and sampled again."""
-        rows = [self.rows[row_id] for row_id in ints(plan.rows)]
-        sampling = [idx for idx in range(len(rows)) if plan.samples[idx]]
-        first = rows_of(masks.before())
-        tokens = [
-            1 if rows[idx].lost else self.sample(rows[idx], first.get(n)) for n, idx in enumerate(sampling)
-        ]
-        again = rows_of(masks.after(np.array(tokens, dtype=np.int64)))
-        assert not first.keys() & again.keys()
-        runs: list[list[int]] = [[] for _ in rows]
-        for n, idx in enumerate(sampling):
-            row, grammar = rows[idx], self.grammars.get(self.rids[ints(plan.rows)[idx]])
-            if n in again and not row.lost:
-                has_failed = len(again[n]) >= self.vocab_size  # its matcher, and the request ends
-                assert has_failed or tokens[n] not in again[n], "an allowed token was refused"
-                tokens[n] = self.sample(row, again[n])
-            output = row.tokens[row.prompt_len :]
-            if grammar is not None and self.here[idx] and not row.lost and len(output) != grammar.fault_at:
-                allowed = grammar.allowed(output)
-                assert not allowed or grammar.is_free(len(output)) or tokens[n] in allowed
-            row.sampled = tokens[n]
-            runs[idx] = [tokens[n]]
-        return runs
-
     def sample(self, row: Row, allowed: frozenset[int] | None) -> int:
         """What follows a row's tokens."""
         state = row.states[-1] if self.memory is None else remembered(row.tokens, self.memory)
         output_len = len(row.tokens) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
 
-    def masks_by_row(
-        self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks
-    ) -> dict[int, frozenset[int]]:
-        """The tokens allowed in each row of logits with a mask; checks that they are those of the grammars."""
-        found: TokenMasks | None = masks()
-        by_row: dict[int, frozenset[int]] = {}
-        if found is not None:
-            indices = found.indices.tolist()
-            assert found.indices.dtype == np.int64 and found.bits.dtype == np.int32
-            assert sorted(set(indices)) == indices and len(found.bits) == len(indices)
-            by_row = {row: allowed_by(bits) for row, bits in zip(indices, found.bits, strict=True)}
-            self.num_masks += len(by_row)
-        here = self.here if masks is not no_masks else [True] * len(drafts_of)
+    def masks_by_row(self, found: TokenMasks | None) -> dict[int, frozenset[int]]:
+        """The tokens allowed in each row of logits with a mask."""
+        if found is None:
+            return {}
+        indices = found.indices.tolist()
+        assert found.indices.dtype == np.int64 and found.bits.dtype == np.int32
+        assert sorted(set(indices)) == indices and len(found.bits) == len(indices)
+        self.num_masks += len(indices)
+        return {row: allowed_by(bits) for row, bits in zip(indices, found.bits, strict=True)}
+
+    def check_late_masks(self, plan: StepPlan, by_row: dict[int, frozenset[int]], peeked: list[int]) -> None:
+        """A row has the mask of its grammar, or a token that the grammar allows."""
+        here = [here for here, samples in zip(self.here, plan.samples, strict=True) if samples]
+        for n, row_id in enumerate(self.sampled_rows(plan)):
+            row, grammar = self.rows[row_id], self.grammars.get(self.rids[row_id])
+            output = row.tokens[row.prompt_len :]
+            if grammar is None:
+                assert n not in by_row, "a mask for a row without grammar"
+            elif here[n] and not row.lost and len(output) != grammar.fault_at and grammar.allowed(output):
+                allowed = grammar.allowed(output)
+                assert by_row.get(n, allowed) == allowed
+                assert n in by_row or peeked[n] in allowed, (self.rids[row_id], len(output))
+
+    def check_masks(
+        self, plan: StepPlan, drafts_of: list[list[int]], by_row: dict[int, frozenset[int]]
+    ) -> None:
+        """The masks are those of the grammars."""
+        here = self.here
         unchecked = dict(by_row)
         first = 0
         for idx, (row_id, drafts) in enumerate(zip(ints(plan.rows), drafts_of, strict=True)):
@@ -390,7 +408,6 @@ class FakeRunner:
                     unchecked.pop(first + k, None)
             first += num_rows
         assert not unchecked, f"masks for rows without grammar: {sorted(unchecked)}"
-        return by_row
 
     def check_mode(self, mode: ForwardMode, rows: list[int], starts: list[int], lengths: list[int]) -> None:
         """Extends first, then decodes."""
@@ -434,10 +451,3 @@ def ints(data: bytes) -> list[int]:
 def pairs(data: bytes) -> list[tuple[int, int]]:
     """[n, 2] int32 bytes as pairs."""
     return [(int(first), int(second)) for first, second in np.frombuffer(data, dtype=np.int32).reshape(-1, 2)]
-
-
-def rows_of(masks: TokenMasks | None) -> dict[int, frozenset[int]]:
-    """The allowed tokens of each row with a mask."""
-    if masks is None:
-        return {}
-    return {row: allowed_by(bits) for row, bits in zip(masks.indices.tolist(), masks.bits, strict=True)}

@@ -23,9 +23,10 @@ from engine.runtime.messages import (
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import ForwardMode, no_masks
+from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.grammar.step_masks import StepMasks
+from engine.scheduler.grammar.mask_filler import MaskFiller
+from engine.scheduler.grammar.step_masks import MaskMeter, StepMasks
 from engine.scheduler.memory.page_allocator import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
 from engine.scheduler.records.decision_log import DecisionLog, PassRecord
@@ -70,6 +71,23 @@ class Answer:
     @property
     def finish(self) -> Finish | None:
         return self.rows[-1].finish if self.rows else None
+
+
+class NotingMasks(MaskFiller):
+    """Lets the runner know which requests still have their row when it gets masks."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner) -> None:
+        super().__init__(VOCAB_SIZE, scheduler._parts.memory.pool)
+        self.scheduler = scheduler
+        self.runner = runner
+
+    def fill(self, batch: ScheduleBatch) -> TokenMasks | None:
+        self.runner.here = self.scheduler.rows_still_here(batch).tolist()
+        return super().fill(batch)
+
+    def fill_unchecked(self, batch: ScheduleBatch) -> TokenMasks | None:
+        self.runner.here = self.scheduler.rows_still_here(batch).tolist()
+        return super().fill_unchecked(batch)
 
 
 class Harness:
@@ -117,7 +135,8 @@ class Harness:
         )
         self._fake_runner = self.runner  # `runner` may become one around it
         self.runner.grammars = self.matchers.grammars
-        self._note_who_is_here(self.scheduler)
+        self.mask_meter = MaskMeter(lambda: self.now_s)
+        self.scheduler.masks = NotingMasks(self.scheduler, self.runner)
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}
@@ -193,7 +212,9 @@ class Harness:
         self.scheduler.audit()
         if batch is not None:
             may_continue = partial(self.may_continue, batch)
-            masks = self.scheduler.step_masks(batch, self.settle_all) if batch.has_grammar else no_masks
+            masks: GetMasks = no_masks
+            if batch.has_grammar:
+                masks = StepMasks(self.scheduler.masks, batch, self.settle_all, self.mask_meter)
             launched = self.runner.launch(batch.plan, may_continue, masks)
             self.in_flight.append((batch, launched))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
@@ -216,22 +237,9 @@ class Harness:
         )
 
     def settle_all(self) -> None:
-        """What a pipeline does between the forward pass and the sampler of a step with masks."""
+        """What a pipeline does before the masks of a step."""
         while self.in_flight:
             self.settle()
-
-    def _note_who_is_here(self, scheduler: Scheduler) -> None:
-        """Let the runner know which requests still have their row when it gets masks."""
-        step_masks = scheduler.step_masks
-
-        def noted(batch: ScheduleBatch, settle_earlier: Callable[[], None]) -> StepMasks:
-            def settle() -> None:
-                settle_earlier()
-                self._fake_runner.here = scheduler.rows_still_here(batch).tolist()
-
-            return step_masks(batch, settle)
-
-        scheduler.step_masks = noted  # type: ignore[method-assign]
 
     def settle(self) -> None:
         """Settle the oldest step in flight."""

@@ -18,14 +18,14 @@ from engine.runtime.config.engine_config import (
     SchedulerConfig,
 )
 from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
-from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, TokenMasks, no_masks, to_the_end
+from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
 
 from .fake_runner import FakeRunner
-from .grammar.toy_matcher import ToyGrammar
+from .grammar.toy_matcher import FixedMasks, ToyGrammar
 from .harness import Harness
 from .journal.recorded import SCHEDULER_FIELDS
 
@@ -54,7 +54,7 @@ class SlowDevice:
             found = masks()
             self.note("masks", plan.step_id)
             copied = found and found._replace(bits=found.bits.copy())
-            step.masks, step.here = CopiedMasks(copied), self.runner.here
+            step.masks, step.here = FixedMasks(copied), self.runner.here
         self.queue.append(step)
         self.work()
         return step
@@ -73,22 +73,6 @@ class SlowDevice:
         self.calls.append(f"{what} {step_id}")
         if self.fail.get(what) == step_id:
             raise RuntimeError("the device is lost")
-
-
-class CopiedMasks:
-    """Masks on the device."""
-
-    def __init__(self, masks: TokenMasks | None) -> None:
-        self.masks = masks
-
-    def __call__(self) -> TokenMasks | None:
-        return self.masks
-
-    def before(self) -> TokenMasks | None:
-        return self.masks
-
-    def after(self, token_ids: object) -> TokenMasks | None:
-        return None
 
 
 class SlowStep:

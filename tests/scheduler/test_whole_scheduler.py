@@ -91,8 +91,8 @@ class Life:
         self.harness = harness
         self.rng = np.random.default_rng(seed)
         self.harness.has_news = lambda: bool(self.rng.random() < 0.2)
-        self.harness.runner.checks_late = bool(self.rng.random() < 0.5)
         self.without_grammar: list[str] = []
+        harness._fake_runner.late = bool(self.rng.random() < 0.5)
 
     def act(self) -> None:
         """One random thing."""
@@ -128,18 +128,20 @@ class Life:
         else:
             prompt = list(self.rng.integers(1, VOCAB_SIZE, self.rng.integers(1, self.pick([7, 31, 91]))))
         count = int(self.pick([1, 1, 1, 2, 4]))
+        grammar = self.grammar() if self.rng.random() < 0.4 else None
         message = {
             "group": f"g{len(self.harness.answers)}" if count > 1 else "",
             "priority": int(self.pick([0, 0, 1, 7, -3])),
             "lora_id": str(self.pick(["", "", "a", "b", "c"])),
             "tenant": str(self.pick(["", "t1", "t2"])),
-            "needs_grammar": bool(self.rng.random() < 0.12),
+            "needs_grammar": bool(self.rng.random() < (0.05 if grammar is None else 0.3)),
             "queue_timeout_s": self.pick([None] * 6 + [0.05]),
             "timeout_s": self.pick([None] * 6 + [0.1]),
         }
-        grammar = self.grammar() if self.rng.random() < 0.4 else None
         sampling = {
             "logprobs": self.pick([None] * 6 + [0]),
+            "temperature": self.pick([0.0, 1.0]),
+            "top_k": int(self.pick([-1, -1, 5])),
             "stop_token_ids": self.pick([()] * 4 + [(5, 17)]),
             "prompt_logprobs": self.pick([None] * 6 + [0]),
             "ignore_eos": bool(self.rng.random() < 0.5),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -234,6 +235,38 @@ def test_a_matcher_that_cannot_be_made_ends_its_request(built):
     built.run()
     assert (built.finish_of("a").kind, built.finish_of("a").status) == (FinishKind.ERROR, 500)
     assert built.finish_of("b").kind is FinishKind.LENGTH
+
+
+def test_compilations_and_masks_are_counted_and_timed(built):
+    ticks = itertools.count()
+    built.builder._clock = lambda: float(next(ticks))
+    bad = ToyGrammar(seed=9)
+    assert bad.use.spec is not None
+    built.cache.errors[bad.use.spec.key] = GrammarError("too large", "schema_too_complex")
+    built.submit("a", ToyGrammar(length=5), max_new_tokens=20)
+    built.submit("b", bad)
+    built.run()
+    built.submit("c", ToyGrammar(length=5), max_new_tokens=20)  # cached
+    built.run()
+    report = built.pipeline.report(7.0)
+    assert report.sent_s == 7.0 and report.generation_tokens_total == 10
+    assert (report.grammar_builds_total, report.grammar_build_s_total) == (2, 2.0)
+    assert (report.grammar_masks_total, report.grammar_mask_s_total) == (10, 0.0)
+
+
+def test_the_time_of_masks_is_that_of_filling_them(built):
+    filler = built.pipeline._scheduler.masks
+    fill = filler.fill
+
+    def slow(batch: Any) -> Any:
+        built.harness.now_s += 0.5
+        return fill(batch)
+
+    filler.fill = slow
+    built.submit("a", ToyGrammar(length=4), max_new_tokens=20)
+    built.run()
+    report = built.pipeline.report(0.0)
+    assert report.grammar_masks_total == 4 and report.grammar_mask_s_total == pytest.approx(2.0)
 
 
 def test_without_grammars_there_is_no_thread(built):

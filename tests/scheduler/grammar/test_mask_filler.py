@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.step_plan import ForwardMode, StepPlan
+from engine.runtime.step_plan import ForwardMode, StepPlan, TokenMasks
 from engine.scheduler.arrays import EMPTY
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.grammar.mask_filler import MaskFiller
@@ -17,9 +17,16 @@ from tests.scheduler.grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, ToyMatch
 class Requests:
     """What the filler reads of a request."""
 
-    def __init__(self, matcher: ToyMatcher | None, *, is_checked_late: bool = False) -> None:
+    def __init__(self, matcher: ToyMatcher | None, is_checked_late: bool = True) -> None:
         self.matcher = matcher
         self.is_checked_late = is_checked_late
+
+
+class Pool:
+    """What the filler reads of a pool: rows are batch indices, and the epoch of a row changes when it is left."""
+
+    def __init__(self, here: list[bool]) -> None:
+        self.epoch = np.array([0 if stays else 1 for stays in here])
 
 
 def batch_of(
@@ -35,12 +42,21 @@ def batch_of(
         draft_ids=flat.tobytes(),
     )
     reqs: Any = [Requests(matcher) for matcher in matchers]
-    ids = np.array(sampled, dtype=np.int32)
-    return ScheduleBatch(plan, reqs, 0, EMPTY, EMPTY, EMPTY, len(flat), ids, has_grammar=True)
+    ids, rows = np.array(sampled, dtype=np.int32), np.arange(len(matchers), dtype=np.int32)
+    epochs = np.zeros(len(matchers), dtype=np.int32)
+    return ScheduleBatch(plan, reqs, 0, rows, epochs, EMPTY, len(flat), ids, has_grammar=True)
+
+
+def filler_of(batch: Any, here: list[bool] | None = None) -> MaskFiller:
+    pool: Any = Pool(here or [True] * len(batch.reqs))
+    return MaskFiller(VOCAB_SIZE, pool)
 
 
 def filled(batch: Any, here: list[bool] | None = None) -> dict[int, frozenset[int]]:
-    masks = MaskFiller(VOCAB_SIZE).fill(batch, np.array(here or [True] * len(batch.reqs)))
+    return by_row(filler_of(batch, here).fill(batch))
+
+
+def by_row(masks: TokenMasks | None) -> dict[int, frozenset[int]]:
     if masks is None:
         return {}
     assert masks.indices.dtype == np.int64 and masks.bits.shape == (len(masks.indices), 4)
@@ -109,28 +125,37 @@ def test_a_dead_end_is_an_error_and_allows_all_tokens():
 
 
 def test_the_array_is_used_again_and_grows():
-    filler = MaskFiller(VOCAB_SIZE)
-    first = filler.fill(batch_of(toys(2), [0, 1]), np.array([True, True]))
-    again = filler.fill(batch_of(toys(2), [0, 1]), np.array([True, True]))
-    more = filler.fill(batch_of(toys(9), list(range(9))), np.ones(9, dtype=np.bool_))
+    filler = filler_of(batch_of(toys(9), []))
+    first = filler.fill(batch_of(toys(2), [0, 1]))
+    again = filler.fill(batch_of(toys(2), [0, 1]))
+    more = filler.fill(batch_of(toys(9), list(range(9))))
     assert first is not None and again is not None and more is not None
     assert np.shares_memory(first.bits, again.bits) and len(more.bits) == 9
 
 
-def test_rows_that_can_be_checked_get_a_mask_only_for_a_token_that_is_refused():
-    batch = batch_of([*toys(4), None], [0, 1, 2, 3, 4])
-    for idx in (0, 1, 2):
-        batch.reqs[idx].is_checked_late = True
-    filler, here = MaskFiller(VOCAB_SIZE), np.array([True, True, False, True, True])
+# ------------------------------------------------------------ tokens that are checked after sampling
 
-    before = filler.fill_unchecked(batch, here)
-    assert before is not None and before.indices.tolist() == [3]
 
-    refused = min(set(range(VOCAB_SIZE)) - first_of(1))
-    token_ids = np.array([min(first_of(0)), refused, 0, 0, 0], dtype=np.int64)
-    after = filler.fill_refused(batch, here, token_ids)
-    assert after is not None and after.indices.tolist() == [1]
-    assert allowed_by(after.bits[0]) == first_of(1)
+def test_only_refused_tokens_need_a_mask():
+    batch = batch_of([*toys(3), None], [0, 1, 2, 3])
+    good = [min(first_of(seed)) for seed in range(3)]
+    bad = next(token for token in range(VOCAB_SIZE) if token not in first_of(1))
+    filler = filler_of(batch)
+    assert filler.fill_unchecked(batch) is None
+    assert filler.fill_refused(batch, np.array([*good, 5])) is None
+    assert by_row(filler.fill_refused(batch, np.array([good[0], bad, good[2], 5]))) == {1: first_of(1)}
 
-    token_ids[1] = min(first_of(1))
-    assert filler.fill_refused(batch, here, token_ids) is None
+
+def test_rows_that_cannot_be_checked_have_their_mask_before():
+    batch = batch_of(toys(3), [0, 1, 2])
+    batch.reqs[1].is_checked_late = False
+    filler = filler_of(batch, [True, True, False])
+    assert by_row(filler.fill_unchecked(batch)) == {1: first_of(1)}
+    tokens = np.array([token for seed in range(3) for token in [next(iter(set(range(97)) - first_of(seed)))]])
+    assert by_row(filler.fill_refused(batch, tokens)) == {0: first_of(0)}, "and requests that left have none"
+
+
+def test_free_text_is_not_checked():
+    batch = batch_of([ToyMatcher(ToyGrammar(free_until=2))], [0])
+    filler = filler_of(batch)
+    assert filler.fill_unchecked(batch) is None and filler.fill_refused(batch, np.array([5])) is None

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from engine.grammar.backend import MaskRow, Matcher, MatcherErrorCode
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse
+from engine.runtime.step_plan import TokenMasks
 
 VOCAB_SIZE = 97
 _NO_FAULT = 1 << 30
@@ -208,6 +209,22 @@ class ToyMatchers:
     def take(self, rid: str) -> Matcher:
         self.matchers[rid] = ToyMatcher(self.grammars[rid])
         return self.matchers[rid]
+
+
+class FixedMasks:
+    """A `GetMasks` that has been asked already."""
+
+    def __init__(self, masks: TokenMasks | None) -> None:
+        self.masks = masks
+
+    def __call__(self) -> TokenMasks | None:
+        return self.masks
+
+    def before(self) -> TokenMasks | None:
+        return self.masks
+
+    def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
+        return None
 
 
 def fill_row(mask: MaskRow, allowed: frozenset[int]) -> None:

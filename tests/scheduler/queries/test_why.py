@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.messages import FinishKind, GrammarReady
+from engine.runtime.messages import Explain, Explanation, FinishKind, GrammarReady
 from engine.scheduler.queries.why import COLUMNS, MAX_ROWS, explain
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
+    DecisionLog,
     DecisionRecord,
     Finished,
     PassRecord,
@@ -182,6 +183,47 @@ def test_a_grammar_that_is_not_ready():
     answer = explain([ARRIVED, a_pass(1, num_waiting=1, num_grammar=1)], "r1")
 
     assert answer.rows[-1][3] == Reason.GRAMMAR_PENDING.text
+
+
+def test_how_long_a_grammar_took_and_that_it_ended_the_answer():
+    records: list[DecisionRecord] = [
+        Arrived(10.0, "r1", 20, 50, needs_grammar=True),
+        a_pass(1, num_waiting=1, num_grammar=1),
+        Settled(10.25, 0, grammars=["other", "r1"]),
+        a_pass(3, admitted("r1")),
+        Settled(12.0, 9, left=[Finished("r1", FinishKind.STOP, 7)], grammar_ends={"r1": ""}),
+    ]
+    answer = explain(records, "r1")
+    assert answer.sentence == (
+        "r1 waited 0.300 s in 1 pass, because its grammar is being compiled, had its grammar after 0.250 s, and ended "
+        "after 2.000 s with 7 tokens (stop, ended by its grammar)."
+    )
+    assert answer.rows[-1][3] == "stop, 7 tokens, ended by its grammar"
+
+
+def test_a_grammar_that_failed_says_why_in_its_message():
+    end = Settled(
+        12.0, 9, left=[Finished("r1", FinishKind.ERROR, 7, "no token")], grammar_ends={"r1": "no token"}
+    )
+    answer = explain([ARRIVED, a_pass(1, admitted("r1")), end], "r1")
+    assert answer.sentence.endswith("with 7 tokens (error: no token).")
+
+
+@pytest.mark.parametrize("delivered", [(), (5, 6)])
+def test_a_grammar_that_came_before_the_first_record_is_known(make_scheduler, delivered):
+    harness = make_scheduler(decisions=DecisionLog(8))
+    arrived_s = harness.now_s
+    harness.submit("g", message={"needs_grammar": True}, max_new_tokens=60, delivered=delivered)
+    for _ in range(3):
+        harness.step()
+    harness.scheduler.handle(GrammarReady("g"), harness.now_s)
+    took_s = harness.now_s - arrived_s
+    for _ in range(20):
+        harness.step()
+    assert all(not isinstance(each, Settled) or not each.grammars for each in harness.scheduler.decisions)
+    harness.scheduler.handle(Explain(1, "g"), harness.now_s)
+    (told,) = [each for each in harness.scheduler.take_outputs() if isinstance(each, Explanation)]
+    assert f"had its grammar after {took_s:.3f} s" in told.sentence
 
 
 def test_an_end_that_is_a_message():

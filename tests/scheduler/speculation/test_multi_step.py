@@ -165,16 +165,19 @@ def test_not_for_requests_whose_tokens_are_looked_at_one_by_one(make_harness, wi
     assert max(rounds_of(steps)) == 4
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("length", [*range(1, 14), 40])
-def test_a_grammar_advances_between_rounds_and_ends_the_answer_at_its_token(make_harness, length):
-    """The runner checks the mask of each round, the harness the tokens."""
+def test_a_grammar_advances_between_rounds_and_ends_the_answer_at_its_token(make_harness, length, late):
+    """The runner checks the mask of each round, the harness the tokens. `late`: masks for refused tokens only."""
     harness = make_harness()
+    harness.runner.late = late
     harness.submit("a", grammar=ToyGrammar(seed=length, length=length), max_new_tokens=30)
     harness.submit("b", max_new_tokens=30)
     steps = harness.run_until_idle()
     assert len(harness.answers["a"].tokens) == min(length, 30)
     assert max(rounds_of(steps)) == 4
-    assert harness.runner.num_masks == min(length, 30)
+    assert late or harness.runner.num_masks == min(length, 30)
+    assert not late or length < 5 or harness.runner.num_masks < min(length, 30)
     assert len(harness.matchers.matchers["a"].tokens) == min(length, 30)
     assert harness.scheduler.report(0.0).generation_tokens_total == 30 + min(length, 30)
 

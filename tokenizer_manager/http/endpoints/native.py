@@ -10,8 +10,8 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
-from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
@@ -20,7 +20,7 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
-from ..schema.constraints import constraint_of
+from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
@@ -139,21 +139,32 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             param="incremental",
             code="unsupported_value",
         )
+    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     generation_request, wanted, is_batch = _generation_request(
-        request,
-        caller,
-        services.config.limits,
-        services.config.answers,
-        services.manager.capacity.max_model_len,
+        request, sampling, caller, services.config.limits, services.manager.capacity.max_model_len
     )
+    constraint = constraint_of(
+        sampling,
+        services.config.answers,
+        services.config.limits,
+        strict_server=services.config.server.strict,
+        at="sampling_params",
+    )
+    if constraint is not None:
+        max_new_tokens = generation_request.sampling.max_new_tokens
+        check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", services.tokenizer)
+        warnings += constraint.warnings
+        generation_request = replace(
+            generation_request, grammar=constraint.use, grammar_param=constraint.param
+        )
     return _Checked(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(
     request: NativeRequest,
+    sampling: NativeSampling,
     caller: Caller,
     limits: RequestLimits,
-    answers: AnswerConfig,
     max_prompt_len: int,
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """The generation request, the numbers of answers, and whether the client sent a list of prompts.
@@ -161,7 +172,6 @@ def _generation_request(
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
     """
-    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     if (request.text is None) == (request.input_ids is None):
         raise RequestError(
             "text and input_ids are two forms of the prompt; send exactly one",
@@ -185,11 +195,7 @@ def _generation_request(
         wanted = wanted_answers(
             sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
         )
-        constraint = constraint_of(sampling, answers)
         generation_request = GenerationRequest(
-            grammar=None if constraint is None else constraint.use,
-            grammar_param="sampling_params" if constraint is None else f"sampling_params.{constraint.param}",
-            shortest_answer=None if constraint is None else constraint.shortest,
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation, ReasoningOptions, Tool
@@ -71,7 +71,7 @@ class ReadOllama(NamedTuple):
 
 
 def read_chat(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
 ) -> ReadOllama:
     """Check a request of `/api/chat`.
 
@@ -91,7 +91,7 @@ def read_chat(
 
 
 def read_generate(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
 ) -> ReadOllama:
     """Check a request of `/api/generate`.
 
@@ -120,7 +120,7 @@ def _read(
     tools: tuple[Tool, ...],
     raw: str | None,
     limits: RequestLimits,
-    answers: AnswerConfig,
+    answers: EngineConfig,
     max_model_len: int,
     notes: Notes,
 ) -> ReadOllama:
@@ -221,7 +221,7 @@ def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- settings
 
 
-def _format(value: object, config: AnswerConfig) -> Constraint | None:
+def _format(value: object, config: EngineConfig) -> Constraint | None:
     if value in (None, ""):
         return None
     if value == "json":

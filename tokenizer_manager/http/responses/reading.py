@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ class ReadResponses(NamedTuple):
 
 
 def read_responses(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool
 ) -> ReadResponses:
     """Check a request.
 
@@ -204,10 +204,10 @@ def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- settings
 
 
-def _constraint(request: ResponsesRequest, text: TextOptions, config: AnswerConfig) -> Constraint | None:
+def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConfig) -> Constraint | None:
     """The constraint of `text.format`, or of a field of another engine."""
     own = None if text.format is None else _format(text.format, config)
-    other = constraint_of(request, config)
+    other = constraint_of(request, config.answers, config.limits, strict_server=config.server.strict)
     if own is not None and other is not None:
         raise RequestError(
             f"{own.param} and {other.param} exclude each other; send one of them",
@@ -217,7 +217,7 @@ def _constraint(request: ResponsesRequest, text: TextOptions, config: AnswerConf
     return own or other
 
 
-def _format(form: dict[str, Any], config: AnswerConfig) -> Constraint | None:
+def _format(form: dict[str, Any], config: EngineConfig) -> Constraint | None:
     match one_of(form.get("type"), ("text", "json_object", "json_schema"), f"{FORMAT_PARAM}.type"):
         case "json_object":
             return json_object(FORMAT_PARAM, config)

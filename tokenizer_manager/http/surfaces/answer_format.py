@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import Constraint, constraint_of
@@ -20,7 +20,7 @@ _SCHEMA_PATH: Final = "response_format.json_schema.schema"
 _FIELD_PATH: Final = "response_format"
 
 
-def json_object(at: str, config: AnswerConfig) -> Constraint:
+def json_object(at: str, config: EngineConfig) -> Constraint:
     """Any JSON object.
 
     Args:
@@ -30,7 +30,7 @@ def json_object(at: str, config: AnswerConfig) -> Constraint:
     return _read({"type": "json_object"}, at, at, config)
 
 
-def json_schema(schema: object, at: str, schema_at: str, config: AnswerConfig, *, strict: bool) -> Constraint:
+def json_schema(schema: object, at: str, schema_at: str, config: EngineConfig, *, strict: bool) -> Constraint:
     """Values of a JSON Schema.
 
     Args:
@@ -49,9 +49,14 @@ def json_schema(schema: object, at: str, schema_at: str, config: AnswerConfig, *
     return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config)
 
 
-def _read(form: dict[str, Any], at: str, schema_at: str, config: AnswerConfig) -> Constraint:
+def _read(form: dict[str, Any], at: str, schema_at: str, config: EngineConfig) -> Constraint:
     with _renamed(at, schema_at):
-        found = constraint_of(ConstraintFields(response_format=form), config)
+        found = constraint_of(
+            ConstraintFields(response_format=form),
+            config.answers,
+            config.limits,
+            strict_server=config.server.strict,
+        )
     assert found is not None
     return found._replace(
         param=_own(found.param, at, schema_at),
