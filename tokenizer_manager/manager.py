@@ -325,7 +325,7 @@ class TokenizerManager:
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.
             message = finish.message or f"the engine ended the request ({finish.kind.value})"
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
-            code = _TIMEOUT_CODES.get(finish.status, "generation_failed")
+            code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
             self._aborter.fail(generation, RequestError(message, code=code, status=finish.status))
             return
         generation.put(choice, output)

@@ -79,7 +79,8 @@ def ends_by_grammar(batch: ScheduleBatch, rows: Sequence[TokenOutput]) -> dict[s
 def _end_of(req: Req) -> Finish | None:
     assert req.matcher is not None
     if req.matcher.error:
-        return Finish(FinishKind.ERROR, message=_error_text(req), status=500)
+        code = "" if req.matcher.error_code is None else req.matcher.error_code.value
+        return Finish(FinishKind.ERROR, message=_error_text(req), status=500, code=code)
     return Finish(FinishKind.STOP, matched=MATCHED_GRAMMAR) if req.matcher.ended else None
 
 
