@@ -98,8 +98,6 @@ def _walk(matcher: Matcher, vocabulary: Vocabulary, seed: int) -> str:
         if not len(choices):
             break
         matcher.accept((int(choices[rng.randrange(len(choices))]),))
-        if matcher.ended or matcher.error:
-            break
     return matcher.error if matcher.error_code is MatcherErrorCode.LIMIT else ""
 
 
