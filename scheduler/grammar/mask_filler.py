@@ -74,7 +74,7 @@ class MaskFiller:
         for row, req, matcher in self._guided(batch):
             if req.is_checked_late and matcher.wants_mask:
                 token_id = int(token_ids[row])
-                if not matcher.validate((token_id,)):
+                if not matcher.allows(token_id):
                     matcher.fill(self._bits[len(indices)])
                     indices.append(row)
         return self._masks(indices)
