@@ -8,7 +8,7 @@ free, and fail at a position in any way that a matcher can.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -197,8 +197,12 @@ class ToyMatcher:
             tokens += draft_ids[idx : idx + 1]
 
     def copy(self) -> Matcher:
+        """A copy, which looks ahead over drafts, raises for no mask."""
         self._called("copy")
-        return ToyMatcher(self.grammar, self.tokens)
+        grammar = self.grammar
+        if grammar.fault in ("allows", "fill", "fill_drafts"):
+            grammar = replace(grammar, fault="")
+        return ToyMatcher(grammar, self.tokens)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
