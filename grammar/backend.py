@@ -108,6 +108,13 @@ class Matcher(Protocol):
         """Write the tokens that may come next. If none may, sets `error` and allows all of them."""
         ...
 
+    def allows(self, token_id: int) -> bool:
+        """Whether `fill` would allow this token; much cheaper than `fill`.
+
+        Not the same as `validate`: where only one text may follow, `fill` allows only the tokenizer's split of it.
+        """
+        ...
+
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance over generated tokens; returns how many were accepted.
 

@@ -15,6 +15,7 @@ import copy
 import enum
 from collections.abc import Sequence
 
+import numpy as np
 import numpy.typing as npt
 from numpy import int32
 
@@ -143,6 +144,17 @@ class GuidedMatcher:
         if not mask.any():
             self._fail("no token is allowed")
             mask.fill(-1)
+
+    def allows(self, token_id: int) -> bool:
+        """Whether `fill` would allow this token; see `Matcher.allows`."""
+        if self._is_over() or not self.wants_mask:
+            return True
+        if self._opening is None and self._block is None and self._inner is not None:
+            return self._inner.allows(token_id)
+        # The phases before and between grammars are short, or fill a mask from a table.
+        mask = np.empty(-(-self._vocabulary.size // 32), dtype=np.int32)
+        self.fill(mask)
+        return 0 <= token_id < self._vocabulary.size and bool(mask[token_id // 32] >> token_id % 32 & 1)
 
     # ------------------------------------------------------------ tokens
 

@@ -35,6 +35,10 @@ class FailedMatcher:
         """See `Matcher`."""
         mask.fill(-1)
 
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        return True
+
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""
         return 0
@@ -104,6 +108,13 @@ class GuardedMatcher:
             self._matcher.fill(mask)
         except BaseException as error:
             self._fail(error).fill(mask)
+
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        try:
+            return self._matcher.allows(token_id)
+        except BaseException as error:
+            return self._fail(error).allows(token_id)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""

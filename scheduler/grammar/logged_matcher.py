@@ -80,6 +80,10 @@ class LoggedMatcher:
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""
 
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        return True
+
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""
         self._num_accepted += len(token_ids)

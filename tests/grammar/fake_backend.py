@@ -165,6 +165,11 @@ class FakeMatcher:
             row = mask_of(allowed, vocabulary.size)
             mask[: row.size] = row
 
+    def allows(self, token_id: int) -> bool:
+        mask = np.zeros(-(-self._backend.vocabulary.size // 32), np.int32)
+        self.copy().fill(mask)
+        return bool(mask[token_id // 32] >> token_id % 32 & 1)
+
     def accept(self, token_ids: Sequence[int]) -> int:
         for count, token_id in enumerate(token_ids):
             if self.ended or self.error:
