@@ -61,6 +61,7 @@ class ClosingTokens:
 
     def candidates(self, state: JsonState) -> Sequence[int]:
         """The tokens to try at a position, the best first."""
+        texts: tuple[bytes, ...]
         if state.in_string:
             if state.escape_len:
                 texts = _DIGIT if state.escape_len == 2 else _ESCAPE

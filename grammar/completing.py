@@ -27,7 +27,7 @@ from .markers import allow
 RESERVE: Final = 64
 """Tokens of slack from which on each token is checked: more than one token adds to the way in common schemas."""
 _MAX_CHECKED: Final = 256
-"""Tokens of a mask that are checked one by one; beyond that the position is inside a string."""
+"""Tokens of a mask that are checked one by one; the others are removed, except in a string that may end."""
 _EARLY_TOKENS: Final = 512
 """The way is looked up for the first time with so many tokens left, or after half of the tokens if they are more."""
 
@@ -77,6 +77,9 @@ class CompletingMatcher:
         """See `Matcher`."""
         return self._inner.error_code
 
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`; the limit of this class is given to its constructor."""
+
     def fill(self, mask: MaskRow) -> None:
         """Write the tokens that may come next; see `Matcher.fill`."""
         self._inner.fill(mask)
@@ -86,8 +89,9 @@ class CompletingMatcher:
     def accept(self, token_ids: Sequence[int]) -> int:
         """Advance over generated tokens; see `Matcher.accept`."""
         for count, token_id in enumerate(token_ids):
-            if not self._inner.accept((token_id,)) or self._inner.error:
-                return count
+            num_accepted = self._inner.accept((token_id,))
+            if not num_accepted or self._inner.error:
+                return count + num_accepted
             self._num_left -= 1
             self.is_cut = self.is_cut or self._restricted
             self._restricted = False
@@ -181,10 +185,10 @@ class CompletingMatcher:
             return True
         left = self._num_left - 1
         ahead = self._inner.copy()
-        if not ahead.accept((token_id,)):
+        if left < 0 or not ahead.accept((token_id,)):
             return False
         if ahead.ended:
-            return left >= 0
+            return True
         state = self._state.copy()
         tokens = self._vocabulary.tokens
         state.read(tokens[token_id] if token_id < len(tokens) else b"")
@@ -192,21 +196,37 @@ class CompletingMatcher:
 
     def _restrict(self, mask: MaskRow) -> None:
         """Remove the tokens after which the way does not fit."""
-        assert self._way is not None
-        slack = self._num_left - len(self._way)
         token_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(token_ids) <= _MAX_CHECKED:
-            kept = [token_id for token_id in token_ids.tolist() if self._fits(token_id)]
-            self._restricted = self._restricted or len(kept) < len(token_ids)
-            mask.fill(0)
-            for token_id in kept:
-                allow(mask, token_id)
+        if len(token_ids) > _MAX_CHECKED and self._may_end_string():
+            self._restrict_string(mask)
             return
-        eos = [token_id for token_id in self._vocabulary.eos_token_ids if token_id in token_ids]
-        if slack > 0:
+        first = token_ids[:_MAX_CHECKED].tolist()
+        if self._way and self._way[0] not in first:
+            first.append(self._way[0])
+        kept = [token_id for token_id in first if self._fits(token_id)]
+        if kept:
+            self._restricted = self._restricted or len(kept) < len(first)
+            _allow_only(mask, kept)
+
+    def _may_end_string(self) -> bool:
+        """Whether the position is in a string that is a value, and the way begins with its end."""
+        state = self._state
+        if not self._way or not state.in_string or state.is_name or state.escape_len or state.utf8_len:
+            return False
+        return self._vocabulary.tokens[self._way[0]] == b'"'
+
+    def _restrict_string(self, mask: MaskRow) -> None:
+        """In a string that may end: its end, or, if there is slack, whole characters, which do not add to the way."""
+        assert self._way
+        if self._num_left > len(self._way):
             mask &= closing_tokens(self._vocabulary).plain
+            allow(mask, self._way[0])
         else:
-            mask.fill(0)
             self._restricted = True
-        for token_id in [*self._way[:1], *eos]:
-            allow(mask, token_id)
+            _allow_only(mask, self._way[:1])
+
+
+def _allow_only(mask: MaskRow, token_ids: Sequence[int]) -> None:
+    mask.fill(0)
+    for token_id in token_ids:
+        allow(mask, token_id)

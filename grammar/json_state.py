@@ -15,19 +15,22 @@ class JsonState:
 
     Attributes:
         in_string: the end is inside a string or the name of a field.
-        escape_len: bytes of an escape that are missing: 0 outside of one, 1 after a backslash, 4 to 1 after `\\u`.
+        escape_len: bytes of an escape that are missing: 0 outside of one, 1 after a backslash, 4 to 1 after `u`.
         utf8_len: continuation bytes that the last character of a string lacks.
+        is_name: the string is the name of a field.
         last: the last byte that is no whitespace, outside of strings; 0 at the beginning.
     """
 
-    __slots__ = ("_is_unicode", "escape_len", "in_string", "last", "utf8_len")
+    __slots__ = ("_is_unicode", "_open", "escape_len", "in_string", "is_name", "last", "utf8_len")
 
     def __init__(self) -> None:
         self.in_string = False
+        self.is_name = False
         self.escape_len = 0
         self.utf8_len = 0
         self.last = 0
         self._is_unicode = False
+        self._open = b""  # the brackets that are not closed
 
     def read(self, data: bytes) -> None:
         """Append bytes."""
@@ -35,15 +38,25 @@ class JsonState:
             if self.in_string:
                 self._read_string_byte(byte)
             elif byte not in _BLANKS:
-                self.last = byte
-                self.in_string = byte == _QUOTE
+                self._read_sign(byte)
 
     def copy(self) -> JsonState:
         """An independent state at the same position."""
         twin = JsonState.__new__(JsonState)
         twin.in_string, twin.escape_len, twin.utf8_len = self.in_string, self.escape_len, self.utf8_len
         twin.last, twin._is_unicode = self.last, self._is_unicode
+        twin.is_name, twin._open = self.is_name, self._open
         return twin
+
+    def _read_sign(self, byte: int) -> None:
+        if byte == _QUOTE:
+            self.in_string = True
+            self.is_name = self._open.endswith(b"{") and self.last in b"{,"
+        elif byte in b"{[":
+            self._open += bytes((byte,))
+        elif byte in b"}]":
+            self._open = self._open[:-1]
+        self.last = byte
 
     def _read_string_byte(self, byte: int) -> None:
         if self.escape_len:

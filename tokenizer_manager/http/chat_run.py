@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Final, NamedTuple, Self
 
+from msgspec.structs import replace
+
 from ...runtime.errors import RequestError
-from ...runtime.grammar_use import GrammarUse
+from ...runtime.grammar_use import GrammarKind, GrammarUse
 from ...runtime.messages import Finish, FinishKind, TextOutput
 from ...runtime.sampling_params import SamplingParams
 from ..conversation.conversation import ChoiceMode, Conversation
@@ -48,6 +50,7 @@ class ChatCall:
         structural: grammars that begin at triggers in the answer (structural tags); not together with tools.
         grammar_param: the client's name of the field with the constraint.
         shortest_answer: see `GenerationRequest`.
+        complete_json: a JSON answer is complete also when it ends by its limit of tokens.
         queue_timeout_s: the request's own limit to be started; None: the server's.
         arrival_s: by the manager's clock.
         names: names of fields in errors -> the client's.
@@ -63,6 +66,7 @@ class ChatCall:
     structural: GrammarUse | None = None
     grammar_param: str = "response_format"
     shortest_answer: str | None = None
+    complete_json: bool = True
     arrival_s: float | None = None
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)
 
@@ -252,7 +256,8 @@ def _with_structural(use: GrammarUse | None, call: ChatCall) -> GrammarUse | Non
     """The grammars of the plan, or those of structural tags with the plan's reasoning block."""
     structural = call.structural
     if structural is None:
-        return use
+        is_json = use is not None and use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
+        return replace(use, complete=True) if use is not None and is_json and call.complete_json else use
     conversation = call.conversation
     if conversation.tools and conversation.tool_choice.mode is not ChoiceMode.NONE:
         raise RequestError(

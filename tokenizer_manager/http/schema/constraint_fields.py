@@ -22,3 +22,4 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
     structural_tag: dict[str, Any] | str | None = None
     grammar: str | None = None  # llama.cpp: GBNF
     whitespace_pattern: str | None = None
+    complete_json: bool = True  # ours: JSON is complete also when it ends by its limit of tokens

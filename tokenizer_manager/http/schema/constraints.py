@@ -56,4 +56,8 @@ def constraint_of(fields: ConstraintFields, config: AnswerConfig) -> Constraint 
     if not found:
         return None
     param, spec = found[0]
-    return Constraint(GrammarUse(spec=spec), param, [])
+    return Constraint(
+        GrammarUse(spec=spec, complete=fields.complete_json and spec.kind is GrammarKind.JSON_SCHEMA),
+        param,
+        [],
+    )
