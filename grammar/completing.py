@@ -1,6 +1,6 @@
 """`CompletingMatcher`: keeps a JSON answer completable within the tokens that are left to its request.
 
-    many tokens left       the grammar's masks; the way to the end is looked up again each time half of the slack is used
+    many tokens left       the grammar's masks; the way is looked up again each time half of the slack is used
     slack <= RESERVE       near the cut: a token is allowed if the way after it fits in the tokens that are left
     slack == 0             thus only the tokens of the way (or of another one as short) are allowed
 
@@ -27,7 +27,9 @@ from .markers import allow
 RESERVE: Final = 64
 """Tokens of slack from which on each token is checked: more than one token adds to the way in common schemas."""
 _MAX_CHECKED: Final = 256
-"""Tokens of a mask that are checked one by one; the others are removed, except in a string that may end."""
+"""Tokens of a mask that are checked one by one, the lowest ids; the others are removed."""
+_MANY: Final = 64
+"""A string that may end, and that may go on with more tokens than these, is taken for free text."""
 _EARLY_TOKENS: Final = 512
 """The way is looked up for the first time with so many tokens left, or after half of the tokens if they are more."""
 
@@ -197,7 +199,7 @@ class CompletingMatcher:
     def _restrict(self, mask: MaskRow) -> None:
         """Remove the tokens after which the way does not fit."""
         token_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(token_ids) > _MAX_CHECKED and self._may_end_string():
+        if len(token_ids) > _MANY and self._may_end_string():
             self._restrict_string(mask)
             return
         first = token_ids[:_MAX_CHECKED].tolist()
