@@ -88,7 +88,11 @@ class Matcher(Protocol):
         ended: the answer is complete and nothing may follow it, or an EOS token was accepted.
         error: why the matcher cannot continue; "" while it can.
         error_code: the kind of `error`; None while there is none.
+        is_cut: `limit` has left out a part of the answer.
     """
+
+    @property
+    def is_cut(self) -> bool: ...
 
     @property
     def ended(self) -> bool: ...
@@ -102,6 +106,13 @@ class Matcher(Protocol):
     @property
     def wants_mask(self) -> bool:
         """Whether the next token is constrained at all; False in free text."""
+        ...
+
+    def limit(self, num_tokens: int) -> None:
+        """Let a JSON answer become complete within this many further tokens, where the matcher can do so.
+
+        Called at most once, before the first token.
+        """
         ...
 
     def fill(self, mask: MaskRow) -> None:

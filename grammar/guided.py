@@ -22,6 +22,8 @@ from numpy import int32
 from ..runtime.grammar_use import GrammarUse
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
 from .byte_feed import TriggerSearch, feed_bytes, single_bytes
+from .closing import closing_tokens
+from .completing import CompletingMatcher
 from .markers import marker_table
 from .reasoning import BlockOpening, OpenBlock
 
@@ -71,6 +73,7 @@ class GuidedMatcher:
         self._inner: Matcher | None = (
             None  # in GRAMMAR, TRIGGERED, and in START while the grammar takes the text
         )
+        self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
         self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
         self.ended = False
         self.error = ""
@@ -96,6 +99,17 @@ class GuidedMatcher:
                 return self._grammar is not None or (self._block is not None and self._block.end_tokens != ())
             case Phase.FREE:
                 return False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit has left out a part of the answer."""
+        return self._inner is not None and self._inner.is_cut
+
+    def limit(self, num_tokens: int) -> None:
+        """Let the answer become complete within this many further tokens; see `Matcher.limit`."""
+        self._num_left = num_tokens
+        if self._grammar is not None and self._inner is not None:
+            self._inner = CompletingMatcher(self._inner, self._vocabulary, num_tokens)
 
     # ------------------------------------------------------------ masks
 
@@ -176,6 +190,8 @@ class GuidedMatcher:
                 self.ended = self._inner.ended
                 self._read_inner_error()
                 return count + num_accepted
+            if self._num_left is not None:
+                self._num_left -= 1
             if token_id in self._eos_token_ids:
                 self._accept_eos(token_id)
             else:
@@ -269,6 +285,8 @@ class GuidedMatcher:
         self._inner = self._grammar.matcher()
         if feed_bytes(self._inner, data, self._vocabulary) < len(data):
             self._fail(f"the text {data!r} after the reasoning block is refused")
+        elif self._num_left is not None:
+            self._inner = CompletingMatcher(self._inner, self._vocabulary, self._num_left, data)
         self.ended = self._inner.ended
 
     def _read_free_text(self, data: bytes) -> None:
@@ -316,4 +334,6 @@ def prepare(use: GrammarUse, vocabulary: Vocabulary) -> None:
             table.open_row(0)
         if not use.reasoning.opened:
             _ = marker_table(vocabulary, use.reasoning.begin).continuations
+    if use.complete:
+        closing_tokens(vocabulary)
     single_bytes(vocabulary)

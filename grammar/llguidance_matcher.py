@@ -29,6 +29,7 @@ class LLGuidanceMatcher:
     """
 
     wants_mask = True
+    is_cut = False
 
     def __init__(self, matcher: LLMatcher, eos_token_ids: tuple[int, ...], num_tokens: int) -> None:
         """Wrap a matcher at the beginning of the text.
@@ -48,6 +49,9 @@ class LLGuidanceMatcher:
         self.error_code: MatcherErrorCode | None = None
         self.library_error = ""
         self._check()
+
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`; `CompletingMatcher` does it for this class."""
 
     def fill(self, mask: MaskRow) -> None:
         """Write the tokens that may come next; see `Matcher.fill`."""

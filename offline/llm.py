@@ -31,6 +31,7 @@ from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
+from ..tokenizer_manager.http.schema.constraints import with_completion
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from .batch import Batch, CheckedRequest
 from .build import start_engine
@@ -260,7 +261,7 @@ class LLM:
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
         plan = self._plan(conversation, sampling.max_new_tokens)
-        use = plan.grammar
+        use = with_completion(plan.grammar, constraint)
         if constraint is not None and spec is None:
             use = constraint.use
         request = self._prepare_one(plan.prompt, sampling, use, add_special_tokens=False)

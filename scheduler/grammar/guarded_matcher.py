@@ -29,7 +29,11 @@ class FailedMatcher:
     ended = False
     error = FAILED
     error_code = MatcherErrorCode.BUG
+    is_cut = False
     wants_mask = False
+
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`."""
 
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""
@@ -95,12 +99,27 @@ class GuardedMatcher:
             return self._fail(error).error_code
 
     @property
+    def is_cut(self) -> bool:
+        """See `Matcher`."""
+        try:
+            return self._matcher.is_cut
+        except BaseException as error:
+            return self._fail(error).is_cut
+
+    @property
     def wants_mask(self) -> bool:
         """See `Matcher`."""
         try:
             return self._matcher.wants_mask
         except BaseException as error:
             return self._fail(error).wants_mask
+
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        try:
+            self._matcher.limit(num_tokens)
+        except BaseException as error:
+            self._fail(error)
 
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""

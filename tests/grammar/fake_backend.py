@@ -138,6 +138,7 @@ class FakeMatcher:
     """A `Matcher` of a `FakeGrammar`."""
 
     wants_mask = True
+    is_cut = False
 
     def __init__(self, grammar: FakeGrammar) -> None:
         self._grammar = grammar
@@ -147,6 +148,9 @@ class FakeMatcher:
         self.ended = False
         self.error = ""
         self.error_code: MatcherErrorCode | None = None
+
+    def limit(self, num_tokens: int) -> None:
+        pass
 
     def fill(self, mask: MaskRow) -> None:
         mask.fill(-1)

@@ -26,7 +26,7 @@ from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
 from .delivery import Collected
 from .exchange import Exchange
-from .schema.constraints import Constraint, check_room
+from .schema.constraints import Constraint, check_room, with_completion
 from .schema.errors import renamed_fields
 from .schema.logprobs import int32s
 from .services import Services
@@ -250,7 +250,7 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
 def _with_structural(use: GrammarUse | None, call: ChatCall) -> GrammarUse | None:
     """The grammars of the plan, or those of structural tags with the plan's reasoning block."""
     if call.constraint is None or call.constraint.use.spec is not None:
-        return use
+        return with_completion(use, call.constraint)
     structural = call.constraint.use
     conversation = call.conversation
     if conversation.tools and conversation.tool_choice.mode is not ChoiceMode.NONE:

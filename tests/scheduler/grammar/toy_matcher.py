@@ -133,9 +133,14 @@ class ToyMatcher:
     def error_code(self) -> MatcherErrorCode | None:
         return MatcherErrorCode.BUG if self.error else None
 
+    is_cut = False
+
     @property
     def wants_mask(self) -> bool:
         return not self.grammar.is_free(len(self.tokens))
+
+    def limit(self, num_tokens: int) -> None:
+        pass
 
     def fill(self, mask: MaskRow) -> None:
         self._called("fill")

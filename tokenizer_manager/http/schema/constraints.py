@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from ....grammar.backend import GrammarError
 from ....grammar.lowering.simple import (
     ANY_OBJECT,
@@ -125,7 +127,21 @@ def constraint_of(
         )
         if strict_server and made.warnings:
             raise GrammarError(f"{made.warnings[0]} (the server runs with --strict)", "unsupported_schema")
-    return made._replace(warnings=first_warnings(warnings + made.warnings))
+    is_complete = fields.complete_json is not False and _is_json(made.use)
+    return made._replace(
+        use=replace(made.use, complete=is_complete), warnings=first_warnings(warnings + made.warnings)
+    )
+
+
+def with_completion(use: GrammarUse | None, constraint: Constraint | None) -> GrammarUse | None:
+    """The grammars of a planned chat; a JSON answer is also complete if it ends by its limit of tokens."""
+    if use is None or constraint is None or not _is_json(use):
+        return use
+    return replace(use, complete=constraint.use.complete)
+
+
+def _is_json(use: GrammarUse) -> bool:
+    return use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
 
 
 def check_room(constraint: Constraint, max_tokens: int | None, param: str, tokenizer: Tokenizer) -> None:
