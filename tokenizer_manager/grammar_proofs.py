@@ -1,7 +1,7 @@
 """`GrammarProofs`: the requests whose grammars are being proved.
 
 A request with an unproved grammar is sent to the scheduler at once, where it waits at its place by arrival. Meanwhile
-the grammar is compiled in a process of its own, which can be killed (`grammar/proving.py`). If that succeeds, the
+the grammar is compiled in a process of its own, which can be killed (`grammar/proving/`). If that succeeds, the
 scheduler is told (`GrammarReady`); otherwise the request fails with the reason.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarProver(Protocol):
-    """Compiles grammars where a compilation can be ended; `grammar.proving.Prover` implements it."""
+    """Compiles grammars where a compilation can be ended; `grammar.proving.prover.Prover` implements it."""
 
     def is_proved(self, use: GrammarUse) -> bool:
         """Whether all grammars are known to compile."""

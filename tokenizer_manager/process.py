@@ -19,9 +19,9 @@ from typing import Final, Protocol, assert_never
 import msgspec
 import uvloop
 
-from ..grammar.proof_messages import ProofSetup
-from ..grammar.proof_worker import ProofWorker
-from ..grammar.proving import PROOF_MEMORY_BYTES, Prover
+from ..grammar.proving.messages import ProofSetup
+from ..grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
+from ..grammar.proving.worker import ProofWorker
 from ..runtime.child.child import Child
 from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from ..runtime.config.engine_config import EngineConfig

@@ -9,7 +9,7 @@ through the builder first:
     (compiled)        `take_ready` returns `GrammarReady` for the scheduler, which then takes the matcher
 
 A grammar is proved before it arrives here: the tokenizer manager has compiled it in a process of its own, which can be
-killed (`grammar/proving.py`). So a compilation here ends.
+killed (`grammar/proving/`). So a compilation here ends.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import pytest
 from engine.grammar.guided import GuidedMatcher, Phase
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.markers import allows
-from engine.grammar.proof_messages import ProofSetup
-from engine.grammar.proof_worker import ProofWorker
-from engine.grammar.proving import PROOF_MEMORY_BYTES, Prover
+from engine.grammar.proving.messages import ProofSetup
+from engine.grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
+from engine.grammar.proving.worker import ProofWorker
 from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
 from engine.runtime.model_files.default_model import cached_default_model

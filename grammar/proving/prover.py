@@ -19,11 +19,11 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from ..runtime.errors import RequestError
-from ..runtime.grammar_use import GrammarSpec, GrammarUse
-from .backend import GrammarError
-from .proof_messages import ProofResult
-from .proof_worker import WorkerLostError
+from ...runtime.errors import RequestError
+from ...runtime.grammar_use import GrammarSpec, GrammarUse
+from ..backend import GrammarError
+from .messages import ProofResult
+from .worker import WorkerLostError
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from engine.grammar.backend import GrammarError
-from engine.grammar.proof_messages import ProofResult
-from engine.grammar.proof_worker import WorkerLostError
-from engine.grammar.proving import (
+from engine.grammar.proving.messages import ProofResult
+from engine.grammar.proving.prover import (
     BAD_RESULT_S,
     LONG_CHARS,
     MAX_QUEUED,
@@ -19,6 +18,7 @@ from engine.grammar.proving import (
     UNAVAILABLE_S,
     Prover,
 )
+from engine.grammar.proving.worker import WorkerLostError
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
 

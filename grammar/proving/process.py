@@ -1,4 +1,6 @@
-"""The proving process, `python -m engine.grammar PID`: compiles grammars that may take too long or too much memory.
+"""The proving process, `python -m engine.grammar.proving PID`.
+
+It compiles grammars that may take too long or too much memory.
 
 `ProofWorker` in the tokenizer manager starts it, kills it after the time limit, and reads its results. It ends with
 its parent. Its memory is limited: a failed allocation ends the process, and the parent refuses the grammar.
@@ -18,12 +20,13 @@ import msgspec
 import numpy as np
 import setproctitle
 
-from ..runtime.child.child import die_with
-from ..runtime.errors import ConfigError
-from ..runtime.model_files.tokenizer import load_tokenizer
-from .backend import GrammarBackend, GrammarError, Matcher, MatcherErrorCode, Vocabulary
-from .llguidance_backend import LLGuidanceBackend
-from .proof_messages import (
+from ...runtime.child.child import die_with
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.tokenizer import load_tokenizer
+from ..backend import GrammarBackend, GrammarError, Matcher, MatcherErrorCode, Vocabulary
+from ..llguidance_backend import LLGuidanceBackend
+from ..vocabulary import TokenizerVocabulary
+from .messages import (
     FRAME_LENGTH,
     ProofRequest,
     ProofResult,
@@ -32,7 +35,6 @@ from .proof_messages import (
     ToProver,
     frame,
 )
-from .vocabulary import TokenizerVocabulary
 
 _STDIN: Final = 0
 _NUM_WALKS: Final = 2

@@ -14,9 +14,9 @@ from collections.abc import Callable, Coroutine
 import pytest
 import uvloop
 
-from engine.grammar.proof_messages import ProofSetup
-from engine.grammar.proof_worker import ProofWorker, WorkerLostError
-from engine.grammar.proving import PROOF_MEMORY_BYTES
+from engine.grammar.proving.messages import ProofSetup
+from engine.grammar.proving.prover import PROOF_MEMORY_BYTES
+from engine.grammar.proving.worker import ProofWorker, WorkerLostError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import Tokenizer
@@ -120,7 +120,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_the_reason(setup, tmp_path):
 
 
 def test_the_process_loads_no_torch():
-    code = "import sys, engine.grammar.process; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+    code = "import sys, engine.grammar.proving.process; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     done = subprocess.run(
@@ -131,7 +131,7 @@ def test_the_process_loads_no_torch():
 
 
 def test_the_library_is_loaded_by_the_first_backend():
-    code = "import sys, engine.grammar.cache, engine.grammar.guided, engine.grammar.proving, "
+    code = "import sys, engine.grammar.cache, engine.grammar.guided, engine.grammar.proving.prover, "
     code += "engine.grammar.llguidance_backend; print('llguidance' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
@@ -148,8 +148,8 @@ def test_the_process_ends_with_its_parent(setup, tmp_path):
     fields = (setup.source.path, setup.vocab_size)
     script.write_text(
         "import asyncio, os, signal\n"
-        "from engine.grammar.proof_messages import ProofSetup\n"
-        "from engine.grammar.proof_worker import ProofWorker\n"
+        "from engine.grammar.proving.messages import ProofSetup\n"
+        "from engine.grammar.proving.worker import ProofWorker\n"
         "from engine.runtime.model_files.source import ModelSource\n"
         "async def main():\n"
         f"    source = ModelSource('hf', {fields[0]!r}, 'tiny')\n"

@@ -13,9 +13,9 @@ from typing import Final
 
 import msgspec
 
-from ..runtime.grammar_use import GrammarSpec
-from ..runtime.messages import Message
-from ..runtime.model_files.source import ModelSource
+from ...runtime.grammar_use import GrammarSpec
+from ...runtime.messages import Message
+from ...runtime.model_files.source import ModelSource
 
 FRAME_LENGTH: Final = struct.Struct("<I")
 

@@ -18,9 +18,9 @@ from typing import Final
 
 import msgspec
 
-from ..runtime.grammar_use import GrammarSpec
-from ..runtime.messages import Message
-from .proof_messages import (
+from ...runtime.grammar_use import GrammarSpec
+from ...runtime.messages import Message
+from .messages import (
     FRAME_LENGTH,
     FromProver,
     ProofRequest,
@@ -31,7 +31,7 @@ from .proof_messages import (
 )
 
 START_TIMEOUT_S: Final = 60.0
-_MODULE: Final = __package__ or "engine.grammar"
+_MODULE: Final = __package__ or "engine.grammar.proving"
 _DECODER: Final[msgspec.msgpack.Decoder[FromProver]] = msgspec.msgpack.Decoder(FromProver)
 # Pools of threads would map address space, which is limited, and take cores from the engine.
 _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
