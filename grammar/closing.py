@@ -57,7 +57,9 @@ class ClosingTokens:
             plain[token_id] = _is_plain(token)
         self.plain: MaskRow = np.packbits(plain, bitorder="little").view(np.int32)
         self.plain.setflags(write=False)
-        self._ids = {texts: tuple(id_of[t] for t in texts if t in id_of) for texts in _LISTS}
+        self._ids: dict[tuple[bytes, ...], tuple[int, ...]] = {
+            texts: tuple(id_of[t] for t in texts if t in id_of) for texts in _LISTS
+        }
 
     def candidates(self, state: JsonState) -> Sequence[int]:
         """The tokens to try at a position, the best first."""
