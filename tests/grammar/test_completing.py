@@ -8,15 +8,17 @@ from typing import Any
 
 import jsonschema_rs
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.grammar.backend import CompiledGrammar
+from engine.grammar.backend import CompiledGrammar, Matcher
 from engine.grammar.closing import shortest_end
 from engine.grammar.guided import GuidedMatcher
 from engine.grammar.json_state import JsonState
 from engine.grammar.llguidance_backend import LLGuidanceBackend
-from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
+from engine.grammar.markers import allows
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
 
 MOST_TOKENS = 120
 PERSON = {
@@ -76,7 +78,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 schemas = st.recursive(scalars, _containers, max_leaves=6)
 
 
-def check(schema: object, text: bytes) -> None:
+def check(schema: dict[str, Any], text: bytes) -> None:
     """The text is JSON of the schema. Numbers beyond the range of a float are valid JSON."""
     value = json.loads(text, parse_float=lambda number: max(-1e300, min(1e300, float(number))))
     jsonschema_rs.validator_for(schema).validate(value)
@@ -101,7 +103,7 @@ def limited(
 
 
 def answer(
-    matcher: GuidedMatcher, vocabulary: Any, num_tokens: int, choose: random.Random, late: float = 0.0
+    matcher: Matcher, vocabulary: Any, num_tokens: int, choose: random.Random, late: float = 0.0
 ) -> bytes:
     """Random tokens of the masks. With probability `late` a token is proposed first and then checked."""
     text = b""
