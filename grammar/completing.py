@@ -20,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .backend import MaskRow, Matcher, MatcherErrorCode, Vocabulary
-from .closing import closing_tokens, shortest_end
-from .json_state import JsonState
+from .closing import JsonState, closing_tokens, shortest_end
 from .markers import allow
 
 RESERVE: Final = 64

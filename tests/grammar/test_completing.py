@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.backend import CompiledGrammar, Matcher
-from engine.grammar.closing import shortest_end
+from engine.grammar.closing import JsonState, shortest_end
 from engine.grammar.guided import GuidedMatcher
-from engine.grammar.json_state import JsonState
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.markers import allows
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
@@ -187,7 +186,7 @@ def test_the_way_is_short(backend, vocabulary, schema, text, end):
 
     assert way is not None
     found = b"".join(vocabulary.tokens[i] for i in way)
-    assert len(found) == len(end) and found[-1:] == end[-1:]
+    assert len(way) <= len(end)
     check(schema, text + found)
 
 
