@@ -8,15 +8,16 @@ from typing import Any
 
 import jsonschema_rs
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.grammar.backend import CompiledGrammar, Matcher
-from engine.grammar.closing import shortest_end
+from engine.grammar.closing import JsonState, shortest_end
 from engine.grammar.guided import GuidedMatcher
-from engine.grammar.json_state import JsonState
 from engine.grammar.llguidance_backend import LLGuidanceBackend
-from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
+from engine.grammar.markers import allows
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
 
 MOST_TOKENS = 120
 PERSON = {
@@ -76,7 +77,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 schemas = st.recursive(scalars, _containers, max_leaves=6)
 
 
-def check(schema: Any, text: bytes) -> None:
+def check(schema: dict[str, Any], text: bytes) -> None:
     """The text is JSON of the schema. Numbers beyond the range of a float are valid JSON."""
     value = json.loads(text, parse_float=lambda number: max(-1e300, min(1e300, float(number))))
     jsonschema_rs.validator_for(schema).validate(value)
@@ -157,3 +158,111 @@ def test_a_way_leads_from_any_state_to_the_end(backend, vocabulary, schema, seed
     check(schema, whole)
     if way:
         assert shortest_end(matcher, vocabulary, state, len(way) - 1) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "end"),
+    [
+        (PERSON, b'{"na', b'me":"","age":18}'),
+        (PERSON, b'{"name":"a\\', b'n","age":18}'),
+        (PERSON, b'{"name":"\xe2', b'\x80\x80","age":18}'),
+        (PEOPLE, b'{"people":[', b"]}"),
+        (PEOPLE, b'{"people":[{"name":"}","age":1', b"8}]}"),
+        ({"type": "object"}, b'{"a":[[{"b":"', b'"}]]}'),
+        ({"enum": ["red", "green"]}, b'"g', b'reen"'),
+        ({"type": "string", "minLength": 2, "maxLength": 2}, b'"x', b'y"'),
+        ({"type": "number"}, b"-", b"0"),
+        ({"type": "number"}, b"12", b""),
+    ],
+)
+def test_the_way_is_short(backend, vocabulary, schema, text, end):
+    matcher = compiled(backend, use_of(schema)).matcher()
+    ids = vocabulary.encode(text)
+    assert matcher.accept(ids) == len(ids)
+    state = JsonState()
+    state.read(text)
+
+    way = shortest_end(matcher, vocabulary, state, 100)
+
+    assert way is not None
+    found = b"".join(vocabulary.tokens[i] for i in way)
+    assert len(way) <= len(end)
+    check(schema, text + found)
+
+
+def test_a_pattern_that_leads_away_from_its_end_has_no_way(backend, vocabulary):
+    matcher = compiled(backend, use_of({"type": "string", "pattern": "^[a-z]+[0-9]$"})).matcher()
+
+    assert shortest_end(matcher, vocabulary, JsonState(), 50) is None
+
+
+def test_without_a_way_the_masks_stay_those_of_the_grammar(backend, vocabulary):
+    use = use_of({"type": "string", "pattern": "^[a-z]+[0-9]$"})
+    grammar = compiled(backend, use)
+    plain, matcher = GuidedMatcher(use, [grammar], vocabulary), limited(backend, grammar, use, 10)
+    masks = np.zeros((2, -(-vocabulary.size // 32)), np.int32)
+    for data in b'"abcdefgh':
+        plain.fill(masks[0])
+        matcher.fill(masks[1])
+        assert (masks[0] == masks[1]).all()
+        ids = vocabulary.encode(bytes([data]))
+        assert plain.accept(ids) == matcher.accept(ids) == 1
+    assert not matcher.is_cut
+
+
+def test_with_enough_tokens_nothing_is_cut(backend, vocabulary):
+    use = use_of(PERSON)
+    matcher = limited(backend, compiled(backend, use), use, 300)
+    ids = vocabulary.encode(b'{"name": "abc", "age": 21}')
+    assert [matcher.accept((i,)) for i in ids] == [1] * len(ids)
+    assert matcher.ended and not matcher.is_cut
+
+
+def test_the_last_tokens_are_those_of_the_way(backend, vocabulary):
+    use = use_of(PERSON)
+    grammar = compiled(backend, use)
+    way = shortest_end(grammar.matcher(), vocabulary, JsonState(), 100)
+    assert way is not None
+    matcher = limited(backend, grammar, use, len(way))
+    masks = np.zeros((2, -(-vocabulary.size // 32)), np.int32)
+    matcher.fill(masks[0])
+    assert allows(masks[0], way[0])
+    blank = vocabulary.encode(b" ")[0]
+    assert matcher.accept(way[:1]) == 1
+    matcher.fill(masks[0])
+    grammar_only = GuidedMatcher(use, [grammar], vocabulary)
+    grammar_only.accept(way[:1])
+    grammar_only.fill(masks[1])
+    assert allows(masks[1], blank) and not allows(masks[0], blank)
+    assert matcher.validate((blank,)) == 0
+    assert matcher.validate(way[1:]) == len(way) - 1
+    assert matcher.accept(way[1:]) == len(way) - 1
+    assert matcher.ended and matcher.is_cut
+
+
+def test_masks_of_drafts_are_those_of_single_steps(backend, vocabulary):
+    use = use_of(PERSON)
+    ids = vocabulary.encode(b'{"name":"abc","a')
+    one = limited(backend, compiled(backend, use), use, 36)
+    many = one.copy()
+    masks = np.zeros((1 + len(ids), -(-vocabulary.size // 32)), np.int32)
+    assert many.validate(ids) == len(ids)
+    many.fill_drafts(ids, masks)
+    row = masks[0].copy()
+    for index, token_id in enumerate(ids):
+        one.fill(row)
+        assert (row == masks[index]).all()
+        assert one.accept((token_id,)) == 1
+
+
+def test_tokens_of_the_reasoning_block_count(backend, vocabulary):
+    block = ReasoningBlock(b"<think>", b"</think>", opened=True)
+    use = GrammarUse(spec=use_of({"type": "string"}).spec, reasoning=block, complete=True)
+    matcher = limited(backend, compiled(backend, use), use, 20)
+    ids = vocabulary.encode(b"abcabc</think>")
+    assert matcher.accept(ids) == len(ids)
+
+    text = answer(matcher, vocabulary, 20 - len(ids), random.Random(1))
+
+    assert isinstance(json.loads(text), str)
+    assert matcher.ended

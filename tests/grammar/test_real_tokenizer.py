@@ -113,3 +113,23 @@ def test_proofs_in_the_real_process(source, vocabulary):
         await prover.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("num_tokens", [40, 41, 55, 80, 130])
+def test_a_random_answer_that_is_cut_is_complete(backend, vocabulary, num_tokens):
+    """The tokens are random ones of the masks, so most answers never end by themselves."""
+    use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), complete=True)
+    choose = np.random.default_rng(num_tokens)
+    matcher = GuidedMatcher(use, [backend.compile(use.specs[0])], vocabulary)
+    matcher.limit(num_tokens)
+    mask, text = np.zeros(SIZE // 32, np.int32), b""
+    for _ in range(num_tokens):
+        if matcher.ended:
+            break
+        matcher.fill(mask)
+        token_id = int(choose.choice(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))))
+        assert matcher.accept([token_id]) == 1
+        text += vocabulary.tokens[token_id]
+
+    assert matcher.ended and (matcher.is_cut or num_tokens > 100)
+    assert set(json.loads(text)) == set(ANSWER)

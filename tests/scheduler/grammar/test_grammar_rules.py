@@ -57,6 +57,16 @@ def test_a_stop_token_wins_over_the_grammar_which_wins_over_the_length(finish, e
 
 
 @pytest.mark.parametrize("finish", [STOP, LENGTH, None])
+def test_a_cut_answer_ends_by_its_length(finish):
+    grammar = ToyGrammar(length=2)
+    tokens = next_of(grammar, 2)
+    req = req_of(grammar, tokens[:1])
+    assert isinstance(req.matcher, ToyMatcher)
+    req.matcher.is_cut = True
+    assert take(req, tokens[1], finish) == Finish(FinishKind.LENGTH, matched=MATCHED_GRAMMAR)
+
+
+@pytest.mark.parametrize("finish", [STOP, LENGTH, None])
 @pytest.mark.parametrize("fault", ["dead", "refuse"])
 def test_an_error_wins_over_all(finish, fault):
     grammar = ToyGrammar(fault=fault, fault_at=0)
