@@ -60,12 +60,15 @@ class GrammarError(Exception):
         code: the error code for the client: invalid_schema, unsupported_schema, unsatisfiable_schema, invalid_regex,
             invalid_grammar, or schema_too_complex.
         message: the text for the client.
+        at: the place in the client's request that `message` begins with, such as
+            `response_format.json_schema.schema/properties/age`; "" if it is not known.
     """
 
-    def __init__(self, message: str, code: str) -> None:
+    def __init__(self, message: str, code: str, at: str = "") -> None:
         super().__init__(message)
         self.message = message
         self.code = code
+        self.at = at
 
 
 class MatcherErrorCode(enum.StrEnum):

@@ -139,7 +139,9 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
     given = {name: value for name in _CONSTRAINTS if (value := options.get(name)) is not None}
     if "choice" in given:
         given["guided_choice"] = given.pop("choice")
-    return constraint_of(convert(given, ConstraintFields), config.answers) if given else None
+    if not given:
+        return None
+    return constraint_of(convert(given, ConstraintFields), config.answers, config.limits, strict_server=False)
 
 
 _CONSTRAINTS = ("response_format", "json_schema", "regex", "choice", "grammar")

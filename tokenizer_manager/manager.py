@@ -156,7 +156,7 @@ class TokenizerManager:
                 )
                 for i, ids in enumerate(encoded)
             ]
-            self._check_shortest_answer(request, resolved)
+            await self._check_shortest_answer(request, resolved)
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
@@ -263,19 +263,22 @@ class TokenizerManager:
             request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
         )
 
-    def _check_shortest_answer(self, request: GenerationRequest, resolved: list[SamplingParams]) -> None:
+    async def _check_shortest_answer(
+        self, request: GenerationRequest, resolved: list[SamplingParams]
+    ) -> None:
         """Refuse a request whose grammar allows no answer within its length."""
-        if request.shortest_answer is None:
+        text = request.shortest_answer
+        room = min((sampling.max_new_tokens or 0 for sampling in resolved), default=0)
+        if text is None or len(text.encode()) <= room:  # a token has at least one byte
             return
-        shortest = len(self._encoder.tokenizer.encode(request.shortest_answer, add_special_tokens=False))
-        for sampling in resolved:
-            if sampling.max_new_tokens is not None and sampling.max_new_tokens < shortest:
-                raise RequestError(
-                    f"the shortest answer to {request.grammar_param} has {shortest} tokens, but {request.length_param} "
-                    f"is {sampling.max_new_tokens}; raise it",
-                    param=request.length_param,
-                    code="max_tokens_too_small",
-                )
+        [ids] = await self._encoder.encode([text], add_special_tokens=False, param=request.grammar_param)
+        if len(ids) > room:
+            raise RequestError(
+                f"the shortest answer to {request.grammar_param} has {len(ids)} tokens, but {request.length_param} "
+                f"is {room}; raise it",
+                param=request.length_param,
+                code="max_tokens_too_small",
+            )
 
     def _open(
         self,

@@ -20,6 +20,8 @@ from ...runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 
 PRETTY_PATTERN: Final = r" |\n {0,32}"
 """Whitespace of `Whitespace.PRETTY` at each place where JSON allows it; no whitespace is always allowed too."""
+ALLOWED_ESCAPES: Final = 'nrbtf\\"'
+"""Characters that may follow a backslash in a JSON string."""
 NOTHING: Final = '""'
 """The body of a rule for the empty text."""
 
@@ -30,24 +32,25 @@ class LarkBuilder:
     """A Lark grammar, rule by rule. Names are made unique, so that parts need not know of each other."""
 
     def __init__(self) -> None:
-        self._bodies: dict[str, str] = {}
+        self._bodies: dict[str, tuple[str, str]] = {}  # name -> body and options
         self._start = NOTHING
 
     def start(self, body: str) -> None:
         """Set the body of the rule for the whole text."""
         self._start = body
 
-    def add_rule(self, name: str, body: str) -> str:
+    def add_rule(self, name: str, body: str, *, options: str = "") -> str:
         """Add a rule.
 
         Args:
             name: its name begins with these letters; other characters than letters and digits are replaced.
             body: what it matches.
+            options: such as `lazy`: the rule's regular expression matches as little as it can.
 
         Returns:
             its name.
         """
-        return self._add(_NOT_IN_NAMES.sub("_", name.lower()).strip("_") or "rule", body)
+        return self._add(_NOT_IN_NAMES.sub("_", name.lower()).strip("_") or "rule", body, options)
 
     def add_terminal(self, name: str, body: str) -> str:
         """Add a terminal, with quoted texts, regular expressions and terminals in its body; returns its name."""
@@ -55,26 +58,27 @@ class LarkBuilder:
 
     def define(self, name: str, body: str) -> None:
         """Set the body of a rule again, which rules that refer to each other need."""
-        self._bodies[name] = body
+        self._bodies[name] = (body, "")
 
     def text(self) -> str:
         """The grammar."""
         lines = [f"start: {self._start}"]
-        lines += (f"{name}: {body}" for name, body in self._bodies.items())
+        for name, (body, options) in self._bodies.items():
+            lines.append(f"{name}[{options}]: {body}" if options else f"{name}: {body}")
         return "\n".join(lines) + "\n"
 
     def spec(self) -> GrammarSpec:
         """The grammar as a spec."""
         return GrammarSpec(GrammarKind.LARK, self.text())
 
-    def _add(self, name: str, body: str) -> str:
+    def _add(self, name: str, body: str, options: str = "") -> str:
         if name[0].isdigit() or name.lower() == "start":
             name = ("rule_" if name.islower() or name.isdigit() else "TEXT_") + name
         unique, count = name, 2
         while unique in self._bodies:
             unique = f"{name}_{count}"
             count += 1
-        self._bodies[unique] = body
+        self._bodies[unique] = (body, options)
         return unique
 
 
@@ -120,26 +124,27 @@ def schema_text(
         members |= schema
     elif not schema:
         members["allOf"] = [False]
-    members["x-guidance"] = whitespace_options(whitespace, whitespace_pattern)
+    members["x-guidance"] = json_options(whitespace, whitespace_pattern)
     return json.dumps(members)
 
 
-def whitespace_options(whitespace: Whitespace, pattern: str = "") -> dict[str, Any]:
-    """llguidance's options (`x-guidance`) for whitespace in JSON.
+def json_options(whitespace: Whitespace, pattern: str = "") -> dict[str, Any]:
+    """llguidance's options (`x-guidance`) for JSON: whitespace, and one spelling for each string.
+
+    Escapes by number (backslash, u, four digits) are not allowed: with them, the name of a property would have a second
+    spelling, to which the library does not apply the property's schema. Control characters without a short escape
+    cannot be generated.
 
     Args:
         whitespace: the rule.
         pattern: a regular expression instead of the rule; "" for none.
     """
-    if pattern:
-        return {"whitespace_pattern": pattern}
-    match whitespace:
-        case Whitespace.COMPACT:
-            return {"whitespace_flexible": False}
-        case Whitespace.PRETTY:
-            return {"whitespace_pattern": PRETTY_PATTERN}
-        case Whitespace.ANY:
-            return {"whitespace_flexible": True}
+    options: dict[str, Any] = {"json_allowed_escapes": ALLOWED_ESCAPES}
+    if pattern or whitespace is Whitespace.PRETTY:
+        options["whitespace_pattern"] = pattern or PRETTY_PATTERN
+    else:
+        options["whitespace_flexible"] = whitespace is Whitespace.ANY
+    return options
 
 
 def embedded(spec: GrammarSpec) -> str:

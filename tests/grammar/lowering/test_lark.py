@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from engine.grammar.lowering.lark import LarkBuilder, embedded, json_rule, one_of, quoted, regex, schema_text
@@ -98,3 +100,10 @@ def test_a_pattern_for_whitespace_replaces_the_rule():
 
 def test_settings_of_the_library_in_a_schema_are_replaced():
     assert "lenient" not in schema_text({"x-guidance": {"lenient": True}})
+
+
+def test_the_name_of_a_property_has_one_spelling():
+    grammar = compiled(json_rule({"type": "object", "properties": {"a": {"type": "integer"}}}))
+
+    assert not grammar.accepts('{"\\u0061": "x"}')
+    assert grammar.accepts(json.dumps({"b\n": 'x\n\t"\\é'}, ensure_ascii=False))

@@ -79,7 +79,7 @@ def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, s
     """
     warnings = MESSAGES_POLICY.check(body, strict=strict)
     request = convert(body, MessagesRequest)
-    conversation, constraint = _conversation(request, limits, answers, warnings)
+    conversation, constraint = _conversation(request, limits, answers, warnings, strict=strict)
     fields = SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -104,12 +104,17 @@ def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, stri
     """
     warnings = COUNT_POLICY.check(body, strict=strict)
     request = convert(body, CountTokensRequest)
-    conversation, _ = _conversation(request, limits, answers, warnings)
+    conversation, _ = _conversation(request, limits, answers, warnings, strict=strict)
     return ReadCount(request, conversation, first_warnings(warnings))
 
 
 def _conversation(
-    request: CountTokensRequest, limits: RequestLimits, answers: AnswerConfig, warnings: list[str]
+    request: CountTokensRequest,
+    limits: RequestLimits,
+    answers: AnswerConfig,
+    warnings: list[str],
+    *,
+    strict: bool,
 ) -> tuple[Conversation, Constraint | None]:
     if not request.messages:
         raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
@@ -122,7 +127,7 @@ def _conversation(
     for at, message in objects(request.messages, "messages"):
         _read_message(message, at, history, warnings)
     config = convert(request.output_config or {}, OutputConfig, "output_config")
-    constraint = None if config.format is None else _format(config.format, answers)
+    constraint = None if config.format is None else _format(config.format, answers, limits, strict=strict)
     if constraint is not None:
         warnings += constraint.warnings
     conversation = Conversation(
@@ -256,9 +261,17 @@ def _tool_choice(choice: dict[str, Any] | None) -> ToolChoice:
     return ToolChoice(mode=mode, name=name, parallel=choice.get("disable_parallel_tool_use") is not True)
 
 
-def _format(form: dict[str, Any], config: AnswerConfig) -> Constraint:
+def _format(form: dict[str, Any], config: AnswerConfig, limits: RequestLimits, *, strict: bool) -> Constraint:
     one_of(form.get("type"), ("json_schema",), f"{FORMAT_PARAM}.type")
-    return json_schema(form.get("schema"), FORMAT_PARAM, f"{FORMAT_PARAM}.schema", config, strict=False)
+    return json_schema(
+        form.get("schema"),
+        FORMAT_PARAM,
+        f"{FORMAT_PARAM}.schema",
+        config,
+        limits,
+        strict=False,
+        strict_server=strict,
+    )
 
 
 def _reasoning(thinking: dict[str, Any] | None, effort: str | None) -> ReasoningOptions:

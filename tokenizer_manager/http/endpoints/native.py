@@ -11,7 +11,6 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
@@ -20,7 +19,7 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
-from ..schema.constraints import constraint_of
+from ..schema.constraints import Constraint, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
@@ -126,7 +125,8 @@ class _Checked(NamedTuple):
 
 
 def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
         warnings.append(
@@ -139,21 +139,25 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             param="incremental",
             code="unsupported_value",
         )
+    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
+    limits = services.config.limits
+    constraint = constraint_of(
+        sampling, services.config.answers, limits, strict_server=strict, at="sampling_params"
+    )
+    if constraint is not None:
+        warnings += constraint.warnings
     generation_request, wanted, is_batch = _generation_request(
-        request,
-        caller,
-        services.config.limits,
-        services.config.answers,
-        services.manager.capacity.max_model_len,
+        request, sampling, constraint, caller, limits, services.manager.capacity.max_model_len
     )
     return _Checked(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(
     request: NativeRequest,
+    sampling: NativeSampling,
+    constraint: Constraint | None,
     caller: Caller,
     limits: RequestLimits,
-    answers: AnswerConfig,
     max_prompt_len: int,
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """The generation request, the numbers of answers, and whether the client sent a list of prompts.
@@ -161,7 +165,6 @@ def _generation_request(
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
     """
-    sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     if (request.text is None) == (request.input_ids is None):
         raise RequestError(
             "text and input_ids are two forms of the prompt; send exactly one",
@@ -185,10 +188,9 @@ def _generation_request(
         wanted = wanted_answers(
             sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
         )
-        constraint = constraint_of(sampling, answers)
         generation_request = GenerationRequest(
             grammar=None if constraint is None else constraint.use,
-            grammar_param="sampling_params" if constraint is None else f"sampling_params.{constraint.param}",
+            grammar_param="sampling_params" if constraint is None else constraint.param,
             shortest_answer=None if constraint is None else constraint.shortest,
             prompts=prompts,
             sampling=sampling.sampling(

@@ -171,7 +171,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     limits = services.config.limits
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings += more_warnings
-    constraint = constraint_of(request, services.config.answers)
+    constraint = constraint_of(request, services.config.answers, limits, strict_server=strict)
     if constraint is not None:
         warnings += constraint.warnings
     spec = None if constraint is None else constraint.use.spec

@@ -81,7 +81,8 @@ class _Checked(NamedTuple):
 
 
 def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
     options = request.events()
@@ -100,7 +101,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             logprobs=wanted.logprobs(request.logprobs),
             prompt_logprobs=request.logprobs if request.echo else None,
         )
-    constraint = constraint_of(request, services.config.answers)
+    constraint = constraint_of(request, services.config.answers, limits, strict_server=strict)
     if constraint is not None:
         warnings += constraint.warnings
     generation_request = GenerationRequest(

@@ -82,7 +82,15 @@ def read_chat(
     for at, message in objects(messages, "messages"):
         _read_message(message, at, history, calls)
     return _read(
-        request, history, _tools(request.tools or []), None, limits, answers, max_model_len, warnings
+        request,
+        history,
+        _tools(request.tools or []),
+        None,
+        limits,
+        answers,
+        max_model_len,
+        warnings,
+        strict=strict,
     )
 
 
@@ -107,7 +115,7 @@ def read_generate(
         if request.system:
             history.system(request.system)
         history.user(request.prompt)
-    return _read(request, history, (), raw, limits, answers, max_model_len, warnings)
+    return _read(request, history, (), raw, limits, answers, max_model_len, warnings, strict=strict)
 
 
 def _read(
@@ -119,13 +127,15 @@ def _read(
     answers: AnswerConfig,
     max_model_len: int,
     warnings: list[str],
+    *,
+    strict: bool,
 ) -> ReadOllama:
     options = convert(request.options or {}, OllamaOptions, "options")
     if options.num_ctx is not None and options.num_ctx > max_model_len:
         warnings.append(
             f"options.num_ctx is {options.num_ctx}, but the context of this server has {max_model_len} tokens"
         )
-    constraint = _format(request.format, answers)
+    constraint = _format(request.format, answers, limits, strict=strict)
     if constraint is not None:
         warnings += constraint.warnings
     conversation = Conversation(
@@ -217,14 +227,14 @@ def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- settings
 
 
-def _format(value: object, config: AnswerConfig) -> Constraint | None:
+def _format(value: object, config: AnswerConfig, limits: RequestLimits, *, strict: bool) -> Constraint | None:
     if value in (None, ""):
         return None
     if value == "json":
-        return json_object(FORMAT_PARAM, config)
+        return json_object(FORMAT_PARAM, config, limits)
     if not isinstance(value, dict):
         raise refused(FORMAT_PARAM, f'is {show(value)}, but it must be "json" or a JSON Schema')
-    return json_schema(value, FORMAT_PARAM, FORMAT_PARAM, config, strict=False)
+    return json_schema(value, FORMAT_PARAM, FORMAT_PARAM, config, limits, strict=False, strict_server=strict)
 
 
 def _reasoning(think: bool | str | None) -> ReasoningOptions:

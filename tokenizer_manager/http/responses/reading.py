@@ -84,7 +84,7 @@ def read_responses(
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
         warnings.append("text.verbosity has no effect")
-    constraint = _constraint(request, text, answers)
+    constraint = _constraint(request, text, answers, limits, strict=strict)
     if constraint is not None:
         warnings += constraint.warnings
     conversation = Conversation(
@@ -193,10 +193,12 @@ def _tools(tools: list[dict[str, Any]], warnings: list[str]) -> tuple[Tool, ...]
 # ---------------------------------------------------------------- settings
 
 
-def _constraint(request: ResponsesRequest, text: TextOptions, config: AnswerConfig) -> Constraint | None:
+def _constraint(
+    request: ResponsesRequest, text: TextOptions, config: AnswerConfig, limits: RequestLimits, *, strict: bool
+) -> Constraint | None:
     """The constraint of `text.format`, or of a field of another engine."""
-    own = None if text.format is None else _format(text.format, config)
-    other = constraint_of(request, config)
+    own = None if text.format is None else _format(text.format, config, limits, strict=strict)
+    other = constraint_of(request, config, limits, strict_server=strict)
     if own is not None and other is not None:
         raise RequestError(
             f"{own.param} and {other.param} exclude each other; send one of them",
@@ -206,17 +208,21 @@ def _constraint(request: ResponsesRequest, text: TextOptions, config: AnswerConf
     return own or other
 
 
-def _format(form: dict[str, Any], config: AnswerConfig) -> Constraint | None:
+def _format(
+    form: dict[str, Any], config: AnswerConfig, limits: RequestLimits, *, strict: bool
+) -> Constraint | None:
     match one_of(form.get("type"), ("text", "json_object", "json_schema"), f"{FORMAT_PARAM}.type"):
         case "json_object":
-            return json_object(FORMAT_PARAM, config)
+            return json_object(FORMAT_PARAM, config, limits)
         case "json_schema":
             return json_schema(
                 form.get("schema"),
                 FORMAT_PARAM,
                 f"{FORMAT_PARAM}.schema",
                 config,
+                limits,
                 strict=form.get("strict") is True,
+                strict_server=strict,
             )
         case _:
             return None

@@ -1,4 +1,7 @@
-"""`ConstraintFields`: the request fields that constrain an answer, in the spellings of all engines."""
+"""`ConstraintFields`: request fields that constrain an answer, spelled as in OpenAI, SGLang, vLLM and llama.cpp.
+
+Only types are checked here; `constraints` reads them.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,18 @@ import msgspec
 
 
 class ConstraintFields(msgspec.Struct, kw_only=True):
-    """At most one of them may constrain; `constraints.py` reads them."""
+    """At most one of them may be set, apart from the patterns for whitespace."""
 
-    response_format: dict[str, Any] | None = None  # OpenAI
-    structured_outputs: dict[str, Any] | None = None  # vLLM
-    guided_json: dict[str, Any] | str | None = None  # vLLM, older
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    regex: str | None = None  # SGLang
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
     ebnf: str | None = None
-    json_schema: dict[str, Any] | str | None = None  # SGLang: a text; llama.cpp: an object
+    grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
-    grammar: str | None = None  # llama.cpp: GBNF
     whitespace_pattern: str | None = None

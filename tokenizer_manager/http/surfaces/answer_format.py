@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import Constraint, constraint_of
@@ -20,17 +21,27 @@ _SCHEMA_PATH: Final = "response_format.json_schema.schema"
 _FIELD_PATH: Final = "response_format"
 
 
-def json_object(at: str, config: AnswerConfig) -> Constraint:
+def json_object(at: str, config: AnswerConfig, limits: RequestLimits) -> Constraint:
     """Any JSON object.
 
     Args:
         at: path of the field.
         config: whitespace.
+        limits: on sizes.
     """
-    return _read({"type": "json_object"}, at, at, config)
+    return _read({"type": "json_object"}, at, at, config, limits, strict_server=False)
 
 
-def json_schema(schema: object, at: str, schema_at: str, config: AnswerConfig, *, strict: bool) -> Constraint:
+def json_schema(
+    schema: object,
+    at: str,
+    schema_at: str,
+    config: AnswerConfig,
+    limits: RequestLimits,
+    *,
+    strict: bool,
+    strict_server: bool,
+) -> Constraint:
     """Values of a JSON Schema.
 
     Args:
@@ -38,7 +49,9 @@ def json_schema(schema: object, at: str, schema_at: str, config: AnswerConfig, *
         at: path of the field that has the format.
         schema_at: path of the schema.
         config: whitespace.
+        limits: on sizes.
         strict: refuse what cannot be enforced.
+        strict_server: warnings are errors.
 
     Raises:
         RequestError: it is missing, is no schema, or cannot be enforced.
@@ -46,12 +59,22 @@ def json_schema(schema: object, at: str, schema_at: str, config: AnswerConfig, *
     if schema is None:
         raise refused(schema_at, "is missing; the format must have it", "missing_field")
     inner = {"name": "answer", "schema": convert(schema, dict[str, Any], schema_at), "strict": strict}
-    return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config)
+    form = {"type": "json_schema", "json_schema": inner}
+    return _read(form, at, schema_at, config, limits, strict_server=strict_server)
 
 
-def _read(form: dict[str, Any], at: str, schema_at: str, config: AnswerConfig) -> Constraint:
+def _read(
+    form: dict[str, Any],
+    at: str,
+    schema_at: str,
+    config: AnswerConfig,
+    limits: RequestLimits,
+    *,
+    strict_server: bool,
+) -> Constraint:
     with _renamed(at, schema_at):
-        found = constraint_of(ConstraintFields(response_format=form), config)
+        fields = ConstraintFields(response_format=form)
+        found = constraint_of(fields, config, limits, strict_server=strict_server)
     assert found is not None
     return found._replace(
         param=_own(found.param, at, schema_at),
