@@ -47,7 +47,7 @@ def api(model) -> Iterator[Any]:
 @schemathesis.check
 def no_server_error(_context: Any, response: Any, _case: Any) -> None:
     """A failure that is not the client's own wish."""
-    if response.status_code >= 500:
+    if response.status_code >= 500 and response.status_code != 501:  # the document has it where it is right
         code = response.json()["error"]["code"]
         assert OWN_TIME_LIMITS.get(response.status_code) == code, response.text
 
@@ -76,6 +76,12 @@ def modest(case: Any) -> Any:
         case.body.pop("model", None)
         if case.operation.path == "/generate":
             case.body["sampling_params"] = (case.body.get("sampling_params") or {}) | {"max_new_tokens": 4}
+        elif case.operation.path == "/v1/responses":
+            case.body["max_output_tokens"] = 4
+        elif case.operation.path == "/v1/messages":
+            case.body["max_tokens"] = 4
+        elif case.operation.path.startswith("/api/"):
+            case.body["options"] = {"num_predict": 4}
         elif case.operation.path.endswith("/completions"):
             case.body["max_tokens"] = 4
             case.body.pop("max_completion_tokens", None)
@@ -103,4 +109,4 @@ def test_every_answer_is_as_the_document_says(api, route, mode):
         by_chance = by_chance.map(modest) if mode is GenerationMode.POSITIVE else by_chance
         BY_CHANCE(given(case=by_chance)(check))()
     if mode is GenerationMode.POSITIVE and "{" not in route.path:
-        assert statuses[200], statuses  # else this would prove little
+        assert statuses[501 if 501 in route.fails else 200], statuses  # else this would prove little

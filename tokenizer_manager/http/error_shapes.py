@@ -7,9 +7,9 @@ from typing import Any, Final, Literal, Protocol
 import msgspec
 
 from .delivery import error_event, event
+from .ndjson import line
 from .schema.errors import ErrorBody, ErrorReply
 
-_encoder: Final = msgspec.json.Encoder()
 _ANTHROPIC_TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -89,7 +89,7 @@ class _Ollama:
         return OllamaErrorBody(reply.body.error.message)
 
     def event(self, reply: ErrorReply, request_id: str) -> bytes:
-        return _encoder.encode(self.body(reply, request_id)) + b"\n"
+        return line(self.body(reply, request_id))
 
 
 _OPENAI: Final = _OpenAI()

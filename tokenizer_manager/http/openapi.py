@@ -13,7 +13,7 @@ import msgspec
 
 from .error_shapes import shape_of
 from .exchange import Exchange
-from .guards.auth import OPEN_PATHS
+from .guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
 from .routes import Route
 from .schema.field_types import OVERRIDES
 from .schema.protocol import NativeSampling
@@ -80,6 +80,9 @@ class ApiDocs:
                 operation = _operation(route, schema_of)
                 if self._needs_key and route.path in OPEN_PATHS:
                     operation["security"] = []
+                if route.path in KEY_HEADER_PATHS:
+                    keys: list[dict[str, Any]] = [{"bearer": []}, {"x-api-key": []}]
+                    operation["security"] = keys if self._needs_key else [{}, *keys]
                 paths.setdefault(route.path, {})[route.method.lower()] = operation
             self._document = {
                 "openapi": "3.1.0",
@@ -87,7 +90,10 @@ class ApiDocs:
                 "paths": paths,
                 "components": {
                     "schemas": _with_overrides(schemas),
-                    "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
+                    "securitySchemes": {
+                        "bearer": {"type": "http", "scheme": "bearer"},
+                        "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                    },
                 },
                 "security": [{"bearer": []}] if self._needs_key else [{}, {"bearer": []}],
             }

@@ -8,15 +8,30 @@ import msgspec
 from msgspec import Meta
 
 from ..schema.field_policy import FieldPolicy, NotYet
-from ..schema.field_types import Count, Share, StopString, Temperature, TopK
+from ..schema.field_types import OVERRIDES, Count, Share, StopString, Temperature, TopK
 
+_MESSAGE: Final = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system"]},
+        "content": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
+MessageList = Annotated[
+    list[dict[str, Any]],
+    Meta(
+        description="Contents are texts or lists of blocks.",
+        extra_json_schema={OVERRIDES: {"minItems": 1, "items": _MESSAGE}},
+    ),
+]
 System = Annotated[str | list[dict[str, Any]] | None, Meta(description="A text, or a list of text blocks.")]
 
 
 class CountTokensRequest(msgspec.Struct, kw_only=True):
     """Body of `POST /v1/messages/count_tokens`: what the prompt is made from."""
 
-    messages: list[dict[str, Any]]
+    messages: MessageList
     model: str | None = None
     system: System = None
     tools: list[dict[str, Any]] | None = None

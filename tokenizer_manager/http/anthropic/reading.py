@@ -14,13 +14,13 @@ from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
 from ..schema.constraints import Constraint
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import first_warnings
 from ..schema.generation_fields import SamplingFields, at_least_one
 from ..schema.json_body import Body, convert, show
 from ..schema.limits import check_limit
 from ..surfaces.answer_format import json_schema
 from ..surfaces.checks import effort_options, objects, one_of, refused, text_of
 from ..surfaces.history import TEXT_SEPARATOR, History
+from ..surfaces.notes import Notes, policy_of
 from .fields import (
     COUNT_POLICY,
     MESSAGES_POLICY,
@@ -48,6 +48,17 @@ _RUN_BY_SERVERS: Final = frozenset(
     }
 )
 """Blocks of tools that the server of an earlier answer ran."""
+_BLOCKS: Final = {
+    "text": policy_of(("text",), ("cache_control", "citations")),
+    "thinking": policy_of(("thinking",), ("cache_control", "signature")),
+    "tool_use": policy_of(("id", "name", "input"), ("cache_control", "caller", "toolset_name")),
+    "tool_result": policy_of(("tool_use_id", "content", "is_error"), ("cache_control", "toolset_name")),
+}
+_MESSAGE: Final = policy_of(("role", "content"))
+_TOOL: Final = policy_of(
+    ("name", "description", "input_schema", "strict"),
+    ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"),
+)
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
 prompt would share a prefix with the one before it."""
@@ -77,9 +88,9 @@ def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, s
     Raises:
         RequestError: a field is refused; names its path.
     """
-    warnings = MESSAGES_POLICY.check(body, strict=strict)
+    notes = Notes(MESSAGES_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, MessagesRequest)
-    conversation, constraint = _conversation(request, limits, answers, warnings, strict=strict)
+    conversation, constraint = _conversation(request, limits, answers, notes)
     fields = SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -93,7 +104,7 @@ def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, s
             min_new_tokens=None,
             keep_stop=False,
         )
-    return ReadMessages(request, conversation, constraint, sampling, first_warnings(warnings))
+    return ReadMessages(request, conversation, constraint, sampling, notes.warnings)
 
 
 def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool) -> ReadCount:
@@ -102,19 +113,14 @@ def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, stri
     Raises:
         RequestError: a field is refused; names its path.
     """
-    warnings = COUNT_POLICY.check(body, strict=strict)
+    notes = Notes(COUNT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, CountTokensRequest)
-    conversation, _ = _conversation(request, limits, answers, warnings, strict=strict)
-    return ReadCount(request, conversation, first_warnings(warnings))
+    conversation, _ = _conversation(request, limits, answers, notes)
+    return ReadCount(request, conversation, notes.warnings)
 
 
 def _conversation(
-    request: CountTokensRequest,
-    limits: RequestLimits,
-    answers: AnswerConfig,
-    warnings: list[str],
-    *,
-    strict: bool,
+    request: CountTokensRequest, limits: RequestLimits, answers: AnswerConfig, notes: Notes
 ) -> tuple[Conversation, Constraint | None]:
     if not request.messages:
         raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
@@ -125,14 +131,16 @@ def _conversation(
         if system:
             history.system(system)
     for at, message in objects(request.messages, "messages"):
-        _read_message(message, at, history, warnings)
+        _read_message(message, at, history, notes)
     config = convert(request.output_config or {}, OutputConfig, "output_config")
-    constraint = None if config.format is None else _format(config.format, answers, limits, strict=strict)
+    constraint = (
+        None if config.format is None else _format(config.format, answers, limits, strict=notes.strict)
+    )
     if constraint is not None:
-        warnings += constraint.warnings
+        notes.warn(*constraint.warnings)
     conversation = Conversation(
         messages=history.messages,
-        tools=_tools(request.tools or [], warnings),
+        tools=_tools(request.tools or [], notes),
         tool_choice=_tool_choice(request.tool_choice),
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.thinking, config.effort),
@@ -154,7 +162,8 @@ def _system(value: str | list[dict[str, Any]]) -> str:
     )
 
 
-def _read_message(message: Body, at: str, history: History, warnings: list[str]) -> None:
+def _read_message(message: Body, at: str, history: History, notes: Notes) -> None:
+    notes.check(_MESSAGE, message, at)
     role = one_of(message.get("role"), ("user", "assistant", "system"), f"{at}.role")
     content = message.get("content")
     if isinstance(content, str):
@@ -166,11 +175,13 @@ def _read_message(message: Body, at: str, history: History, warnings: list[str])
             "invalid_type",
         )
     for place, block in objects(content, f"{at}.content"):
-        _read_block(block, role, place, history, warnings)
+        _read_block(block, role, place, history, notes)
 
 
-def _read_block(block: Body, role: str, at: str, history: History, warnings: list[str]) -> None:
+def _read_block(block: Body, role: str, at: str, history: History, notes: Notes) -> None:
     kind = block.get("type")
+    if isinstance(kind, str) and kind in _BLOCKS:
+        notes.check(_BLOCKS[kind], block, at)
     match role, kind:
         case _, "text":
             text = _text(block, "text", at)
@@ -180,7 +191,7 @@ def _read_block(block: Body, role: str, at: str, history: History, warnings: lis
             if text := _text(block, "thinking", at):
                 history.reasoning(text)
         case "assistant", "redacted_thinking":
-            warnings.append(f"{at} (redacted_thinking) was left out: this server cannot read it")
+            notes.warn(f"{at} (redacted_thinking) was left out: this server cannot read it")
         case "assistant", "tool_use":
             arguments = convert(block.get("input") or {}, dict[str, Any], f"{at}.input")
             history.call(
@@ -192,7 +203,7 @@ def _read_block(block: Body, role: str, at: str, history: History, warnings: lis
                 text = f"Error: {text}"
             history.result(_text(block, "tool_use_id", at), text)
         case _, str() if kind in _RUN_BY_SERVERS:
-            warnings.append(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
         case _:
             raise RequestError(
                 f"{at}.type is {show(kind)}, which is not supported in a message of the {role}; this model takes text",
@@ -222,16 +233,15 @@ def _text(block: Body, key: str, at: str) -> str:
 # ---------------------------------------------------------------- tools and settings
 
 
-def _tools(tools: list[dict[str, Any]], warnings: list[str]) -> tuple[Tool, ...]:
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
     """The tools with a schema; those that Anthropic defines or runs are left out with a warning."""
     kept: list[Tool] = []
     for at, tool in objects(tools, "tools"):
         kind = tool.get("type")
         if kind not in (None, "custom"):
-            warnings.append(
-                f"{at} ({show(kind)}) was left out: this server knows only tools with input_schema"
-            )
+            notes.warn(f"{at} ({show(kind)}) was left out: this server knows only tools with input_schema")
             continue
+        notes.check(_TOOL, tool, at)
         if "input_schema" not in tool:
             raise refused(f"{at}.input_schema", "is missing; the tool must have it", "missing_field")
         kept.append(

@@ -28,7 +28,7 @@ from ..schema.generation_fields import GenerationFields
 from ..schema.protocol import NativeRequest
 
 OPEN_PATHS: Final = frozenset({"/health"})
-_KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
+KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _KEY_HEADER: Final = b"x-api-key"
 _MAX_KEYS: Final = 10_000  # all are compared with each token: 0.3 us each
 _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\x7f])?")
@@ -37,7 +37,7 @@ _SENDABLE: Final = re.compile(r"[^\x00-\x20\x7f](?:[^\x00-\x1f\x7f]*[^\x00-\x20\
 
 def key_of(path: str, headers: Mapping[bytes, bytes]) -> bytes:
     """The key in the header of Anthropic's clients, on their routes; b"" for none."""
-    return headers.get(_KEY_HEADER, b"").strip() if path in _KEY_HEADER_PATHS else b""
+    return headers.get(_KEY_HEADER, b"").strip() if path in KEY_HEADER_PATHS else b""
 
 
 class Keys(NamedTuple):

@@ -11,13 +11,13 @@ from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation, ReasoningOptions, Tool
 from ..schema.constraints import Constraint
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import first_warnings
 from ..schema.generation_fields import SamplingFields
 from ..schema.json_body import Body, convert, show
 from ..schema.limits import check_limit
 from ..surfaces.answer_format import json_object, json_schema
 from ..surfaces.checks import effort_options, objects, one_of, optional_object, optional_text, refused
 from ..surfaces.history import History
+from ..surfaces.notes import Notes, policy_of
 from .fields import (
     CHAT_POLICY,
     GENERATE_POLICY,
@@ -48,6 +48,11 @@ NAMES: Final = {
 }
 
 
+_MESSAGE: Final = policy_of(
+    ("role", "content", "thinking", "images", "tool_calls", "tool_name", "name"), ("tool_call_id",)
+)
+
+
 class ReadOllama(NamedTuple):
     """A checked request.
 
@@ -73,25 +78,16 @@ def read_chat(
     Raises:
         RequestError: a field is refused; names its path.
     """
-    warnings = CHAT_POLICY.check(body, strict=strict)
+    notes = Notes(CHAT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, OllamaChatRequest)
     history = History()
     messages = request.messages or []
     check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
     calls = _Calls()
     for at, message in objects(messages, "messages"):
+        notes.check(_MESSAGE, message, at)
         _read_message(message, at, history, calls)
-    return _read(
-        request,
-        history,
-        _tools(request.tools or []),
-        None,
-        limits,
-        answers,
-        max_model_len,
-        warnings,
-        strict=strict,
-    )
+    return _read(request, history, _tools(request.tools or []), None, limits, answers, max_model_len, notes)
 
 
 def read_generate(
@@ -102,7 +98,7 @@ def read_generate(
     Raises:
         RequestError: a field is refused; names its path.
     """
-    warnings = GENERATE_POLICY.check(body, strict=strict)
+    notes = Notes(GENERATE_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, OllamaGenerateRequest)
     history = History()
     raw: str | None = None
@@ -115,7 +111,7 @@ def read_generate(
         if request.system:
             history.system(request.system)
         history.user(request.prompt)
-    return _read(request, history, (), raw, limits, answers, max_model_len, warnings, strict=strict)
+    return _read(request, history, (), raw, limits, answers, max_model_len, notes)
 
 
 def _read(
@@ -126,18 +122,16 @@ def _read(
     limits: RequestLimits,
     answers: AnswerConfig,
     max_model_len: int,
-    warnings: list[str],
-    *,
-    strict: bool,
+    notes: Notes,
 ) -> ReadOllama:
     options = convert(request.options or {}, OllamaOptions, "options")
     if options.num_ctx is not None and options.num_ctx > max_model_len:
-        warnings.append(
+        notes.warn(
             f"options.num_ctx is {options.num_ctx}, but the context of this server has {max_model_len} tokens"
         )
-    constraint = _format(request.format, answers, limits, strict=strict)
+    constraint = _format(request.format, answers, limits, strict=notes.strict)
     if constraint is not None:
-        warnings += constraint.warnings
+        notes.warn(*constraint.warnings)
     conversation = Conversation(
         messages=history.messages,
         tools=tools,
@@ -151,7 +145,7 @@ def _read(
         raw,
         constraint,
         _sampling(options, limits),
-        first_warnings(warnings),
+        notes.warnings,
     )
 
 

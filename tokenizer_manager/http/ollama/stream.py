@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
-import msgspec
 from msgspec import UNSET
 
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ..ndjson import line
 from ..surfaces.cut_json import object_of
 from .bodies import (
     CalledFunction,
@@ -25,7 +25,6 @@ from .bodies import (
 )
 
 CONTENT_TYPE: Final = b"application/x-ndjson"
-_encoder: Final = msgspec.json.Encoder()
 
 
 class Durations(NamedTuple):
@@ -65,11 +64,11 @@ class OllamaStream:
 
     def events(self, deltas: Iterable[Delta]) -> bytes:
         """The lines for some deltas."""
-        return b"".join(_line(self._body(part)) for part in self.parts(deltas))
+        return b"".join(line(self._body(part)) for part in self.parts(deltas))
 
     def complete(self, done_reason: str, durations: Durations | None, warnings: list[str]) -> bytes:
         """The last line."""
-        return _line(self.whole([], done_reason, durations, warnings))
+        return line(self.whole([], done_reason, durations, warnings))
 
     def whole(
         self, deltas: Iterable[Delta], done_reason: str, durations: Durations | None, warnings: list[str]
@@ -123,7 +122,3 @@ class OllamaStream:
             )
         message = OllamaMessage(content=part.content, thinking=thinking, tool_calls=list(part.calls) or UNSET)
         return OllamaChatBody(model=self._model, created_at=created_at, message=message)
-
-
-def _line(body: OllamaAnswer) -> bytes:
-    return _encoder.encode(body) + b"\n"

@@ -73,8 +73,9 @@ async def responses(exchange: Exchange, services: Services) -> None:
 async def response_input_tokens(exchange: Exchange, services: Services) -> None:
     """The number of tokens of the prompt of a response."""
     read = await services.read(exchange, lambda body: _read(body, services))
+    scheduling = _scheduling(read.request, exchange.caller)
     async with exchange.abort_on_disconnect():
-        plan = await services.plan_chat(read.conversation, messages_param="input")
+        plan = await services.plan_chat(read.conversation, scheduling=scheduling, messages_param="input")
         [ids] = await services.encoder.encode([plan.prompt], add_special_tokens=False, param="input")
         warnings = first_warnings(read.warnings + plan.warnings)
         await exchange.send_json(InputTokensBody(input_tokens=len(ids), warnings=warnings or UNSET))

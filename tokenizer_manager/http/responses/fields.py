@@ -8,11 +8,30 @@ import msgspec
 from msgspec import Meta
 
 from ..schema.field_policy import NO_EFFECT, SAMPLING_NOT_YET, FieldPolicy, NotYet
-from ..schema.field_types import Count, CountOrNone, Priority, Salt, Seconds
+from ..schema.field_types import OVERRIDES, Count, CountOrNone, Priority, Salt, Seconds
 from ..schema.generation_fields import SamplingFields
 
+_MESSAGE: Final = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": ["user", "assistant", "system", "developer"]},
+        "content": {"type": "string"},
+    },
+    "required": ["role", "content"],
+}
 Input = Annotated[
-    Any, Meta(description="A text, or a list of items: messages, calls, results of calls, reasoning.")
+    Any,
+    Meta(
+        description="A text, or a list of items: messages, calls, results of calls, reasoning.",
+        extra_json_schema={
+            OVERRIDES: {
+                "anyOf": [
+                    {"type": "string", "minLength": 1},
+                    {"type": "array", "minItems": 1, "items": _MESSAGE},
+                ]
+            }
+        },
+    ),
 ]
 
 

@@ -15,7 +15,6 @@ from ...conversation.conversation import Conversation, ReasoningOptions, Tool
 from ...conversation.parsing.emitter import CUSTOM_INPUT
 from ..schema.constraints import Constraint, constraint_of
 from ..schema.errors import renamed_fields
-from ..schema.field_policy import first_warnings
 from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert, shortened, show
 from ..schema.limits import check_limit
@@ -24,6 +23,7 @@ from ..schema.tools import choice_of, tool_of
 from ..surfaces.answer_format import json_object, json_schema
 from ..surfaces.checks import effort_options, objects, one_of, refused, text_of
 from ..surfaces.history import History
+from ..surfaces.notes import Notes, policy_of
 from .fields import POLICY, ReasoningFields, ResponsesRequest, TextOptions
 
 LENGTH_PARAM: Final = "max_output_tokens"
@@ -50,6 +50,17 @@ _RUN_BY_SERVERS: Final = frozenset(
     }
 )
 """Items of tools that the server of an earlier answer ran."""
+_NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "namespace", "phase", "status")
+_CALL: Final = policy_of(("call_id", "name", "arguments"), _NO_EFFECT)
+_OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name"))
+_ITEMS: Final = {
+    "message": policy_of(("role", "content"), _NO_EFFECT),
+    "function_call": _CALL,
+    "function_call_output": _OUTPUT,
+    "custom_tool_call": policy_of(("call_id", "name", "input"), _NO_EFFECT),
+    "custom_tool_call_output": _OUTPUT,
+    "reasoning": policy_of(("content", "summary"), _NO_EFFECT),
+}
 
 
 class ReadResponses(NamedTuple):
@@ -70,7 +81,7 @@ def read_responses(
     Raises:
         RequestError: a field is refused; names its path.
     """
-    warnings = POLICY.check(body, strict=strict)
+    notes = Notes(POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, ResponsesRequest)
     if request.n not in (None, 1):
         raise refused(
@@ -79,14 +90,14 @@ def read_responses(
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    _read_input(request.input, history, warnings, limits)
-    tools = _tools(request.tools or [], warnings)
+    _read_input(request.input, history, notes, limits)
+    tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
-        warnings.append("text.verbosity has no effect")
+        notes.warn("text.verbosity has no effect")
     constraint = _constraint(request, text, answers, limits, strict=strict)
     if constraint is not None:
-        warnings += constraint.warnings
+        notes.warn(*constraint.warnings)
     conversation = Conversation(
         messages=history.messages,
         tools=tools,
@@ -102,13 +113,13 @@ def read_responses(
             min_new_tokens=request.min_tokens,
             keep_stop=False,
         )
-    return ReadResponses(request, conversation, constraint, sampling, first_warnings(warnings))
+    return ReadResponses(request, conversation, constraint, sampling, notes.warnings)
 
 
 # ---------------------------------------------------------------- input
 
 
-def _read_input(value: object, history: History, warnings: list[str], limits: RequestLimits) -> None:
+def _read_input(value: object, history: History, notes: Notes, limits: RequestLimits) -> None:
     if isinstance(value, str):
         if not value:
             raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
@@ -122,11 +133,13 @@ def _read_input(value: object, history: History, warnings: list[str], limits: Re
         raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
     check_limit("input", len(value), "items", limits.max_messages, "max_messages")
     for at, item in objects(value, "input"):
-        _read_item(item, at, history, warnings)
+        _read_item(item, at, history, notes)
 
 
-def _read_item(item: Body, at: str, history: History, warnings: list[str]) -> None:
+def _read_item(item: Body, at: str, history: History, notes: Notes) -> None:
     kind = item.get("type", "message")
+    if isinstance(kind, str) and kind in _ITEMS:
+        notes.check(_ITEMS[kind], item, at)
     match kind:
         case "message":
             _read_message(item, at, history)
@@ -145,7 +158,7 @@ def _read_item(item: Body, at: str, history: History, warnings: list[str]) -> No
             if text:
                 history.reasoning(text)
         case str() if kind in _RUN_BY_SERVERS:
-            warnings.append(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
         case _:
             raise RequestError(
                 f"{at}.type is {show(kind)}, which is not supported; send messages, function_call, "
@@ -176,15 +189,13 @@ def _text(item: Body, key: str, at: str) -> str:
 # ---------------------------------------------------------------- tools
 
 
-def _tools(tools: list[dict[str, Any]], warnings: list[str]) -> tuple[Tool, ...]:
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
     """The tools that the client runs; others are left out with a warning."""
     kept: list[Tool] = []
     for at, tool in objects(tools, "tools"):
         kind = tool.get("type")
         if isinstance(kind, str) and kind not in ("function", "custom"):
-            warnings.append(
-                f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools"
-            )
+            notes.warn(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
         else:
             kept.append(tool_of(tool, at))
     return tuple(kept)

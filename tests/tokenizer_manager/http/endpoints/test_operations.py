@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from engine.runtime.messages import SchedulerReport
+from engine.tokenizer_manager.http.error_shapes import shape_of
 from engine.tokenizer_manager.http.routes import ROUTES
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import LENGTH, MODEL, WAIT_S, FakeClock, row, say_all
@@ -137,11 +138,15 @@ def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
     for route in ROUTES:
         responses = document["paths"][route.path][route.method.lower()]["responses"]
         [media_type, *streams] = responses.pop("200")["content"]
-        assert media_type == ("text/plain" if route.path == "/metrics" else "application/json")
-        assert streams == (["text/event-stream"] if route.events else [])
+        assert media_type == ("text/plain" if route.path in ("/metrics", "/") else "application/json")
+        assert streams == ([route.stream_type] if route.events else [])
         assert responses.keys() >= {"400", "401", "403", "503"}
+        kind = shape_of(route.path).kind.__name__
         for failure in responses.values():
-            assert failure["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorBody")
+            assert failure["content"]["application/json"]["schema"]["$ref"].endswith(f"/{kind}")
+
+    keys: list[dict[str, list[str]]] = [{"bearer": []}, {"x-api-key": []}]
+    assert document["paths"]["/v1/messages"]["post"]["security"] == [{}, *keys]
 
     assert document["security"] == [{}, {"bearer": []}]
     document = guarded.client.get("/openapi.json", headers={"Authorization": "Bearer sk-1"}).json()

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import anthropic
+import pytest
+
+from engine.runtime.messages import Finish, FinishKind
+
+from ...conftest import Serve, Served
+from ...fake_engine import LENGTH, MODEL, WAIT_S, row, say_all
+from ..surfaces.answers import sse
+from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
+from .test_reading import CODING_AGENT
+
+PATH = "/v1/messages"
+HI: list[anthropic.types.MessageParam] = [{"role": "user", "content": "hi"}]
+BODY = {"model": MODEL, "max_tokens": 9, "messages": HI}
+TOOL: anthropic.types.ToolParam = {"name": "f", "input_schema": PARAMETERS}
+
+
+def client_of(served: Served, api_key: str = "none") -> anthropic.Anthropic:
+    return anthropic.Anthropic(base_url=served.url, api_key=api_key, max_retries=0, timeout=WAIT_S)
+
+
+def test_an_answer_in_one_piece(serve: Serve):
+    client = client_of(serve(say_all("Hel", "lo", cached=4)))
+    answer = client.messages.create(model=MODEL, max_tokens=9, messages=HI, system="be brief")
+
+    assert answer.id.startswith("msg_")
+    assert [block.type for block in answer.content] == ["text"]
+    assert answer.content[0].text == "Hello"  # type: ignore[union-attr]
+    assert (answer.stop_reason, answer.stop_sequence, answer.model) == ("end_turn", None, MODEL)
+    assert answer.usage.cache_read_input_tokens == 4
+    assert answer.usage.output_tokens == 5
+    counted = client.messages.count_tokens(model=MODEL, messages=HI, system="be brief")
+    assert answer.usage.input_tokens + 4 == counted.input_tokens
+
+
+def test_a_stream(serve: Serve):
+    client = client_of(serve(say_all("Hel", "lo", cached=4)))
+    with client.messages.stream(model=MODEL, max_tokens=9, messages=HI) as stream:
+        assert "".join(stream.text_stream) == "Hello"
+        final = stream.get_final_message()
+
+    assert (final.stop_reason, final.usage.output_tokens) == ("end_turn", 5)
+    assert final.usage.cache_read_input_tokens == 4
+
+
+def test_a_call(serve: Serve):
+    served = serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY)
+    client = client_of(served)
+    with client.messages.stream(model=MODEL, max_tokens=99, messages=HI, tools=[TOOL]) as stream:
+        streamed = stream.get_final_message()
+    whole = client.messages.create(model=MODEL, max_tokens=99, messages=HI, tools=[TOOL])
+
+    for message in (streamed, whole):
+        [call] = message.content
+        assert (call.type, call.name, call.input) == ("tool_use", "f", {"a": 1})  # type: ignore[union-attr]
+        assert message.stop_reason == "tool_use"
+
+
+@pytest.mark.parametrize(
+    ("finish", "expected"),
+    [
+        (LENGTH, ("max_tokens", None)),
+        (Finish(FinishKind.STOP, matched="END"), ("stop_sequence", "END")),
+        (Finish(FinishKind.STOP, matched="grammar"), ("end_turn", None)),
+    ],
+)
+def test_stop_reasons(serve: Serve, finish: Finish, expected: tuple[str, str | None]):
+    served = serve(say_all("a", finish=finish))
+    body = BODY | {"stop_sequences": ["END"]}
+    whole = served.client.post(PATH, json=body).json()
+    delta = sse(served.client.post(PATH, json=body | {"stream": True}).content)[-2][1]["delta"]
+
+    assert (whole["stop_reason"], whole["stop_sequence"]) == expected
+    assert (delta["stop_reason"], delta["stop_sequence"]) == expected
+
+
+def test_a_coding_agents_request_is_answered_and_counted(serve: Serve):
+    served = serve(say_all('{"response": "ok"}'), capacity=ROOMY)
+    body = CODING_AGENT | {"model": MODEL, "max_tokens": 99}
+    events = sse(served.client.post(f"{PATH}?beta=true", json=body).content)
+    counted = served.client.post(f"{PATH}/count_tokens?beta=true", json=body).json()
+
+    assert [name for name, _ in events][-2:] == ["message_delta", "message_stop"]
+    assert events[0][1]["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    assert len(served.engine.next_request().input_ids) == 4 * counted["input_tokens"]
+
+
+def test_keys(serve: Serve):
+    served = serve(say_all("x"), api_key=("right",))
+
+    assert served.client.post(PATH, json=BODY, headers={"x-api-key": "right"}).status_code == 200
+    assert served.client.post(PATH, json=BODY, headers={"authorization": "Bearer right"}).status_code == 200
+    assert client_of(served, "right").messages.count_tokens(model=MODEL, messages=HI).input_tokens > 0
+    with pytest.raises(anthropic.AuthenticationError):
+        client_of(served, "wrong").messages.create(model=MODEL, max_tokens=9, messages=HI)
+    other = served.client.get("/v1/models", headers={"x-api-key": "right"})
+    assert other.status_code == 401, "only on Anthropic's routes"
+
+
+def test_errors_have_anthropics_form(serve: Serve):
+    served = serve(say_all("x"))
+    reply = served.client.post(PATH, json=BODY | {"max_tokens": 0})
+    body = reply.json()
+
+    assert (body["type"], body["error"]["type"]) == ("error", "invalid_request_error")
+    assert body["error"]["message"].startswith("max_tokens is 0")
+    assert body["request_id"] == reply.headers["request-id"] == reply.headers["x-request-id"]
+    with pytest.raises(anthropic.NotFoundError):
+        client_of(served).messages.create(model="other", max_tokens=9, messages=HI)
+    assert served.client.post(f"{PATH}/none").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(serve: Serve):
+    served = serve(lambda request: [row(request, "some"), row(request, "", finish=FAILED)])
+    name, data = sse(served.client.post(PATH, json=BODY | {"stream": True}).content)[-1]
+
+    assert name == "error"
+    assert data["error"] == {"type": "api_error", "message": "out of luck"}
+
+
+def test_closing_a_stream_aborts_it(serve: Serve):
+    served = serve(lambda request: [row(request, "some")])
+    stream = client_of(served).messages.create(model=MODEL, max_tokens=9, messages=HI, stream=True)
+    next(iter(stream))
+    stream.close()
+
+    assert served.engine.next_abort().rid == served.engine.next_request().rid
+
+
+def test_a_full_queue_is_a_429_in_anthropics_form(serve: Serve):
+    served = serve(max_queued_requests=1)
+    waiting = [served.post_later("/v1/completions", json={"prompt": "hi", "n": 3}) for _ in range(3)]
+    for _ in range(9):
+        served.engine.next_request()
+    reply = served.client.post(PATH, json=BODY)
+
+    assert reply.status_code == 429
+    assert reply.json()["error"]["type"] == "rate_limit_error"
+    assert int(reply.headers["retry-after"]) >= 1
+    served.engine.loop.call_soon_threadsafe(served.services.manager.engine_died, "over")  # type: ignore[union-attr]
+    assert [one.result(WAIT_S).status_code for one in waiting] == [503] * 3
+    assert served.client.post(PATH, json=BODY).json()["error"]["type"] == "overloaded_error"

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+
+import ollama
+import pytest
+
+from engine.tokenizer_manager.http.routes import ROUTES
+
+from ...conftest import NO_TLS, Serve, Served
+from ...fake_engine import LENGTH, MODEL, TOKENIZER, ids_of, row, say_all
+from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
+
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
+
+
+def client_of(served: Served) -> ollama.Client:
+    return ollama.Client(served.url, verify=NO_TLS)
+
+
+def test_a_chat_in_one_piece(serve: Serve):
+    answer = client_of(serve(say_all("Hel", "lo"))).chat(MODEL, HI)
+
+    assert (answer.message.role, answer.message.content) == ("assistant", "Hello")
+    assert (answer.done, answer.done_reason, answer.eval_count) == (True, "stop", 5)
+    assert answer.prompt_eval_count
+    assert answer.prompt_eval_count > 0
+    assert isinstance(answer.total_duration, int)
+
+
+def test_streams_by_default(serve: Serve):
+    served = serve(say_all("Hel", "lo", finish=LENGTH))
+    reply = served.client.post("/api/chat", json={"model": MODEL, "messages": HI})
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    assert [line["message"]["content"] for line in lines] == ["Hel", "lo", ""]
+    assert [line["done"] for line in lines] == [False, False, True]
+    assert lines[-1]["done_reason"] == "length"
+
+
+def test_a_call(serve: Serve):
+    client = client_of(serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY))
+    whole = client.chat(MODEL, HI, tools=[TOOL])
+    parts = list(client.chat(MODEL, HI, tools=[TOOL], stream=True))
+
+    for message in (whole.message, parts[0].message):
+        [call] = message.tool_calls or []
+        assert (call.function.name, call.function.arguments) == ("f", {"a": 1})
+    assert parts[-1].done_reason == "stop"
+
+
+def test_generate(serve: Serve):
+    served = serve(say_all("x"))
+    client = client_of(served)
+
+    assert client.generate(MODEL, "hi").response == "x"
+    assert TOKENIZER.decode(ids_of(served.engine.next_request()), skip_special_tokens=True) == (
+        "user\nhi\nassistant\n"
+    )
+    assert "".join(part.response or "" for part in client.generate(MODEL, "hi", stream=True)) == "x"
+    served.engine.next_request()
+    assert client.generate(MODEL, "hi", raw=True).response == "x"
+    assert TOKENIZER.decode(ids_of(served.engine.next_request()), skip_special_tokens=False) == "hi"
+    assert [part.response for part in client.generate(MODEL, "hi", raw=True, stream=True)] == ["x", ""]
+
+
+def test_a_request_without_a_prompt_only_loads(serve: Serve):
+    served = serve()
+
+    assert client_of(served).generate(MODEL).done_reason == "load"
+    assert client_of(served).chat(MODEL).done_reason == "load"
+    assert served.engine.generate.empty()
+
+
+def test_the_model(serve: Serve):
+    served = serve()
+    client = client_of(served)
+
+    assert [model.model for model in client.list().models] == [MODEL]
+    assert [model.model for model in client.ps().models] == [MODEL]
+    shown = client.show(MODEL)
+    assert shown.capabilities == ["completion", "tools"]
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["llama.context_length"] == 256
+    assert served.client.get("/api/version").json() == {"version": "0.0.0"}
+    assert served.client.get("/").text == "Ollama is running"
+    assert served.client.head("/").status_code == 200
+
+
+def test_what_changes_models_is_a_501(serve: Serve):
+    served = serve()
+
+    unavailable = [route for route in ROUTES if 501 in route.fails]
+    assert len(unavailable) == 7
+    for route in unavailable:
+        reply = served.client.request(route.method, route.path, json={})
+        assert reply.status_code == 501, route.path
+        assert reply.json()["error"].startswith(f"{route.path} is not available here")
+    with pytest.raises(ollama.ResponseError, match="not available"):
+        client_of(served).pull("x")
+
+
+def test_errors(serve: Serve):
+    served = serve(say_all("x"))
+
+    with pytest.raises(ollama.ResponseError) as refused:
+        client_of(served).chat(MODEL, HI, options={"num_predict": 0})
+    assert refused.value.status_code == 400
+    assert refused.value.error.startswith("options.num_predict is 0")
+    with pytest.raises(ollama.ResponseError) as unknown:
+        client_of(served).chat("other", HI)
+    assert unknown.value.status_code == 404
+
+
+def test_a_stream_that_fails_ends_with_an_error(serve: Serve):
+    served = serve(lambda request: [row(request, "some"), row(request, "", finish=FAILED)])
+
+    with pytest.raises(ollama.ResponseError, match="out of luck"):
+        list(client_of(served).chat(MODEL, HI, stream=True))
+
+
+def test_a_stream_that_is_left_is_aborted(serve: Serve):
+    served = serve(lambda request: [row(request, "some")])
+    with served.client.stream("POST", "/api/chat", json={"messages": HI}) as reply:
+        next(reply.iter_lines())
+
+    assert served.engine.next_abort().rid == served.engine.next_request().rid

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import openai
+import pytest
+
+from ...conftest import Serve, Served
+from ...fake_engine import LENGTH, MODEL, WAIT_S, row, say_all
+from ..surfaces.answers import sse
+from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
+from .test_reading import CODING_AGENT
+
+PATH = "/v1/responses"
+TOOL = {"type": "function", "name": "f", "parameters": PARAMETERS}
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def test_an_answer_in_one_piece(serve: Serve):
+    client = client_of(serve(say_all("Hel", "lo", cached=4)))
+    answer = client.responses.create(model=MODEL, input="hi", instructions="be brief", metadata={"a": "b"})
+
+    assert answer.id.startswith("resp_")
+    assert answer.output_text == "Hello"
+    assert (answer.status, answer.model, answer.object) == ("completed", MODEL, "response")
+    assert (answer.instructions, answer.metadata) == ("be brief", {"a": "b"})
+    assert answer.usage is not None
+    assert answer.usage.input_tokens_details.cached_tokens == 4
+    assert answer.usage.output_tokens == 5
+    assert answer.usage.total_tokens == answer.usage.input_tokens + 5
+
+
+def test_a_stream(serve: Serve):
+    client = client_of(serve(say_all("Hel", "lo")))
+    with client.responses.stream(model=MODEL, input="hi") as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert final.output_text == "Hello"
+
+
+def test_a_call(serve: Serve):
+    served = serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY)
+    with client_of(served).responses.stream(model=MODEL, input="hi", tools=[TOOL]) as stream:  # type: ignore[list-item]
+        final = stream.get_final_response()
+
+    [call] = final.output
+    assert (call.type, call.name, call.arguments) == ("function_call", "f", '{"a": 1}')  # type: ignore[union-attr]
+    assert final.status == "completed"
+
+
+def test_a_cut_answer(serve: Serve):
+    served = serve(say_all("Hel", finish=LENGTH))
+    whole = served.client.post(PATH, json={"input": "hi"}).json()
+    events = sse(served.client.post(PATH, json={"input": "hi", "stream": True}).content)
+
+    assert whole["status"] == "incomplete"
+    assert whole["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert events[-1][0] == "response.incomplete"
+
+
+def test_a_coding_agents_request_is_answered(serve: Serve):
+    served = serve(say_all('{"response": "ok"}'), capacity=ROOMY)
+    reply = served.client.post(PATH, json=CODING_AGENT | {"model": MODEL})
+    events = sse(reply.content)
+
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    assert events[-1][0] == "response.completed"
+    assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "ok"
+    assert "web_search" in events[0][1]["response"]["warnings"][0]
+    assert served.engine.next_request().grammar is not None
+
+
+def test_input_tokens_are_those_of_the_answer(serve: Serve):
+    served = serve(say_all('{"response": "ok"}'), capacity=ROOMY)
+    body = CODING_AGENT | {"model": MODEL, "stream": False}
+    counted = served.client.post(f"{PATH}/input_tokens", json=body).json()
+
+    assert counted["object"] == "response.input_tokens"
+    assert counted["input_tokens"] == served.client.post(PATH, json=body).json()["usage"]["input_tokens"]
+
+
+def test_errors_are_the_clients_exceptions(serve: Serve):
+    client = client_of(serve(say_all("x")))
+
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model=MODEL, input="hi", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model="other", input="hi")
+
+
+def test_a_stream_that_fails_ends_with_the_failed_response(serve: Serve):
+    served = serve(lambda request: [row(request, "some"), row(request, "", finish=FAILED)])
+    events = sse(served.client.post(PATH, json={"input": "hi", "stream": True}).content)
+
+    assert [name for name, _ in events[-2:]] == ["response.output_item.done", "response.failed"]
+    assert events[-1][1]["response"]["error"] == {"code": "server_error", "message": "out of luck"}
+    assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "some"
+
+
+def test_closing_a_stream_aborts_it(serve: Serve):
+    served = serve(lambda request: [row(request, "some")])
+    stream = client_of(served).responses.create(model=MODEL, input="hi", stream=True)
+    next(iter(stream))
+    stream.close()
+
+    assert served.engine.next_abort().rid == served.engine.next_request().rid

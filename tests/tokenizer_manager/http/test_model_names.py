@@ -1,0 +1,53 @@
+"""`--served-model-name '*'`: coding agents name two models, and both are the served one."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from engine.runtime.config.engine_config import ModelConfig
+from engine.tokenizer_manager.http.app import App
+
+from ..fake_engine import MODEL, FakeEngine, make_services, say_all
+from .calling import Reply, call
+
+HI = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/messages": {"messages": HI, "max_tokens": 3},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/responses": {"input": "hi"},
+    "/api/chat": {"messages": HI, "stream": False},
+}
+
+
+def post(path: str, *, any_name: bool) -> Reply:
+    async def run() -> Reply:
+        services = dataclasses.replace(make_services(FakeEngine(say_all("x"))), any_model_name=any_name)
+        return await call(App(services), path, BODIES[path] | {"model": "other"})
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_name_is_accepted(path: str):
+    assert post(path, any_name=True).status == 200
+    assert post(path, any_name=False).status == 404
+
+
+def test_openai_answers_have_the_real_name():
+    assert json.loads(post("/v1/responses", any_name=True).body)["model"] == MODEL
+
+
+def test_the_models_own_name_is_listed():
+    config = ModelConfig(served_model_name="*")
+
+    assert config.takes_any_name
+    assert config.name_in_api("org/real") == "org/real"
+    assert ModelConfig(served_model_name="m").name_in_api("org/real") == "m"
+    assert ModelConfig().name_in_api("org/real") == "org/real"
+    assert not ModelConfig().takes_any_name

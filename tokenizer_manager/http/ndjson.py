@@ -1,0 +1,21 @@
+"""`line`: one line of newline-delimited JSON."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+_encoder: Final = msgspec.json.Encoder()
+_SEPARATORS: Final = ("\x85", "\u2028", "\u2029")
+"""Line ends of Unicode that JSON does not escape. Clients that split text into lines end a line at them."""
+_ESCAPES: Final = tuple((each.encode(), f"\\u{ord(each):04x}".encode()) for each in _SEPARATORS)
+
+
+def line(data: object) -> bytes:
+    """A JSON value as one line, for every notion of a line."""
+    text = _encoder.encode(data)
+    if not text.isascii():
+        for separator, escape in _ESCAPES:
+            text = text.replace(separator, escape)
+    return text + b"\n"
