@@ -31,6 +31,7 @@ from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
+from ..tokenizer_manager.conversation.strict_schemas import strict_schemas
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
@@ -112,6 +113,7 @@ class LLM:
             self.config.answers,
             max_tools=limits.max_tools,
             max_schema_kb=limits.max_schema_kb,
+            check_schema=strict_schemas(limits),
         )
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len

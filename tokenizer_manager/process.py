@@ -37,6 +37,7 @@ from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
 from .conversation.detection import detect_formats
 from .conversation.planner import Planner
+from .conversation.strict_schemas import strict_schemas
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
@@ -116,6 +117,7 @@ async def _serve(
         settings.config.answers,
         max_tools=limits.max_tools,
         max_schema_kb=limits.max_schema_kb,
+        check_schema=strict_schemas(limits),
     )
     services = Services(
         manager=manager,
