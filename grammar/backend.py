@@ -88,7 +88,11 @@ class Matcher(Protocol):
         ended: the answer is complete and nothing may follow it, or an EOS token was accepted.
         error: why the matcher cannot continue; "" while it can.
         error_code: the kind of `error`; None while there is none.
+        is_cut: `limit` has left out a part of the answer.
     """
+
+    @property
+    def is_cut(self) -> bool: ...
 
     @property
     def ended(self) -> bool: ...
@@ -104,8 +108,22 @@ class Matcher(Protocol):
         """Whether the next token is constrained at all; False in free text."""
         ...
 
+    def limit(self, num_tokens: int) -> None:
+        """Let a JSON answer become complete within this many further tokens, where the matcher can do so.
+
+        Called at most once, before the first token.
+        """
+        ...
+
     def fill(self, mask: MaskRow) -> None:
         """Write the tokens that may come next. If none may, sets `error` and allows all of them."""
+        ...
+
+    def allows(self, token_id: int) -> bool:
+        """Whether `fill` would allow this token; much cheaper than `fill`.
+
+        Not the same as `validate`: where only one text may follow, `fill` allows only the tokenizer's split of it.
+        """
         ...
 
     def accept(self, token_ids: Sequence[int]) -> int:

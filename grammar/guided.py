@@ -15,12 +15,15 @@ import copy
 import enum
 from collections.abc import Sequence
 
+import numpy as np
 import numpy.typing as npt
 from numpy import int32
 
 from ..runtime.grammar_use import GrammarUse
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
 from .byte_feed import TriggerSearch, feed_bytes, single_bytes
+from .closing import closing_tokens
+from .completing import CompletingMatcher
 from .markers import marker_table
 from .reasoning import BlockOpening, OpenBlock
 
@@ -70,6 +73,7 @@ class GuidedMatcher:
         self._inner: Matcher | None = (
             None  # in GRAMMAR, TRIGGERED, and in START while the grammar takes the text
         )
+        self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
         self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
         self.ended = False
         self.error = ""
@@ -95,6 +99,17 @@ class GuidedMatcher:
                 return self._grammar is not None or (self._block is not None and self._block.end_tokens != ())
             case Phase.FREE:
                 return False
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the limit has left out a part of the answer."""
+        return self._inner is not None and self._inner.is_cut
+
+    def limit(self, num_tokens: int) -> None:
+        """Let the answer become complete within this many further tokens; see `Matcher.limit`."""
+        self._num_left = num_tokens
+        if self._grammar is not None and self._inner is not None:
+            self._inner = CompletingMatcher(self._inner, self._vocabulary, num_tokens)
 
     # ------------------------------------------------------------ masks
 
@@ -144,6 +159,17 @@ class GuidedMatcher:
             self._fail("no token is allowed")
             mask.fill(-1)
 
+    def allows(self, token_id: int) -> bool:
+        """Whether `fill` would allow this token; see `Matcher.allows`."""
+        if self._is_over() or not self.wants_mask:
+            return True
+        if self._opening is None and self._block is None and self._inner is not None:
+            return self._inner.allows(token_id)
+        # The phases before and between grammars are short, or fill a mask from a table.
+        mask = np.empty(-(-self._vocabulary.size // 32), dtype=np.int32)
+        self.fill(mask)
+        return 0 <= token_id < self._vocabulary.size and bool(mask[token_id // 32] >> token_id % 32 & 1)
+
     # ------------------------------------------------------------ tokens
 
     def validate(self, token_ids: Sequence[int]) -> int:
@@ -164,6 +190,8 @@ class GuidedMatcher:
                 self.ended = self._inner.ended
                 self._read_inner_error()
                 return count + num_accepted
+            if self._num_left is not None:
+                self._num_left -= 1
             if token_id in self._eos_token_ids:
                 self._accept_eos(token_id)
             else:
@@ -257,6 +285,8 @@ class GuidedMatcher:
         self._inner = self._grammar.matcher()
         if feed_bytes(self._inner, data, self._vocabulary) < len(data):
             self._fail(f"the text {data!r} after the reasoning block is refused")
+        elif self._num_left is not None:
+            self._inner = CompletingMatcher(self._inner, self._vocabulary, self._num_left, data)
         self.ended = self._inner.ended
 
     def _read_free_text(self, data: bytes) -> None:
@@ -304,4 +334,6 @@ def prepare(use: GrammarUse, vocabulary: Vocabulary) -> None:
             table.open_row(0)
         if not use.reasoning.opened:
             _ = marker_table(vocabulary, use.reasoning.begin).continuations
+    if use.complete:
+        closing_tokens(vocabulary)
     single_bytes(vocabulary)

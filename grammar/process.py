@@ -7,6 +7,7 @@ its parent. Its memory is limited: a failed allocation ends the process, and the
 from __future__ import annotations
 
 import os
+import random
 import resource
 import signal
 import socket
@@ -14,12 +15,13 @@ import sys
 from typing import Final
 
 import msgspec
+import numpy as np
 import setproctitle
 
 from ..runtime.child.child import die_with
 from ..runtime.errors import ConfigError
 from ..runtime.model_files.tokenizer import load_tokenizer
-from .backend import GrammarBackend, GrammarError
+from .backend import GrammarBackend, GrammarError, Matcher, MatcherErrorCode, Vocabulary
 from .llguidance_backend import LLGuidanceBackend
 from .proof_messages import (
     FRAME_LENGTH,
@@ -33,6 +35,8 @@ from .proof_messages import (
 from .vocabulary import TokenizerVocabulary
 
 _STDIN: Final = 0
+_NUM_WALKS: Final = 2
+_WALK_TOKENS: Final = 24
 _DECODER: Final[msgspec.msgpack.Decoder[ToProver]] = msgspec.msgpack.Decoder(ToProver)
 
 
@@ -49,30 +53,52 @@ def main() -> None:
         if not isinstance(setup, ProofSetup):
             return
         try:
-            backend = _make_backend(setup)
+            vocabulary = TokenizerVocabulary(
+                load_tokenizer(setup.source), setup.vocab_size, setup.eos_token_ids
+            )
+            backend = LLGuidanceBackend(vocabulary)
         except (ConfigError, ImportError) as error:
             channel.sendall(frame(ProverReady(error=str(error))))
             return
         _limit_memory(setup.memory_bytes)
         channel.sendall(frame(ProverReady()))
         while isinstance(request := _receive(channel), ProofRequest):
-            channel.sendall(frame(_prove(backend, request)))
+            channel.sendall(frame(_prove(backend, vocabulary, request)))
 
 
-def _make_backend(setup: ProofSetup) -> LLGuidanceBackend:
-    tokenizer = load_tokenizer(setup.source)
-    return LLGuidanceBackend(TokenizerVocabulary(tokenizer, setup.vocab_size, setup.eos_token_ids))
-
-
-def _prove(backend: GrammarBackend, request: ProofRequest) -> ProofResult:
-    """Compile the grammar; the backend fills a mask, too."""
+def _prove(backend: GrammarBackend, vocabulary: Vocabulary, request: ProofRequest) -> ProofResult:
+    """Compile the grammar, and walk some tokens through it."""
     try:
-        backend.compile(request.spec)
+        compiled = backend.compile(request.spec)
+        for seed in range(_NUM_WALKS):
+            if error := _walk(compiled.matcher(), vocabulary, seed):
+                return ProofResult(
+                    "schema_too_complex", f"the grammar goes beyond a limit while text is generated: {error}"
+                )
     except GrammarError as error:
         return ProofResult(error.code, error.message)
     except MemoryError:
         return ProofResult("schema_too_complex", "the grammar takes too much memory")
     return ProofResult()
+
+
+def _walk(matcher: Matcher, vocabulary: Vocabulary, seed: int) -> str:
+    """Generate some allowed tokens, as a model without knowledge would; the error if the matcher reaches a limit.
+
+    Some grammars compile at once and then take longer with each token, until a limit of the library ends the answer.
+    """
+    mask = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
+    rng = random.Random(seed)
+    for _ in range(_WALK_TOKENS):
+        matcher.fill(mask)
+        if matcher.ended or matcher.error:
+            break
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        choices = np.setdiff1d(allowed, vocabulary.eos_token_ids)
+        if not len(choices):
+            break
+        matcher.accept((int(choices[rng.randrange(len(choices))]),))
+    return matcher.error if matcher.error_code is MatcherErrorCode.LIMIT else ""
 
 
 def _receive(channel: socket.socket) -> ToProver | None:

@@ -1,8 +1,12 @@
 """`Prover`: compiles new grammars in processes that can be killed, before the scheduler's process compiles them.
 
 A compilation cannot be interrupted, and its time grows with the square of the size for some schemas. The tokenizer
-manager has each unknown grammar proved: a `ProofWorker` compiles it and fills one mask within `grammar_timeout`. The
-result is kept by the key of the grammar. Only proved grammars reach the scheduler.
+manager has each unknown grammar proved: a `ProofWorker` compiles it and walks some tokens through it within
+`grammar_timeout`. The result is kept by the key of the grammar. Only proved grammars reach the scheduler.
+
+A request waits at most `grammar_timeout` for its proof, the time in the queue included. Short grammars go first, and at
+most one worker has a long one, so that long compilations delay only each other. A proof that no request waits for any
+more is ended.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -32,6 +36,8 @@ MAX_LOST: Final = 3
 LOST_WINDOW_S: Final = 60.0
 UNAVAILABLE_S: Final = 60.0
 """How long all new grammars get 503, after `MAX_LOST` workers were lost with different grammars in `LOST_WINDOW_S`."""
+LONG_CHARS: Final = 32_768
+"""At most one grammar with more characters is compiled at a time."""
 START_FAILED_S: Final = 10.0
 """The same, after a worker that did not start."""
 PROOF_MEMORY_BYTES: Final = 1 << 30
@@ -50,15 +56,21 @@ class _Job:
     """One grammar to prove.
 
     Attributes:
-        alone: run it while no other proof runs: its first proof timed out beside others.
-        had_company: another proof ran at the same time.
+        num_waiting: requests that wait for it.
+        had_company: another proof ran at the same time, so that a timeout says little about the grammar.
+        num_lost: workers that were lost with it.
     """
 
     spec: GrammarSpec
     key: str
     done: asyncio.Future[GrammarError | None]
-    alone: bool = False
+    num_waiting: int = 0
     had_company: bool = False
+    num_lost: int = 0
+
+    @property
+    def is_long(self) -> bool:
+        return len(self.spec.text) > LONG_CHARS
 
 
 @dataclass(slots=True)
@@ -114,7 +126,7 @@ class Prover:
         self._clock = clock
         self._results = _Results(clock)
         self._jobs: dict[str, _Job] = {}
-        self._queue: deque[_Job] = deque()
+        self._queue: list[_Job] = []
         self._running: dict[_Job, asyncio.Task[None]] = {}
         self._idle: list[Worker] = []
         self._lost: OrderedDict[str, float] = OrderedDict()  # keys that lost a worker, and when
@@ -134,16 +146,37 @@ class Prover:
 
         Raises:
             GrammarError: a grammar is refused.
-            RequestError: 429, too many grammars wait; 503, proofs are not possible at present.
+            RequestError: 429, too many grammars wait, or they wait too long; 503, proofs are not possible at present.
         """
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
         for spec in use.specs:
             key = spec.key
             if self._results.check(key):
                 continue
             job = self._jobs.get(key) or self._add_job(spec, key)
-            error = await asyncio.shield(job.done)  # other requests may wait for it, too
+            error = await self._wait_for(job, deadline_s)
             if error is not None:
                 raise _copy_of(error)
+
+    async def _wait_for(self, job: _Job, deadline_s: float) -> GrammarError | None:
+        """The result of a job; the last request that stops waiting ends it."""
+        job.num_waiting += 1
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                return await asyncio.shield(job.done)  # other requests may wait for it, too
+        except TimeoutError:
+            if job in self._running:
+                return _too_slow(job.spec, self._timeout_s)
+            raise RequestError(
+                f"{len(self._queue)} new grammars wait to be compiled, and this one waited longer than "
+                f"{self._timeout_s:g} s; try again later",
+                code="queue_full",
+                status=429,
+            ) from None
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and not job.done.done():
+                self._drop(job)
 
     async def close(self) -> None:
         """End all processes; requests that wait get 503."""
@@ -176,14 +209,23 @@ class Prover:
         self._dispatch()
         return job
 
+    def _drop(self, job: _Job) -> None:
+        """End a job that no request waits for."""
+        self._jobs.pop(job.key, None)
+        if job in self._queue:
+            self._queue.remove(job)
+        elif job in self._running:
+            self._running[job].cancel()  # kills the worker
+
     def _dispatch(self) -> None:
-        """Start the jobs that may run now."""
-        while self._queue and not self._closed:
-            if any(job.alone for job in self._running):
+        """Start the jobs that may run now, the shortest grammar first."""
+        while self._queue and not self._closed and len(self._running) < MAX_WORKERS:
+            has_long = any(job.is_long for job in self._running)
+            ready = [job for job in self._queue if not (job.is_long and has_long)]
+            if not ready:
                 return
-            if len(self._running) >= (1 if self._queue[0].alone else MAX_WORKERS):
-                return
-            job = self._queue.popleft()
+            job = min(ready, key=lambda each: len(each.spec.text))
+            self._queue.remove(job)
             if self._running:
                 for other in (job, *self._running):
                     other.had_company = True
@@ -194,7 +236,8 @@ class Prover:
             await self._prove_one(job)
         except asyncio.CancelledError:
             self._give_up(job, _unavailable("the server is shutting down"))
-            raise
+            if self._closed:
+                raise
         except Exception as error:  # a bug here must not leave a request waiting
             logger.exception("the proof of a grammar failed")
             self._give_up(job, _unavailable(f"{type(error).__name__}: {error}"))
@@ -228,8 +271,9 @@ class Prover:
 
     # ------------------------------------------------------------ results
 
-    def _finish(self, job: _Job, error: GrammarError | None) -> None:
-        self._results.put(job.key, error)
+    def _finish(self, job: _Job, error: GrammarError | None, *, is_kept: bool = True) -> None:
+        if is_kept:
+            self._results.put(job.key, error)
         self._jobs.pop(job.key, None)
         if not job.done.done():
             job.done.set_result(error)
@@ -242,23 +286,17 @@ class Prover:
             job.done.exception()  # the request may be gone; not an error of the loop then
 
     def _time_out(self, job: _Job) -> None:
-        if job.had_company and not job.alone:
-            job.alone = True
-            self._queue.append(job)
-            return
         logger.warning(
             "grammar refused: key=%s chars=%d timeout_s=%g", job.key, len(job.spec.text), self._timeout_s
         )
-        self._finish(
-            job,
-            GrammarError(
-                f"the grammar has {len(job.spec.text):,} characters and took longer than {self._timeout_s:g} s to "
-                f"compile; simplify it, or start the server with a higher --grammar-timeout",
-                "schema_too_complex",
-            ),
-        )
+        self._finish(job, _too_slow(job.spec, self._timeout_s), is_kept=not job.had_company)
 
     def _count_lost(self, job: _Job) -> None:
+        """Try once more in a new worker: the worker may have been lost for another reason."""
+        job.num_lost += 1
+        if job.num_lost == 1:
+            self._queue.append(job)
+            return
         logger.warning(
             "the process that compiles grammars was lost: key=%s chars=%d", job.key, len(job.spec.text)
         )
@@ -289,6 +327,14 @@ class Prover:
         self._queue.clear()
         for job in waiting:
             self._give_up(job, _unavailable(reason))
+
+
+def _too_slow(spec: GrammarSpec, timeout_s: float) -> GrammarError:
+    return GrammarError(
+        f"the grammar has {len(spec.text):,} characters and took longer than {timeout_s:g} s to compile; simplify it, "
+        f"or start the server with a higher --grammar-timeout",
+        "schema_too_complex",
+    )
 
 
 def _unavailable(reason: str) -> RequestError:

@@ -261,7 +261,7 @@ class ModelRunner:
         fetch = self._outputs.fetch
         if masks is no_masks:
             sampled = self.sampler.sample(logits, batch.sampling)
-        elif batch.drafts is None and logits.device.type == "cpu":
+        elif logits.device.type == "cpu":
             sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks.before()), masks.after)
         else:
             sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks()))

@@ -31,7 +31,8 @@ from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
-from ..tokenizer_manager.conversation.strict_schemas import strict_schemas
+from ..tokenizer_manager.http.schema.constraints import with_completion
+from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
@@ -113,7 +114,7 @@ class LLM:
             self.config.answers,
             max_tools=limits.max_tools,
             max_schema_kb=limits.max_schema_kb,
-            check_schema=strict_schemas(limits),
+            check_schema=ToolSchemas(limits),
         )
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
@@ -260,7 +261,7 @@ class LLM:
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
         plan = self._plan(conversation, sampling.max_new_tokens)
-        use = plan.grammar
+        use = with_completion(plan.grammar, constraint)
         if constraint is not None and spec is None:
             use = constraint.use
         request = self._prepare_one(plan.prompt, sampling, use, add_special_tokens=False)

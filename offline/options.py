@@ -141,7 +141,8 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         given["guided_choice"] = given.pop("choice")
     if not given:
         return None
-    return constraint_of(convert(given, ConstraintFields), config.answers, config.limits, strict_server=False)
+    fields = convert(given, ConstraintFields)
+    return constraint_of(fields, config.answers, config.limits, strict_server=config.server.strict)
 
 
 _CONSTRAINTS = ("response_format", "json_schema", "regex", "choice", "grammar")

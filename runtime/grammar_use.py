@@ -91,6 +91,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
         ends_after_first: the answer ends with the first complete triggered grammar.
         proved: the grammars have been compiled in the proving process, or the caller trusts them; if not, the
             scheduler waits for `GrammarReady`.
+        complete: `spec` is a JSON schema, and the answer must be complete when it ends by its limit of tokens.
     """
 
     spec: GrammarSpec | None = None
@@ -98,6 +99,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reasoning: ReasoningBlock | None = None
     ends_after_first: bool = False
     proved: bool = False
+    complete: bool = False
 
     @property
     def specs(self) -> tuple[GrammarSpec, ...]:

@@ -46,12 +46,14 @@ class Finish(Record, frozen=True):
         matched: the stop token id or stop string that matched, for STOP.
         message: the text for the client, for ABORT and ERROR: value, rule, fix.
         status: the HTTP status for ERROR (and for ABORT by the server).
+        code: the error code for the client, for ERROR; "" for the usual one of the status.
     """
 
     kind: FinishKind
     matched: int | str | None = None
     message: str = ""
     status: int = 500
+    code: str = ""
 
 
 class TextOptions(Record, frozen=True):

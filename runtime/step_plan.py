@@ -64,11 +64,11 @@ class GetMasks(Protocol):
         ...
 
     def before(self) -> TokenMasks | None:
-        """The masks of the rows that cannot be checked after sampling. Not in a step with drafts."""
+        """The masks of the rows that cannot be checked after sampling."""
         ...
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
-        """The masks of the other rows whose sampled token ([S], of each row) is not allowed."""
+        """The masks of the other rows whose sampled token ([R], of each row of logits) is not allowed."""
         ...
 
 

@@ -226,6 +226,8 @@ class Scheduler:
         except Exception:  # the failure of one request must not end the others
             logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)
             req.matcher = FailedMatcher()
+        if req.grammar is not None and req.grammar.complete:
+            req.matcher.limit(req.max_new_tokens)
         finish = resume(req)
         if finish is not None:
             self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})

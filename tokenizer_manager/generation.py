@@ -41,7 +41,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         arrival_s: by the manager's clock, if the request has waited before it is started; None: it arrives now.
         grammar: what the answers are constrained to; None: free text.
         grammar_param: the field that errors about the grammar name.
-        shortest_answer: a shortest text that the grammar allows; None if there is no grammar, or it is not known.
         keep_special_ids: see `TextOptions`.
     """
 
@@ -57,7 +56,6 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_s: float | None = None
     grammar: GrammarUse | None = None
     grammar_param: str = "response_format"
-    shortest_answer: str | None = None
     keep_special_ids: tuple[int, ...] = ()
 
 

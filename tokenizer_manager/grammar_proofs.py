@@ -98,7 +98,7 @@ class GrammarProofs:
         try:
             await self._prover.prove(use)
         except GrammarError as refused:
-            error = RequestError(f"{param}: {refused.message}", param=param, code=refused.code)
+            error = RequestError(refused.message, param=param, code=refused.code)
         except RequestError as refused:
             error = refused
         except Exception:

@@ -156,7 +156,6 @@ class TokenizerManager:
                 )
                 for i, ids in enumerate(encoded)
             ]
-            await self._check_shortest_answer(request, resolved)
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
@@ -263,23 +262,6 @@ class TokenizerManager:
             request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
         )
 
-    async def _check_shortest_answer(
-        self, request: GenerationRequest, resolved: list[SamplingParams]
-    ) -> None:
-        """Refuse a request whose grammar allows no answer within its length."""
-        text = request.shortest_answer
-        room = min((sampling.max_new_tokens or 0 for sampling in resolved), default=0)
-        if text is None or len(text.encode()) <= room:  # a token has at least one byte
-            return
-        [ids] = await self._encoder.encode([text], add_special_tokens=False, param=request.grammar_param)
-        if len(ids) > room:
-            raise RequestError(
-                f"the shortest answer to {request.grammar_param} has {len(ids)} tokens, but {request.length_param} "
-                f"is {room}; raise it",
-                param=request.length_param,
-                code="max_tokens_too_small",
-            )
-
     def _open(
         self,
         request: GenerationRequest,
@@ -343,7 +325,7 @@ class TokenizerManager:
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.
             message = finish.message or f"the engine ended the request ({finish.kind.value})"
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
-            code = _TIMEOUT_CODES.get(finish.status, "generation_failed")
+            code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
             self._aborter.fail(generation, RequestError(message, code=code, status=finish.status))
             return
         generation.put(choice, output)

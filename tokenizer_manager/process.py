@@ -37,10 +37,10 @@ from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
 from .conversation.detection import detect_formats
 from .conversation.planner import Planner
-from .conversation.strict_schemas import strict_schemas
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
+from .http.schema.tool_schemas import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
@@ -117,7 +117,7 @@ async def _serve(
         settings.config.answers,
         max_tools=limits.max_tools,
         max_schema_kb=limits.max_schema_kb,
-        check_schema=strict_schemas(limits),
+        check_schema=ToolSchemas(limits),
     )
     services = Services(
         manager=manager,

@@ -1,7 +1,7 @@
 """`gbnf_to_lark`: llama.cpp's grammars (`root ::= ...`) as Lark texts, and which of the two a text is.
 
-GBNF has rules, strings, classes of characters, the dot, groups, the repetitions `* + ? {m,n}` and comments. What does not
-refer to a rule becomes one regular expression: llguidance is slow with rules of single characters.
+GBNF has rules, strings, classes of characters, the dot, groups, the repetitions `* + ? {m,n}` and comments. What does
+not refer to a rule becomes one regular expression: llguidance is slow with rules of single characters.
 """
 
 from __future__ import annotations

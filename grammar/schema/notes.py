@@ -63,7 +63,8 @@ class Notes:
         self._warn(
             pointer, keyword, f"{keyword} is not enforced ({reason})" + (f"; {rewrite}" if rewrite else "")
         )
-        if self._explain:
+        if self._explain and (pointer, keyword) not in self._seen:
+            self._seen.add((pointer, keyword))
             self.findings.append(Finding(pointer, keyword, Fate.APPROXIMATED, reason, rewrite))
 
     def unknown(self, pointer: str, keyword: str, value: Any) -> None:

@@ -93,11 +93,12 @@ def _put_unevaluated(
         notes.found(pointer, keyword)
 
 
-def put_names(rule: Any, node: Members, out: Members, pointer: str, notes: Notes, child: Child) -> None:
+def put_names(rule: Any, out: Members, pointer: str, notes: Notes) -> None:
     """`propertyNames`, of which a pattern or a list of names can be enforced.
 
     Args:
         rule: the schema of the names, with references resolved.
+        out: with the other keywords about properties.
     """
     restricting = {
         key: value
@@ -109,22 +110,23 @@ def put_names(rule: Any, node: Members, out: Members, pointer: str, notes: Notes
         notes.found(pointer, "propertyNames", Fate.ENFORCED)
         return
     if rule is False:
-        out["maxProperties"] = 0
+        out.pop("patternProperties", None)
+        out["properties"] = dict.fromkeys(out.get("properties", ()), False)
+        out["additionalProperties"] = False
         notes.found(pointer, "propertyNames", Fate.ENFORCED)
         return
-    others = node.get("additionalProperties", True)
     values = restricting.get("enum", [restricting["const"]] if "const" in restricting else None)
-    free = not node.get("properties") and not node.get("patternProperties")
+    free = not out.get("properties") and not out.get("patternProperties")
+    others = out.get("additionalProperties", True)
     if free and len(restricting) == 1 and "pattern" in restricting:
         pattern = library_pattern(restricting["pattern"], "propertyNames", pointer, notes)
         if pattern is None:
             return
-        out["patternProperties"] = {pattern: child(others, pointer_to(pointer, "additionalProperties"))}
+        out["patternProperties"] = {pattern: others}
     elif free and len(restricting) == 1 and isinstance(values, list):
         allowed = [name for name in values if isinstance(name, str)]
         _check_names(allowed, "propertyNames", pointer, notes)
-        shared = child(others, pointer_to(pointer, "additionalProperties"))
-        out["properties"] = dict.fromkeys(allowed, shared)
+        out["properties"] = dict.fromkeys(allowed, others)
     else:
         notes.approximate(pointer, "propertyNames")
         return

@@ -106,6 +106,8 @@ class SchemaWalk:
             if not isinstance(keyword, str):
                 self._notes.invalid(pointer, f"the key {keyword!r} is no string")
             self._put(keyword, value, place)
+        if "propertyNames" in node:
+            self._put_names(node["propertyNames"], place)
         combined = place.branch or any(name in out for name in ("$ref", *_COMBINING))
         if "minProperties" in node or "maxProperties" in node:
             put_counts(node, out, pointer, self._notes, combined=combined)
@@ -117,7 +119,7 @@ class SchemaWalk:
         node, pointer, out, _ = place
         notes = self._notes
         match keyword:
-            case "type" | "minProperties" | "maxProperties" | "unevaluatedItems":
+            case "type" | "propertyNames" | "minProperties" | "maxProperties" | "unevaluatedItems":
                 pass  # before or after the others
             case "enum" | "const":
                 put_values(keyword, value, out, pointer, notes)
@@ -133,8 +135,6 @@ class SchemaWalk:
                 group = ("additionalProperties", "patternProperties", "unevaluatedProperties")
                 if keyword == next(name for name in node if name in group):
                     put_other_properties(node, out, pointer, notes, self._child)
-            case "propertyNames":
-                self._put_names(value, place)
             case "items" | "prefixItems" | "additionalItems":
                 if keyword == next(
                     name for name in node if name in ("items", "prefixItems", "additionalItems")
@@ -214,7 +214,7 @@ class SchemaWalk:
                     and isinstance(value, dict | bool)
                 )
             case "minContains" | "maxContains":
-                return "contains" not in node
+                return "contains" not in node or (keyword == "minContains" and value in (0, 1))
             case "dependentRequired" | "dependentSchemas" | "dependencies":
                 return bool(value == {})
             case "then" | "else":
@@ -278,7 +278,7 @@ class SchemaWalk:
         if place.branch and value not in (True, {}):
             self._notes.approximate(place.pointer, "propertyNames", "the schema is combined with others")
         else:
-            put_names(value, place.node, place.out, place.pointer, self._notes, self._child)
+            put_names(value, place.out, place.pointer, self._notes)
 
     def _put_items(self, place: _Place) -> None:
         """`items`, `prefixItems` and `additionalItems` of all drafts."""
@@ -321,6 +321,6 @@ class SchemaWalk:
 
 def _families(node: Members) -> set[str]:
     kinds = {FAMILIES[keyword] for keyword in node if keyword in FAMILIES}
-    if node.get("format") in FORMATS:
+    if isinstance(node.get("format"), str) and node["format"] in FORMATS:
         kinds.add("string")
     return kinds

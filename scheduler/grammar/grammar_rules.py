@@ -37,6 +37,7 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
         token_id: the token.
         finish: the end by the stop rules. A stop token wins over the grammar, which wins over the length. An error of
             the grammar wins over both: the token was not restricted, or was refused.
+            An answer that was cut (`Matcher.is_cut`) ends by its length.
     """
     matcher = req.matcher
     assert matcher is not None
@@ -47,7 +48,8 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
     if req.num_matched < req.output_len:
         matcher.accept((token_id,))
         req.num_matched += 1
-    if finish is not None and finish.kind is FinishKind.STOP and not matcher.error:
+    is_cut_end = matcher.ended and matcher.is_cut  # by an EOS token, which is a stop token too
+    if finish is not None and finish.kind is FinishKind.STOP and not matcher.error and not is_cut_end:
         return finish
     return _end_of(req) or finish
 
@@ -79,8 +81,12 @@ def ends_by_grammar(batch: ScheduleBatch, rows: Sequence[TokenOutput]) -> dict[s
 def _end_of(req: Req) -> Finish | None:
     assert req.matcher is not None
     if req.matcher.error:
-        return Finish(FinishKind.ERROR, message=_error_text(req), status=500)
-    return Finish(FinishKind.STOP, matched=MATCHED_GRAMMAR) if req.matcher.ended else None
+        code = "" if req.matcher.error_code is None else req.matcher.error_code.value
+        return Finish(FinishKind.ERROR, message=_error_text(req), status=500, code=code)
+    if not req.matcher.ended:
+        return None
+    kind = FinishKind.LENGTH if req.matcher.is_cut else FinishKind.STOP
+    return Finish(kind, matched=MATCHED_GRAMMAR)
 
 
 def _error_text(req: Req) -> str:

@@ -29,11 +29,19 @@ class FailedMatcher:
     ended = False
     error = FAILED
     error_code = MatcherErrorCode.BUG
+    is_cut = False
     wants_mask = False
+
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`."""
 
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""
         mask.fill(-1)
+
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        return True
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""
@@ -91,6 +99,14 @@ class GuardedMatcher:
             return self._fail(error).error_code
 
     @property
+    def is_cut(self) -> bool:
+        """See `Matcher`."""
+        try:
+            return self._matcher.is_cut
+        except BaseException as error:
+            return self._fail(error).is_cut
+
+    @property
     def wants_mask(self) -> bool:
         """See `Matcher`."""
         try:
@@ -98,12 +114,26 @@ class GuardedMatcher:
         except BaseException as error:
             return self._fail(error).wants_mask
 
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+        try:
+            self._matcher.limit(num_tokens)
+        except BaseException as error:
+            self._fail(error)
+
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""
         try:
             self._matcher.fill(mask)
         except BaseException as error:
             self._fail(error).fill(mask)
+
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        try:
+            return self._matcher.allows(token_id)
+        except BaseException as error:
+            return self._fail(error).allows(token_id)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""

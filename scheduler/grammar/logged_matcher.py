@@ -20,10 +20,12 @@ class LoggedEnd(NamedTuple):
     Attributes:
         output_len: tokens of the answer.
         error: why the grammar could not continue; "" if it was complete.
+        is_cut: as in `Matcher`.
     """
 
     output_len: int
     error: str
+    is_cut: bool = False
 
 
 class LoggedMatchers:
@@ -73,12 +75,25 @@ class LoggedMatcher:
         return MatcherErrorCode.BUG if self.error else None
 
     @property
+    def is_cut(self) -> bool:
+        """See `Matcher`."""
+        end = self._end
+        return end is not None and end.is_cut
+
+    @property
     def wants_mask(self) -> bool:
         """See `Matcher`. A replay has no logits."""
         return False
 
+    def limit(self, num_tokens: int) -> None:
+        """See `Matcher`."""
+
     def fill(self, mask: MaskRow) -> None:
         """See `Matcher`."""
+
+    def allows(self, token_id: int) -> bool:
+        """See `Matcher`."""
+        return True
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See `Matcher`."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,21 @@ from ...runtime.step_plan import TokenMasks
 from ..batch import ScheduleBatch
 from ..memory.req_to_token_pool import ReqToTokenPool
 from ..requests.req import Req
+
+
+class _GuidedRows(NamedTuple):
+    """The rows of logits of one request.
+
+    Attributes:
+        first: its first row of logits; one per draft follows.
+        draft_ids: its drafts.
+        req, matcher: the request, and its matcher before the drafts.
+    """
+
+    first: int
+    draft_ids: list[int]
+    req: Req
+    matcher: Matcher
 
 
 class MaskFiller:
@@ -32,61 +48,78 @@ class MaskFiller:
 
     def fill(self, batch: ScheduleBatch) -> TokenMasks | None:
         """The masks of all rows of logits, drafts included; None if no row is constrained."""
-        drafts = np.frombuffer(batch.plan.draft_ids, dtype=np.int32).tolist()
-        num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32)
-        counts = num_drafts[batch.sampled].tolist() if len(num_drafts) else [0] * len(batch.sampled)
-        first_rows, first_drafts = (
-            np.cumsum([0, *counts]) + np.arange(len(counts) + 1),
-            np.cumsum([0, *counts]),
-        )
         indices: list[int] = []
-        self._reserve(len(batch.sampled) + len(drafts))
-        for row, _, matcher in self._guided(batch):
-            count, start = counts[row], len(indices)
-            if count:
-                first = int(first_drafts[row])
-                matcher.fill_drafts(drafts[first : first + count], self._bits[start : start + 1 + count])
-                indices += range(int(first_rows[row]), int(first_rows[row]) + 1 + count)
-            elif matcher.wants_mask:
-                matcher.fill(self._bits[start])
-                indices.append(int(first_rows[row]))
+        for rows in self._guided(batch):
+            self._fill_rows(indices, rows.first, rows.draft_ids, rows.matcher)
         return self._masks(indices)
 
     def fill_unchecked(self, batch: ScheduleBatch) -> TokenMasks | None:
-        """The masks of the rows whose token cannot be checked after sampling; in a step without drafts."""
+        """The masks of the rows whose token cannot be checked after sampling."""
         indices: list[int] = []
-        self._reserve(len(batch.sampled))
-        for row, req, matcher in self._guided(batch):
-            if not req.is_checked_late and matcher.wants_mask:
-                matcher.fill(self._bits[len(indices)])
-                indices.append(row)
+        for rows in self._guided(batch):
+            if not rows.req.is_checked_late:
+                self._fill_rows(indices, rows.first, rows.draft_ids, rows.matcher)
         return self._masks(indices)
 
     def fill_refused(self, batch: ScheduleBatch, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
         """The masks of the other rows whose token is not allowed.
 
+        After a draft that is not the token of its row, the rows of a request do not count, and are not checked. After
+        a row that is sampled again they may count, so all of them have masks.
+
         Args:
-            batch: of a step without drafts.
-            token_ids: [S] the token of each row.
+            batch: of the step.
+            token_ids: [R] the token of each row of logits.
         """
         indices: list[int] = []
-        self._reserve(len(batch.sampled))
-        for row, req, matcher in self._guided(batch):
-            if req.is_checked_late and matcher.wants_mask:
-                token_id = int(token_ids[row])
-                if not matcher.validate((token_id,)):
-                    matcher.fill(self._bits[len(indices)])
-                    indices.append(row)
+        for rows in self._guided(batch):
+            if rows.req.is_checked_late:
+                self._fill_if_refused(indices, rows, token_ids)
         return self._masks(indices)
 
-    def _guided(self, batch: ScheduleBatch) -> Iterator[tuple[int, Req, Matcher]]:
-        """The rows ([S]) with a grammar that goes on; the tokens of requests that left their row are dropped."""
+    def _fill_if_refused(
+        self, indices: list[int], rows: _GuidedRows, token_ids: npt.NDArray[np.int64]
+    ) -> None:
+        matcher = rows.matcher
+        for k in range(len(rows.draft_ids) + 1):
+            token_id = int(token_ids[rows.first + k])
+            if matcher.wants_mask and not matcher.allows(token_id):
+                self._fill_rows(indices, rows.first + k, rows.draft_ids[k:], matcher)
+                return
+            if k == len(rows.draft_ids) or token_id != rows.draft_ids[k]:
+                return
+            if matcher is rows.matcher:
+                matcher = matcher.copy()
+            matcher.accept((token_id,))
+            if matcher.ended or matcher.error:
+                return
+
+    def _fill_rows(self, indices: list[int], first: int, draft_ids: list[int], matcher: Matcher) -> None:
+        """Fill the masks of a request's rows from row `first` on, and add the rows to `indices`."""
+        start = len(indices)
+        if draft_ids:
+            num_rows = 1 + len(draft_ids)
+            matcher.fill_drafts(draft_ids, self._bits[start : start + num_rows])
+            indices += range(first, first + num_rows)
+        elif matcher.wants_mask:
+            matcher.fill(self._bits[start])
+            indices.append(first)
+
+    def _guided(self, batch: ScheduleBatch) -> Iterator[_GuidedRows]:
+        """The rows with a grammar that goes on; the tokens of requests that left their row are dropped."""
+        drafts = np.frombuffer(batch.plan.draft_ids, dtype=np.int32).tolist()
+        num_drafts = np.frombuffer(batch.plan.num_drafts, dtype=np.int32).tolist()
+        self._reserve(len(batch.sampled) + len(drafts))
         here = batch.still_here(self._pool)
-        for row, batch_idx in enumerate(batch.sampled.tolist()):
+        first_draft = 0
+        for idx, batch_idx in enumerate(batch.sampled.tolist()):
+            count = num_drafts[batch_idx] if num_drafts else 0
             req = batch.reqs[batch_idx]
             matcher = req.matcher
             if matcher is not None and here[batch_idx] and not matcher.ended and not matcher.error:
-                yield row, req, matcher
+                draft_ids = drafts[first_draft : first_draft + count]
+                yield _GuidedRows(idx + first_draft, draft_ids, req, matcher)
+            first_draft += count
 
     def _masks(self, indices: list[int]) -> TokenMasks | None:
         if not indices:

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode, StepResult
 from ..batch import ScheduleBatch
 from ..grammar.logged_matcher import LoggedEnd, LoggedMatchers
@@ -249,7 +250,7 @@ def _in_log_order(
 
 def _grammar_ends(effects: Sequence[DecisionRecord]) -> dict[str, LoggedEnd]:
     return {
-        left.rid: LoggedEnd(left.output_len, record.grammar_ends[left.rid])
+        left.rid: LoggedEnd(left.output_len, record.grammar_ends[left.rid], left.kind is FinishKind.LENGTH)
         for record in effects
         if isinstance(record, Settled) and record.grammar_ends
         for left in record.left

@@ -27,6 +27,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": MARK},
     "/detokenize": {"tokens": [5]},
     "/v1/cache/pins": {"prompt": MARK, "ttl": 1},
+    "/v1/grammar/check": {"guided_json": {"title": MARK}},
     "/abort_request": {"rid": MARK},
     "/start_profile": {"duration": 3600},
 }

@@ -138,6 +138,7 @@ class FakeMatcher:
     """A `Matcher` of a `FakeGrammar`."""
 
     wants_mask = True
+    is_cut = False
 
     def __init__(self, grammar: FakeGrammar) -> None:
         self._grammar = grammar
@@ -147,6 +148,9 @@ class FakeMatcher:
         self.ended = False
         self.error = ""
         self.error_code: MatcherErrorCode | None = None
+
+    def limit(self, num_tokens: int) -> None:
+        pass
 
     def fill(self, mask: MaskRow) -> None:
         mask.fill(-1)
@@ -164,6 +168,11 @@ class FakeMatcher:
             mask.fill(0)
             row = mask_of(allowed, vocabulary.size)
             mask[: row.size] = row
+
+    def allows(self, token_id: int) -> bool:
+        mask = np.zeros(-(-self._backend.vocabulary.size // 32), np.int32)
+        self.copy().fill(mask)
+        return bool(mask[token_id // 32] >> token_id % 32 & 1)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         for count, token_id in enumerate(token_ids):

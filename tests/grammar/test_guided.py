@@ -51,7 +51,11 @@ def make(use: GrammarUse, **failures: int) -> GuidedMatcher:
 
 
 def allowed(matcher: GuidedMatcher) -> set[bytes]:
+    """By its mask, with which `allows` must agree."""
     mask = np.zeros(WORDS, np.int32)
+    matcher.copy().fill(mask)
+    for token_id in range(VOCABULARY.size):
+        assert matcher.copy().allows(token_id) == allows(mask, token_id), VOCABULARY.tokens[token_id]
     matcher.fill(mask)
     return {token for token_id, token in enumerate(VOCABULARY.tokens) if allows(mask, token_id)}
 

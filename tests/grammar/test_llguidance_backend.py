@@ -86,6 +86,7 @@ def test_masks_allow_the_tokens_that_the_grammar_takes(backend, vocabulary, spec
 
         mask = mask_ids(matcher, vocabulary)
         assert mask == brute_force or (mask == {token_id} and mask < brute_force)
+        assert mask == {i for i in range(vocabulary.size) if matcher.allows(i)}
         assert token_id in brute_force
         assert matcher.accept([token_id]) == 1
     assert matcher.ended or mask_ids(matcher, vocabulary).issuperset(vocabulary.eos_token_ids)
@@ -98,6 +99,7 @@ def test_masks_of_forced_text_allow_only_the_tokenizer_s_split(backend, vocabula
     assert mask_ids(matcher, vocabulary) == {ids[0]}
     assert vocabulary.tokens[ids[0]] == b'{"'
     for token_id in ids:
+        assert {i for i in range(vocabulary.size) if matcher.allows(i)} == mask_ids(matcher, vocabulary)
         assert token_id in mask_ids(matcher, vocabulary)
         assert matcher.accept([token_id]) == 1
     assert matcher.ended

@@ -12,6 +12,7 @@ from engine.grammar.proof_messages import ProofResult
 from engine.grammar.proof_worker import WorkerLostError
 from engine.grammar.proving import (
     BAD_RESULT_S,
+    LONG_CHARS,
     MAX_QUEUED,
     MAX_RESULTS,
     START_FAILED_S,
@@ -78,7 +79,6 @@ class FakeWorker:
         self._bench = bench
 
     async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult:
-        assert timeout_s == 5.0
         return await self._bench.ask(spec.text)
 
     async def kill(self) -> None:
@@ -218,37 +218,87 @@ def test_a_timeout_ends_the_worker_and_refuses_the_grammar():
     run(test)
 
 
-def test_a_timeout_beside_another_proof_is_tried_once_more_alone():
+def test_a_timeout_beside_another_proof_refuses_the_request_and_not_the_grammar():
     async def test(bench: Bench) -> None:
-        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("slow", "a", "b", "c")]
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("slow", "a")]
         await settle()
         bench.answer("slow", TimeoutError())
-        await settle()
         bench.answer("a", GOOD)
-        await settle()
-        bench.answer("b", GOOD)
-        await settle()
-        assert bench.asked == ["slow", "a", "b", "c"]  # it waits until no other proof runs
-        bench.answer("c", GOOD)
-        await settle()
-        assert bench.asked[4:] == ["slow"]
-        tasks.append(asyncio.create_task(outcome(bench, "d")))
-        await settle()
-        assert bench.asked[5:] == []  # none runs beside it
+        assert await asyncio.gather(*tasks) == ["schema_too_complex", "good"]
         bench.automatic = lambda text: GOOD
-        bench.answer("slow", TimeoutError())
-        assert await asyncio.gather(*tasks) == ["schema_too_complex", "good", "good", "good", "good"]
+        assert await outcome(bench, "slow") == "good"
 
     run(test)
 
 
-def test_a_lost_worker_refuses_the_grammar():
+def test_short_grammars_go_first_and_long_ones_one_at_a_time():
+    async def test(bench: Bench) -> None:
+        texts = [str(n) * (LONG_CHARS + 1) for n in range(3)]
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in texts]
+        await settle()
+        assert bench.asked == texts[:1]
+        tasks += [asyncio.create_task(outcome(bench, text)) for text in ("bb", "ccc", "a")]
+        await settle()
+        assert bench.asked[1:] == ["bb"]
+        for text, following in (("bb", "a"), ("a", "ccc")):
+            bench.answer(text, GOOD)
+            await settle()
+            assert bench.asked[-1] == following
+        bench.answer(texts[0], GOOD)
+        await settle()
+        assert bench.asked[-1] == texts[1]
+        bench.automatic = lambda text: GOOD
+        bench.answer("ccc", GOOD)
+        bench.answer(texts[1], GOOD)
+        assert await asyncio.gather(*tasks) == ["good"] * 6
+
+    run(test)
+
+
+def test_a_proof_that_no_request_waits_for_is_ended():
+    async def test(bench: Bench) -> None:
+        gone = [asyncio.create_task(outcome(bench, text)) for text in ("a", "b", "c", "c")]
+        await settle()
+        for task in gone[:3]:
+            task.cancel()
+        await settle()
+        assert bench.asked == ["a", "b", "c"] and bench.alive == 1
+        bench.answer("c", GOOD)
+        assert await gone[3] == "good"
+        bench.automatic = lambda text: BAD
+        assert await outcome(bench, "a") == "invalid_regex"
+
+    run(test)
+
+
+def test_a_request_waits_no_longer_than_the_time_limit():
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.02
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("a", "b", "c")]
+        assert await asyncio.gather(*tasks) == ["schema_too_complex", "schema_too_complex", "429 queue_full"]
+        await settle()
+        assert bench.alive == 0
+
+    run(test)
+
+
+def test_a_worker_that_is_lost_twice_with_a_grammar_refuses_it():
     async def test(bench: Bench) -> None:
         bench.automatic = lambda text: WorkerLostError() if text == "bomb" else GOOD
         assert await outcome(bench, "bomb") == "schema_too_complex"
         assert await outcome(bench, "bomb") == "schema_too_complex"
         assert await outcome(bench, "a") == "good"
-        assert bench.asked == ["bomb", "a"]
+        assert bench.asked == ["bomb", "bomb", "a"]
+
+    run(test)
+
+
+def test_a_worker_that_is_lost_once_is_replaced():
+    async def test(bench: Bench) -> None:
+        answers: list[Answer] = [WorkerLostError(), GOOD]
+        bench.automatic = lambda text: answers.pop(0)
+        assert await outcome(bench, "a") == "good"
+        assert bench.asked == ["a", "a"]
 
     run(test)
 

@@ -6,12 +6,12 @@ and a page that holds other tokens than it should is seen at the first step that
 is a function of the last so many alone, so that outputs run into circles, which can be guessed.
 
 A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far. Or, if
-`late` is set and there are no drafts, it samples without most masks, and again where the token was not allowed.
+`late` is set, it samples without most masks, and again where the token was not allowed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -303,7 +303,7 @@ class FakeRunner:
     def sample_runs(self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks) -> list[list[int]]:
         """Of each request of the step: its next tokens, one more than the drafts that were right."""
         samples = list(plan.samples)
-        late = self.late and not plan.num_drafts
+        late = self.late
         if masks is no_masks or not any(samples):
             self.here = [True] * len(samples)
         found = masks.before() if late else masks()
@@ -311,22 +311,26 @@ class FakeRunner:
         if not late:
             self.check_masks(plan, drafts_of, by_row)
         if late and any(samples):
-            peeked = [self.peek(row_id, by_row.get(n)) for n, row_id in enumerate(self.sampled_rows(plan))]
+            peeked = self.peek(plan, drafts_of, by_row)
             after = self.masks_by_row(masks.after(np.array(peeked, dtype=np.int64)))
             assert not set(after) & set(by_row), "a row with two masks"
             for row, allowed in after.items():
                 assert peeked[row] not in allowed or allowed == frozenset(range(self.vocab_size))
             by_row |= after
-            self.check_late_masks(plan, by_row, peeked)
+            self.check_late_masks(plan, drafts_of, by_row, peeked)
         return self.sample_with(plan, drafts_of, by_row)
 
-    def sampled_rows(self, plan: StepPlan) -> list[int]:
-        return [row for row, samples in zip(ints(plan.rows), plan.samples, strict=True) if samples]
-
-    def peek(self, row_id: int, allowed: frozenset[int] | None) -> int:
-        """The token that a row would sample."""
-        row = self.rows[row_id]
-        return 1 if row.lost else self.sample(row, allowed)
+    def peek(
+        self, plan: StepPlan, drafts_of: list[list[int]], by_row: dict[int, frozenset[int]]
+    ) -> list[int]:
+        """The token that each row of logits samples first."""
+        peeked: list[int] = []
+        for row_id, drafts, samples in zip(ints(plan.rows), drafts_of, plan.samples, strict=True):
+            for k in range(samples * (1 + len(drafts))):
+                row = self.rows[row_id]
+                token = 1 if row.lost else self.sample(row, by_row.get(len(peeked)), drafts[:k])
+                peeked.append(token)
+        return peeked
 
     def sample_with(
         self, plan: StepPlan, drafts_of: list[list[int]], by_row: dict[int, frozenset[int]]
@@ -354,10 +358,14 @@ class FakeRunner:
             first += samples[idx] * (1 + len(drafts))
         return runs
 
-    def sample(self, row: Row, allowed: frozenset[int] | None) -> int:
-        """What follows a row's tokens."""
-        state = row.states[-1] if self.memory is None else remembered(row.tokens, self.memory)
-        output_len = len(row.tokens) - row.prompt_len
+    def sample(self, row: Row, allowed: frozenset[int] | None, drafts: Sequence[int] = ()) -> int:
+        """What follows a row's tokens and drafts."""
+        state = row.states[-1]
+        for draft in drafts:
+            state = chain(state, draft)
+        if self.memory is not None:
+            state = remembered([*row.tokens, *drafts], self.memory)
+        output_len = len(row.tokens) + len(drafts) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
 
     def masks_by_row(self, found: TokenMasks | None) -> dict[int, frozenset[int]]:
@@ -370,18 +378,33 @@ class FakeRunner:
         self.num_masks += len(indices)
         return {row: allowed_by(bits) for row, bits in zip(indices, found.bits, strict=True)}
 
-    def check_late_masks(self, plan: StepPlan, by_row: dict[int, frozenset[int]], peeked: list[int]) -> None:
-        """A row has the mask of its grammar, or a token that the grammar allows."""
-        here = [here for here, samples in zip(self.here, plan.samples, strict=True) if samples]
-        for n, row_id in enumerate(self.sampled_rows(plan)):
+    def check_late_masks(
+        self,
+        plan: StepPlan,
+        drafts_of: list[list[int]],
+        by_row: dict[int, frozenset[int]],
+        peeked: list[int],
+    ) -> None:
+        """A row that counts has the mask of its grammar, or a token that the grammar allows."""
+        first = 0
+        for idx, (row_id, drafts) in enumerate(zip(ints(plan.rows), drafts_of, strict=True)):
+            if not plan.samples[idx]:
+                continue
             row, grammar = self.rows[row_id], self.grammars.get(self.rids[row_id])
-            output = row.tokens[row.prompt_len :]
-            if grammar is None:
-                assert n not in by_row, "a mask for a row without grammar"
-            elif here[n] and not row.lost and len(output) != grammar.fault_at and grammar.allowed(output):
+            for k in range(1 + len(drafts)):
+                n, output = first + k, [*row.tokens[row.prompt_len :], *drafts[:k]]
+                if grammar is None:
+                    assert n not in by_row, "a mask for a row without grammar"
+                    continue
                 allowed = grammar.allowed(output)
+                if not self.here[idx] or row.lost or len(output) == grammar.fault_at or not allowed:
+                    break
                 assert by_row.get(n, allowed) == allowed
                 assert n in by_row or peeked[n] in allowed, (self.rids[row_id], len(output))
+                token = self.sample(row, by_row.get(n), drafts[:k])
+                if k == len(drafts) or token != drafts[k]:
+                    break
+            first += 1 + len(drafts)
 
     def check_masks(
         self, plan: StepPlan, drafts_of: list[list[int]], by_row: dict[int, frozenset[int]]

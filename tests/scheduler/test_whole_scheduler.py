@@ -25,7 +25,7 @@ from .harness import VOCAB_SIZE, Harness
 
 BASE = [1 + (k * k + 3 * k) % (VOCAB_SIZE - 1) for k in range(80)]  # prompts share beginnings of it
 MOST_STEPS = 20_000
-FAULTS = ["dead", "refuse", "accept", "fill", "fill_drafts", "validate", "forced"]
+FAULTS = ["dead", "refuse", "accept", "allows", "fill", "fill_drafts", "validate", "forced"]
 
 
 def one_of(*values: Any) -> st.SearchStrategy[Any]:

@@ -56,7 +56,6 @@ from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
 from engine.tokenizer_manager.conversation.planner import Planner
-from engine.tokenizer_manager.conversation.strict_schemas import strict_schemas
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
@@ -304,12 +303,7 @@ def make_services(
         ),
         encoder=encoder,
         renderer=None if template is None else TemplateRenderer(template),
-        planner=Planner(
-            detect_formats(template, TOKENIZER, config.answers),
-            TOKENIZER,
-            config.answers,
-            check_schema=strict_schemas(config.limits),
-        ),
+        planner=Planner(detect_formats(template, TOKENIZER, config.answers), TOKENIZER, config.answers),
         metrics=metrics,
         config=config,
         spec=ModelSpec(

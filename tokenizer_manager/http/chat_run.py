@@ -26,6 +26,7 @@ from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
 from .delivery import Collected
 from .exchange import Exchange
+from .schema.constraints import Constraint, check_room, with_completion
 from .schema.errors import renamed_fields
 from .schema.logprobs import int32s
 from .services import Services
@@ -45,9 +46,7 @@ class ChatCall:
         scheduling: of all choices.
         length_param: the client's name of the field that bounds the answer.
         messages_param: the client's name of the field with the messages.
-        structural: grammars that begin at triggers in the answer (structural tags); not together with tools.
-        grammar_param: the client's name of the field with the constraint.
-        shortest_answer: see `GenerationRequest`.
+        constraint: of the answer; its grammar is also `conversation.spec`, unless it has triggers (structural tags).
         queue_timeout_s: the request's own limit to be started; None: the server's.
         arrival_s: by the manager's clock.
         names: names of fields in errors -> the client's.
@@ -60,9 +59,7 @@ class ChatCall:
     scheduling: Scheduling = Scheduling()  # noqa: RUF009  (immutable)
     length_param: str = "max_tokens"
     messages_param: str = "messages"
-    structural: GrammarUse | None = None
-    grammar_param: str = "response_format"
-    shortest_answer: str | None = None
+    constraint: Constraint | None = None
     arrival_s: float | None = None
     names: Mapping[str, str] = field(default_factory=lambda: _NO_NAMES)
 
@@ -222,6 +219,9 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         QueueFullError: the queue is full.
         EngineDeadError: the engine is dead.
     """
+    constraint, has_tools = call.constraint, bool(call.conversation.tools)
+    if constraint is not None and not has_tools:
+        check_room(constraint, call.sampling.max_new_tokens, call.length_param, services.tokenizer)
     plan = await services.plan_chat(
         call.conversation,
         max_tokens=call.sampling.max_new_tokens,
@@ -239,8 +239,7 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         length_param=call.length_param,
         arrival_s=call.arrival_s,
         grammar=_with_structural(plan.grammar, call),
-        grammar_param=call.grammar_param if call.conversation.spec or call.structural else "tools",
-        shortest_answer=None if call.conversation.tools else call.shortest_answer,
+        grammar_param="tools" if constraint is None else constraint.param,
         keep_special_ids=plan.keep_special_ids,
     )
     with renamed_fields(call.names):
@@ -250,14 +249,14 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
 
 def _with_structural(use: GrammarUse | None, call: ChatCall) -> GrammarUse | None:
     """The grammars of the plan, or those of structural tags with the plan's reasoning block."""
-    structural = call.structural
-    if structural is None:
-        return use
+    if call.constraint is None or call.constraint.use.spec is not None:
+        return with_completion(use, call.constraint)
+    structural = call.constraint.use
     conversation = call.conversation
     if conversation.tools and conversation.tool_choice.mode is not ChoiceMode.NONE:
         raise RequestError(
-            f"{call.grammar_param} and tools exclude each other; send one of them",
-            param=call.grammar_param,
+            f"{call.constraint.param} and tools exclude each other; send one of them",
+            param=call.constraint.param,
             code="conflicting_constraints",
         )
     if use is None or use.reasoning is None:

@@ -12,6 +12,7 @@ from .anthropic.endpoint import count_tokens, messages
 from .anthropic.fields import CountTokensRequest, MessagesRequest
 from .endpoints import diagnosis, operations, tokenizing
 from .endpoints.cache_pins import pin_prefix
+from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
 from .endpoints.native import GenerateBody, generate
 from .endpoints.openai_chat import ChatChunk, ChatCompletion, chat_completions
 from .endpoints.openai_completions import Completion, completions
@@ -211,6 +212,15 @@ ROUTES: Final = (
         "Keep a cached prefix for a time, or unpin it.",
         PinRequest,
         answer=PinnedBody,
+        fails=(404,),
+    ),
+    Route(
+        "POST",
+        "/v1/grammar/check",
+        check_grammar,
+        "What is enforced of a JSON Schema or another constraint.",
+        GrammarCheckRequest,
+        answer=GrammarCheckBody,
         fails=(404,),
     ),
     Route(

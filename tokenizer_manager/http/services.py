@@ -156,15 +156,11 @@ class Services:
                 param=messages_param,
                 code="no_chat_template",
             )
-        renderer, planner = self.renderer, self.planner
+        given = self.planner.render_input(conversation)
         limit_s = self._start_limit_s(scheduling)
         try:
             async with asyncio.timeout(limit_s):
-                given = await renderer.plan(conversation, lambda: planner.render_input(conversation))
-                prompt = await renderer.render(**given._asdict())
-                return await renderer.plan(
-                    conversation, lambda: planner.plan(conversation, prompt, max_tokens=max_tokens)
-                )
+                prompt = await self.renderer.render(**given._asdict())
         except TimeoutError:
             raise RequestError(
                 f"the chat was not rendered by the chat template within {limit_s:g} s, which is the request's limit to "
@@ -172,6 +168,7 @@ class Services:
                 code="queue_timeout",
                 status=503,
             ) from None
+        return self.planner.plan(conversation, prompt, max_tokens=max_tokens)
 
     def _start_limit_s(self, scheduling: Scheduling) -> float | None:
         """How long the request may wait to be started; None: for ever."""

@@ -37,6 +37,7 @@ CALLS: dict[str, Any] = {
     "error": lambda matcher: matcher.error == FAILED,
     "error_code": lambda matcher: matcher.error_code is MatcherErrorCode.BUG,
     "wants_mask": lambda matcher: matcher.wants_mask is False,
+    "allows": lambda matcher: matcher.allows(3) is True,
     "accept": lambda matcher: matcher.accept((1, 2)) == 0,
     "validate": lambda matcher: matcher.validate([1]) == 0,
     "forced": lambda matcher: matcher.forced() == [],

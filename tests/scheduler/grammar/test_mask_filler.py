@@ -159,3 +159,33 @@ def test_free_text_is_not_checked():
     batch = batch_of([ToyMatcher(ToyGrammar(free_until=2))], [0])
     filler = filler_of(batch)
     assert filler.fill_unchecked(batch) is None and filler.fill_refused(batch, np.array([5])) is None
+
+
+def drafted(*wrong: int) -> tuple[Any, list[int], list[int]]:
+    """A batch with three drafts, the drafts, and the tokens of its rows; those at `wrong` are not allowed."""
+    grammar, drafts = ToyGrammar(seed=1), list[int]()
+    for _ in range(3):
+        drafts.append(min(grammar.allowed(drafts)))
+    tokens = [*drafts, min(grammar.allowed(drafts))]
+    for k in wrong:
+        tokens[k] = next(token for token in range(VOCAB_SIZE) if token not in grammar.allowed(drafts[:k]))
+    return batch_of([None, ToyMatcher(grammar)], [0, 1], {1: drafts}), drafts, [7, *tokens]
+
+
+def test_drafts_that_were_right_need_no_mask():
+    batch, _, tokens = drafted()
+    assert filler_of(batch).fill_refused(batch, np.array(tokens)) is None
+
+
+@pytest.mark.parametrize("wrong", range(4))
+def test_a_refused_token_among_drafts_has_a_mask_and_so_have_the_rows_after_it(wrong):
+    batch, drafts, tokens = drafted(wrong)
+    found = by_row(filler_of(batch).fill_refused(batch, np.array(tokens)))
+    assert found == {1 + k: first_of(1, *drafts[:k]) for k in range(wrong, 4)}
+    assert batch.reqs[1].matcher.tokens == [], "it looked ahead with a copy"
+
+
+def test_rows_after_a_wrong_draft_are_not_checked():
+    batch, drafts, tokens = drafted(2, 3)
+    tokens[2] = next(token for token in first_of(1, drafts[0]) if token != drafts[1])
+    assert filler_of(batch).fill_refused(batch, np.array(tokens)) is None

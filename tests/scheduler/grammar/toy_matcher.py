@@ -8,7 +8,7 @@ free, and fail at a position in any way that a matcher can.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -97,6 +97,14 @@ class ToyGrammar:
             some -= set(self.eos)
         return frozenset(some | {only})
 
+    def accepted(self, tokens: Sequence[int]) -> frozenset[int]:
+        """The tokens that `validate` and `accept` take: as in llguidance, more than a mask allows in forced text."""
+        allowed = self.allowed(tokens)
+        if not allowed or not self.is_forced(len(tokens)) or self.is_free(len(tokens)):
+            return allowed
+        others = (token for token in range(VOCAB_SIZE) if token not in self.eos)
+        return allowed | {token for token in others if _hash(self.seed, *tokens, token) % 4 == 0}
+
     def is_complete(self, tokens: Sequence[int]) -> bool:
         """Whether an answer of allowed tokens has ended."""
         return len(tokens) >= self.length or (bool(tokens) and tokens[-1] in self.eos)
@@ -125,9 +133,14 @@ class ToyMatcher:
     def error_code(self) -> MatcherErrorCode | None:
         return MatcherErrorCode.BUG if self.error else None
 
+    is_cut = False
+
     @property
     def wants_mask(self) -> bool:
         return not self.grammar.is_free(len(self.tokens))
+
+    def limit(self, num_tokens: int) -> None:
+        pass
 
     def fill(self, mask: MaskRow) -> None:
         self._called("fill")
@@ -136,6 +149,10 @@ class ToyMatcher:
         if not allowed:
             self.error = "no token is allowed"
         fill_row(mask, allowed)
+
+    def allows(self, token_id: int) -> bool:
+        self._called("allows")
+        return token_id in self.grammar.allowed(self.tokens)
 
     def accept(self, token_ids: Sequence[int]) -> int:
         self._called("accept")
@@ -148,7 +165,7 @@ class ToyMatcher:
                 if self.grammar.fault == "refuse":
                     self.error = f"token {token_id} is refused"
                     return count
-            if token_id not in self.grammar.allowed(self.tokens):
+            if token_id not in self.grammar.accepted(self.tokens):
                 self.error = f"token {token_id} is not allowed"
                 return count
             self.tokens.append(token_id)
@@ -160,7 +177,7 @@ class ToyMatcher:
             return 0
         tokens = list(self.tokens)
         for count, token_id in enumerate(token_ids):
-            if self.grammar.is_complete(tokens) or token_id not in self.grammar.allowed(tokens):
+            if self.grammar.is_complete(tokens) or token_id not in self.grammar.accepted(tokens):
                 return count
             tokens.append(token_id)
         return len(token_ids)
@@ -185,8 +202,12 @@ class ToyMatcher:
             tokens += draft_ids[idx : idx + 1]
 
     def copy(self) -> Matcher:
+        """A copy, which looks ahead over drafts, raises for no mask."""
         self._called("copy")
-        return ToyMatcher(self.grammar, self.tokens)
+        grammar = self.grammar
+        if grammar.fault in ("allows", "fill", "fill_drafts"):
+            grammar = replace(grammar, fault="")
+        return ToyMatcher(grammar, self.tokens)
 
     def _called(self, name: str) -> None:
         self.calls.append(name)

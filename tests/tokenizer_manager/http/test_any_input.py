@@ -42,6 +42,7 @@ VALID: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [71, 72]},
     "/v1/cache/pins": {"prompt": "hi", "ttl": 1},
+    "/v1/grammar/check": {"guided_json": {"type": "object"}},
     "/abort_request": {"rid": "cmpl-0"},
     "/v1/responses": {"input": "hi", "max_output_tokens": 3},
     "/v1/responses/input_tokens": {"input": "hi"},

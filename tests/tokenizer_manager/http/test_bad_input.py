@@ -110,7 +110,7 @@ BOTH = [
     ({"timeout": [5]}, "timeout", "must be a number"),
     ({"user": 5}, "user", "must be a string"),
     ({"cache_salt": 5}, "cache_salt", "must be a string"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "must be one of"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "response_format.type"),
     ({"response_format": "json"}, "response_format", "must be an object"),
 ]
 

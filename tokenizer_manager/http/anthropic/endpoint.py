@@ -37,8 +37,7 @@ async def messages(exchange: Exchange, services: Services) -> None:
         id_prefix="msg",
         scheduling=_scheduling(exchange.caller),
         length_param=LENGTH_PARAM,
-        grammar_param="output_config.format" if constraint is None else constraint.param,
-        shortest_answer=None if constraint is None else constraint.shortest,
+        constraint=constraint,
         arrival_s=services.manager.now_s(),
         names=NAMES,
     )
@@ -71,14 +70,14 @@ async def count_tokens(exchange: Exchange, services: Services) -> None:
 
 def _read(body: dict[str, Any], services: Services) -> ReadMessages:
     config = services.config
-    read = read_messages(body, config.limits, config.answers, strict=config.server.strict)
+    read = read_messages(body, config.limits, config, strict=config.server.strict)
     _check_model(read.request, services)
     return read
 
 
 def _read_count(body: dict[str, Any], services: Services) -> ReadCount:
     config = services.config
-    read = read_count(body, config.limits, config.answers, strict=config.server.strict)
+    read = read_count(body, config.limits, config, strict=config.server.strict)
     _check_model(read.request, services)
     return read
 

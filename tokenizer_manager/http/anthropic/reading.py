@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_params import SamplingParams
@@ -82,7 +82,7 @@ class ReadCount(NamedTuple):
     warnings: list[str]
 
 
-def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool) -> ReadMessages:
+def read_messages(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadMessages:
     """Check a request of `/v1/messages`.
 
     Raises:
@@ -107,7 +107,7 @@ def read_messages(body: Body, limits: RequestLimits, answers: AnswerConfig, *, s
     return ReadMessages(request, conversation, constraint, sampling, notes.warnings)
 
 
-def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool) -> ReadCount:
+def read_count(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadCount:
     """Check a request of `/v1/messages/count_tokens`.
 
     Raises:
@@ -120,7 +120,7 @@ def read_count(body: Body, limits: RequestLimits, answers: AnswerConfig, *, stri
 
 
 def _conversation(
-    request: CountTokensRequest, limits: RequestLimits, answers: AnswerConfig, notes: Notes
+    request: CountTokensRequest, limits: RequestLimits, answers: EngineConfig, notes: Notes
 ) -> tuple[Conversation, Constraint | None]:
     if not request.messages:
         raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
@@ -133,17 +133,13 @@ def _conversation(
     for at, message in objects(request.messages, "messages"):
         _read_message(message, at, history, notes)
     config = convert(request.output_config or {}, OutputConfig, "output_config")
-    constraint = (
-        None if config.format is None else _format(config.format, answers, limits, strict=notes.strict)
-    )
+    constraint = None if config.format is None else _format(config.format, answers)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
         messages=history.messages,
         tools=_tools(request.tools or [], notes),
         tool_choice=_tool_choice(request.tool_choice),
-        tool_path="tools[{}]",
-        schema_field="input_schema",
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.thinking, config.effort),
         continue_final_message=_continues(history, len(request.messages) - 1),
@@ -273,17 +269,9 @@ def _tool_choice(choice: dict[str, Any] | None) -> ToolChoice:
     return ToolChoice(mode=mode, name=name, parallel=choice.get("disable_parallel_tool_use") is not True)
 
 
-def _format(form: dict[str, Any], config: AnswerConfig, limits: RequestLimits, *, strict: bool) -> Constraint:
+def _format(form: dict[str, Any], config: EngineConfig) -> Constraint:
     one_of(form.get("type"), ("json_schema",), f"{FORMAT_PARAM}.type")
-    return json_schema(
-        form.get("schema"),
-        FORMAT_PARAM,
-        f"{FORMAT_PARAM}.schema",
-        config,
-        limits,
-        strict=False,
-        strict_server=strict,
-    )
+    return json_schema(form.get("schema"), FORMAT_PARAM, f"{FORMAT_PARAM}.schema", config, strict=False)
 
 
 def _reasoning(thinking: dict[str, Any] | None, effort: str | None) -> ReasoningOptions:

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
@@ -19,7 +20,7 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
-from ..schema.constraints import Constraint, constraint_of
+from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
@@ -125,8 +126,7 @@ class _Checked(NamedTuple):
 
 
 def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    strict = services.config.server.strict
-    warnings = _POLICY.check(body, strict=strict)
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
         warnings.append(
@@ -140,22 +140,29 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             code="unsupported_value",
         )
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
-    limits = services.config.limits
+    generation_request, wanted, is_batch = _generation_request(
+        request, sampling, caller, services.config.limits, services.manager.capacity.max_model_len
+    )
     constraint = constraint_of(
-        sampling, services.config.answers, limits, strict_server=strict, at="sampling_params"
+        sampling,
+        services.config.answers,
+        services.config.limits,
+        strict_server=services.config.server.strict,
+        at="sampling_params",
     )
     if constraint is not None:
+        max_new_tokens = generation_request.sampling.max_new_tokens
+        check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", services.tokenizer)
         warnings += constraint.warnings
-    generation_request, wanted, is_batch = _generation_request(
-        request, sampling, constraint, caller, limits, services.manager.capacity.max_model_len
-    )
+        generation_request = replace(
+            generation_request, grammar=constraint.use, grammar_param=constraint.param
+        )
     return _Checked(request, generation_request, wanted, is_batch, warnings)
 
 
 def _generation_request(
     request: NativeRequest,
     sampling: NativeSampling,
-    constraint: Constraint | None,
     caller: Caller,
     limits: RequestLimits,
     max_prompt_len: int,
@@ -189,9 +196,6 @@ def _generation_request(
             sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
         )
         generation_request = GenerationRequest(
-            grammar=None if constraint is None else constraint.use,
-            grammar_param="sampling_params" if constraint is None else constraint.param,
-            shortest_answer=None if constraint is None else constraint.shortest,
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,

@@ -112,9 +112,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
         id_prefix="chatcmpl",
         scheduling=checked.scheduling,
         length_param=checked.length_param,
-        structural=constraint.use if constraint is not None and constraint.use.spec is None else None,
-        grammar_param="response_format" if constraint is None else constraint.param,
-        shortest_answer=None if constraint is None else constraint.shortest,
+        constraint=constraint,
         arrival_s=arrival_s,
         names=OPENAI_NAMES | {"max_new_tokens": checked.length_param},
     )

@@ -11,7 +11,7 @@ from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
-from ..schema.constraints import constraint_of
+from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions, at_least_one
@@ -81,8 +81,7 @@ class _Checked(NamedTuple):
 
 
 def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    strict = services.config.server.strict
-    warnings = _POLICY.check(body, strict=strict)
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
     options = request.events()
@@ -101,19 +100,21 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             logprobs=wanted.logprobs(request.logprobs),
             prompt_logprobs=request.logprobs if request.echo else None,
         )
-    constraint = constraint_of(request, services.config.answers, limits, strict_server=strict)
+    constraint = constraint_of(
+        request, services.config.answers, limits, strict_server=services.config.server.strict
+    )
     if constraint is not None:
+        check_room(constraint, sampling.max_new_tokens, "max_tokens", services.tokenizer)
         warnings += constraint.warnings
     generation_request = GenerationRequest(
-        grammar=None if constraint is None else constraint.use,
-        grammar_param="response_format" if constraint is None else constraint.param,
-        shortest_answer=None if constraint is None else constraint.shortest,
         prompts=prompts,
         sampling=sampling,
         n=wanted.generated,
         id_prefix="cmpl",
         scheduling=scheduling_of(request, caller),
         add_special_tokens=request.add_special_tokens is not False,
+        grammar=None if constraint is None else constraint.use,
+        grammar_param="" if constraint is None else constraint.param,
     )
     return _Checked(request, prompts, generation_request, wanted, options, warnings)
 

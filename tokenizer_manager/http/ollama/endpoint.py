@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ...conversation.deltas import Content, Delta
 from ...generation import Generation, GenerationRequest
@@ -41,7 +41,7 @@ async def ollama_generate(exchange: Exchange, services: Services) -> None:
 
 def _read(reader: Callable[..., ReadOllama], body: dict[str, Any], services: Services) -> ReadOllama:
     limits: RequestLimits = services.config.limits
-    answers: AnswerConfig = services.config.answers
+    answers: EngineConfig = services.config
     read = reader(
         body,
         limits,
@@ -72,8 +72,7 @@ async def _answer(
             scheduling=_scheduling(exchange.caller),
             length_param=LENGTH_PARAM,
             messages_param=param,
-            grammar_param="format" if constraint is None else constraint.param,
-            shortest_answer=None if constraint is None else constraint.shortest,
+            constraint=constraint,
             arrival_s=services.manager.now_s(),
             names=NAMES,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final, NamedTuple
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation, ReasoningOptions, Tool
@@ -71,7 +71,7 @@ class ReadOllama(NamedTuple):
 
 
 def read_chat(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
 ) -> ReadOllama:
     """Check a request of `/api/chat`.
 
@@ -91,7 +91,7 @@ def read_chat(
 
 
 def read_generate(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, max_model_len: int, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
 ) -> ReadOllama:
     """Check a request of `/api/generate`.
 
@@ -120,7 +120,7 @@ def _read(
     tools: tuple[Tool, ...],
     raw: str | None,
     limits: RequestLimits,
-    answers: AnswerConfig,
+    answers: EngineConfig,
     max_model_len: int,
     notes: Notes,
 ) -> ReadOllama:
@@ -129,7 +129,7 @@ def _read(
         notes.warn(
             f"options.num_ctx is {options.num_ctx}, but the context of this server has {max_model_len} tokens"
         )
-    constraint = _format(request.format, answers, limits, strict=notes.strict)
+    constraint = _format(request.format, answers)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
@@ -221,14 +221,14 @@ def _tools(tools: list[dict[str, Any]]) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- settings
 
 
-def _format(value: object, config: AnswerConfig, limits: RequestLimits, *, strict: bool) -> Constraint | None:
+def _format(value: object, config: EngineConfig) -> Constraint | None:
     if value in (None, ""):
         return None
     if value == "json":
-        return json_object(FORMAT_PARAM, config, limits)
+        return json_object(FORMAT_PARAM, config)
     if not isinstance(value, dict):
         raise refused(FORMAT_PARAM, f'is {show(value)}, but it must be "json" or a JSON Schema')
-    return json_schema(value, FORMAT_PARAM, FORMAT_PARAM, config, limits, strict=False, strict_server=strict)
+    return json_schema(value, FORMAT_PARAM, FORMAT_PARAM, config, strict=False)
 
 
 def _reasoning(think: bool | str | None) -> ReasoningOptions:

@@ -47,9 +47,7 @@ async def responses(exchange: Exchange, services: Services) -> None:
         scheduling=scheduling,
         length_param=LENGTH_PARAM,
         messages_param="input",
-        structural=constraint.use if constraint is not None and constraint.use.spec is None else None,
-        grammar_param="text.format" if constraint is None else constraint.param,
-        shortest_answer=None if constraint is None else constraint.shortest,
+        constraint=constraint,
         arrival_s=services.manager.now_s(),
         names=NAMES,
     )
@@ -83,7 +81,7 @@ async def response_input_tokens(exchange: Exchange, services: Services) -> None:
 
 def _read(body: dict[str, Any], services: Services) -> ReadResponses:
     config = services.config
-    read = read_responses(body, config.limits, config.answers, strict=config.server.strict)
+    read = read_responses(body, config.limits, config, strict=config.server.strict)
     services.check_model(read.request.model)
     return read
 

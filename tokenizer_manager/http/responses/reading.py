@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_params import SamplingParams
@@ -74,7 +74,7 @@ class ReadResponses(NamedTuple):
 
 
 def read_responses(
-    body: Body, limits: RequestLimits, answers: AnswerConfig, *, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool
 ) -> ReadResponses:
     """Check a request.
 
@@ -95,14 +95,13 @@ def read_responses(
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
         notes.warn("text.verbosity has no effect")
-    constraint = _constraint(request, text, answers, limits, strict=strict)
+    constraint = _constraint(request, text, answers)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
         messages=history.messages,
         tools=tools,
         tool_choice=choice_of(request.tool_choice, request.parallel_tool_calls),
-        tool_path="tools[{}]",
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.reasoning),
         variables=checked_template_variables(request.chat_template_kwargs),
@@ -205,12 +204,10 @@ def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
 # ---------------------------------------------------------------- settings
 
 
-def _constraint(
-    request: ResponsesRequest, text: TextOptions, config: AnswerConfig, limits: RequestLimits, *, strict: bool
-) -> Constraint | None:
+def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConfig) -> Constraint | None:
     """The constraint of `text.format`, or of a field of another engine."""
-    own = None if text.format is None else _format(text.format, config, limits, strict=strict)
-    other = constraint_of(request, config, limits, strict_server=strict)
+    own = None if text.format is None else _format(text.format, config)
+    other = constraint_of(request, config.answers, config.limits, strict_server=config.server.strict)
     if own is not None and other is not None:
         raise RequestError(
             f"{own.param} and {other.param} exclude each other; send one of them",
@@ -220,21 +217,17 @@ def _constraint(
     return own or other
 
 
-def _format(
-    form: dict[str, Any], config: AnswerConfig, limits: RequestLimits, *, strict: bool
-) -> Constraint | None:
+def _format(form: dict[str, Any], config: EngineConfig) -> Constraint | None:
     match one_of(form.get("type"), ("text", "json_object", "json_schema"), f"{FORMAT_PARAM}.type"):
         case "json_object":
-            return json_object(FORMAT_PARAM, config, limits)
+            return json_object(FORMAT_PARAM, config)
         case "json_schema":
             return json_schema(
                 form.get("schema"),
                 FORMAT_PARAM,
                 f"{FORMAT_PARAM}.schema",
                 config,
-                limits,
                 strict=form.get("strict") is True,
-                strict_server=strict,
             )
         case _:
             return None

@@ -26,3 +26,6 @@ class ConstraintFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
     whitespace_pattern: str | None = None
+    complete_json: bool | None = (
+        None  # ours; true unless set: JSON is complete also when it ends by its limit of tokens
+    )

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from ....grammar.backend import GrammarError
 from ....grammar.lowering.simple import (
     ANY_OBJECT,
@@ -27,6 +29,7 @@ from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
+from ....runtime.model_files.tokenizer import Tokenizer
 from .constraint_fields import ConstraintFields
 from .field_policy import first_warnings
 from .json_body import show
@@ -39,6 +42,19 @@ _OPTIONS: Final = (
     "disable_fallback",
     "disable_additional_properties",
 )
+
+
+GRAMMAR_CODES: Final = frozenset(
+    {
+        "invalid_schema",
+        "unsupported_schema",
+        "unsatisfiable_schema",
+        "invalid_regex",
+        "invalid_grammar",
+        "schema_too_complex",
+    }
+)
+"""Codes of errors about a constraint itself."""
 
 
 class Constraint(NamedTuple):
@@ -90,7 +106,7 @@ def constraint_of(
         limits: on sizes.
         strict_server: warnings are errors.
         at: path of the object that has the fields, such as `sampling_params`.
-        explain: collect the findings of a schema.
+        explain: collect the findings of a schema, of which those that `strict` would refuse are some.
 
     Raises:
         RequestError: two constraints, a wrong form, or a constraint that cannot be met; `param` is the client's path.
@@ -102,11 +118,53 @@ def constraint_of(
     with _as_request_errors(asked.param):
         whitespace, pattern = _whitespace(fields, config, f"{at}." if at else "", limits)
         made = _made(
-            asked, whitespace, pattern, limits, strict=asked.strict or strict_server, explain=explain
+            asked,
+            whitespace,
+            pattern,
+            limits,
+            strict=(asked.strict or strict_server) and not explain,
+            explain=explain,
         )
         if strict_server and made.warnings:
             raise GrammarError(f"{made.warnings[0]} (the server runs with --strict)", "unsupported_schema")
-    return made._replace(warnings=first_warnings(warnings + made.warnings))
+    is_complete = fields.complete_json is not False and _is_json(made.use)
+    return made._replace(
+        use=replace(made.use, complete=is_complete), warnings=first_warnings(warnings + made.warnings)
+    )
+
+
+def with_completion(use: GrammarUse | None, constraint: Constraint | None) -> GrammarUse | None:
+    """The grammars of a planned chat; a JSON answer is also complete if it ends by its limit of tokens."""
+    if use is None or constraint is None or not _is_json(use):
+        return use
+    return replace(use, complete=constraint.use.complete)
+
+
+def _is_json(use: GrammarUse) -> bool:
+    return use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
+
+
+def check_room(constraint: Constraint, max_tokens: int | None, param: str, tokenizer: Tokenizer) -> None:
+    """Refuse a limit on the answer's length below its shortest answer.
+
+    Args:
+        constraint: of the request.
+        max_tokens: the limit.
+        param: the client's name of the limit.
+        tokenizer: of the model.
+
+    Raises:
+        RequestError: the answer would be cut off in any case.
+    """
+    if constraint.shortest is None or max_tokens is None or len(constraint.shortest) <= max_tokens:
+        return
+    count = len(tokenizer.encode(constraint.shortest, add_special_tokens=False))
+    if count > max_tokens:
+        raise RequestError(
+            f"the shortest answer to {constraint.param} has {count} tokens, but {param} is {max_tokens}; raise it",
+            param=param,
+            code="max_tokens_too_small",
+        )
 
 
 # ---------------------------------------------------------------- which constraint

@@ -44,7 +44,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(ConstraintFields, kw_only=True):
-    """The sampling fields that have the same name everywhere."""
+    """The sampling fields that have the same name everywhere, and the constraints of answers."""
 
     n: Count | None = None
     temperature: Temperature | None = None

@@ -9,8 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ....runtime.config.answer_config import AnswerConfig
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import Constraint, constraint_of
@@ -21,27 +20,17 @@ _SCHEMA_PATH: Final = "response_format.json_schema.schema"
 _FIELD_PATH: Final = "response_format"
 
 
-def json_object(at: str, config: AnswerConfig, limits: RequestLimits) -> Constraint:
+def json_object(at: str, config: EngineConfig) -> Constraint:
     """Any JSON object.
 
     Args:
         at: path of the field.
         config: whitespace.
-        limits: on sizes.
     """
-    return _read({"type": "json_object"}, at, at, config, limits, strict_server=False)
+    return _read({"type": "json_object"}, at, at, config)
 
 
-def json_schema(
-    schema: object,
-    at: str,
-    schema_at: str,
-    config: AnswerConfig,
-    limits: RequestLimits,
-    *,
-    strict: bool,
-    strict_server: bool,
-) -> Constraint:
+def json_schema(schema: object, at: str, schema_at: str, config: EngineConfig, *, strict: bool) -> Constraint:
     """Values of a JSON Schema.
 
     Args:
@@ -49,9 +38,7 @@ def json_schema(
         at: path of the field that has the format.
         schema_at: path of the schema.
         config: whitespace.
-        limits: on sizes.
         strict: refuse what cannot be enforced.
-        strict_server: warnings are errors.
 
     Raises:
         RequestError: it is missing, is no schema, or cannot be enforced.
@@ -59,22 +46,17 @@ def json_schema(
     if schema is None:
         raise refused(schema_at, "is missing; the format must have it", "missing_field")
     inner = {"name": "answer", "schema": convert(schema, dict[str, Any], schema_at), "strict": strict}
-    form = {"type": "json_schema", "json_schema": inner}
-    return _read(form, at, schema_at, config, limits, strict_server=strict_server)
+    return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config)
 
 
-def _read(
-    form: dict[str, Any],
-    at: str,
-    schema_at: str,
-    config: AnswerConfig,
-    limits: RequestLimits,
-    *,
-    strict_server: bool,
-) -> Constraint:
+def _read(form: dict[str, Any], at: str, schema_at: str, config: EngineConfig) -> Constraint:
     with _renamed(at, schema_at):
-        fields = ConstraintFields(response_format=form)
-        found = constraint_of(fields, config, limits, strict_server=strict_server)
+        found = constraint_of(
+            ConstraintFields(response_format=form),
+            config.answers,
+            config.limits,
+            strict_server=config.server.strict,
+        )
     assert found is not None
     return found._replace(
         param=_own(found.param, at, schema_at),

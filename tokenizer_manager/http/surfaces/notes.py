@@ -20,21 +20,17 @@ def policy_of(fields: Iterable[str], no_effect: Iterable[str] = ()) -> FieldPoli
 
 
 class Notes:
-    """What is noticed while a request is read.
-
-    Attributes:
-        strict: refuse unknown fields, and make warnings about constraints errors.
-    """
+    """What is noticed while a request is read."""
 
     def __init__(self, warnings: list[str], *, strict: bool) -> None:
         """Begin.
 
         Args:
             warnings: so far.
-            strict: the server's setting.
+            strict: refuse unknown fields.
         """
         self._warnings = warnings
-        self.strict = strict
+        self._strict = strict
 
     @property
     def warnings(self) -> list[str]:
@@ -51,4 +47,4 @@ class Notes:
         Raises:
             RequestError: an unknown field, under `--strict`.
         """
-        self._warnings += policy.check(item, strict=self.strict, at=at)
+        self._warnings += policy.check(item, strict=self._strict, at=at)

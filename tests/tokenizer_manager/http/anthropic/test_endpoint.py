@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import anthropic
 import pytest
 
@@ -17,11 +20,22 @@ BODY = {"model": MODEL, "max_tokens": 9, "messages": HI}
 TOOL: anthropic.types.ToolParam = {"name": "f", "input_schema": PARAMETERS}
 
 
-def client_of(served: Served, api_key: str = "none") -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=served.url, api_key=api_key, max_retries=0, timeout=WAIT_S)
+ClientOf = Callable[..., anthropic.Anthropic]
 
 
-def test_an_answer_in_one_piece(serve: Serve):
+@pytest.fixture
+def client_of() -> Iterator[ClientOf]:
+    """Makes clients that are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(served: Served, api_key: str = "none") -> anthropic.Anthropic:
+            client = anthropic.Anthropic(base_url=served.url, api_key=api_key, max_retries=0, timeout=WAIT_S)
+            return stack.enter_context(client)
+
+        yield make
+
+
+def test_an_answer_in_one_piece(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all("Hel", "lo", cached=4)))
     answer = client.messages.create(model=MODEL, max_tokens=9, messages=HI, system="be brief")
 
@@ -35,7 +49,7 @@ def test_an_answer_in_one_piece(serve: Serve):
     assert answer.usage.input_tokens + 4 == counted.input_tokens
 
 
-def test_a_stream(serve: Serve):
+def test_a_stream(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all("Hel", "lo", cached=4)))
     with client.messages.stream(model=MODEL, max_tokens=9, messages=HI) as stream:
         assert "".join(stream.text_stream) == "Hello"
@@ -45,7 +59,7 @@ def test_a_stream(serve: Serve):
     assert final.usage.cache_read_input_tokens == 4
 
 
-def test_a_call(serve: Serve):
+def test_a_call(serve: Serve, client_of: ClientOf):
     served = serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY)
     client = client_of(served)
     with client.messages.stream(model=MODEL, max_tokens=99, messages=HI, tools=[TOOL]) as stream:
@@ -87,7 +101,7 @@ def test_a_coding_agents_request_is_answered_and_counted(serve: Serve):
     assert len(served.engine.next_request().input_ids) == 4 * counted["input_tokens"]
 
 
-def test_keys(serve: Serve):
+def test_keys(serve: Serve, client_of: ClientOf):
     served = serve(say_all("x"), api_key=("right",))
 
     assert served.client.post(PATH, json=BODY, headers={"x-api-key": "right"}).status_code == 200
@@ -99,7 +113,7 @@ def test_keys(serve: Serve):
     assert other.status_code == 401, "only on Anthropic's routes"
 
 
-def test_errors_have_anthropics_form(serve: Serve):
+def test_errors_have_anthropics_form(serve: Serve, client_of: ClientOf):
     served = serve(say_all("x"))
     reply = served.client.post(PATH, json=BODY | {"max_tokens": 0})
     body = reply.json()
@@ -120,7 +134,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(serve: Serve):
     assert data["error"] == {"type": "api_error", "message": "out of luck"}
 
 
-def test_closing_a_stream_aborts_it(serve: Serve):
+def test_closing_a_stream_aborts_it(serve: Serve, client_of: ClientOf):
     served = serve(lambda request: [row(request, "some")])
     stream = client_of(served).messages.create(model=MODEL, max_tokens=9, messages=HI, stream=True)
     next(iter(stream))

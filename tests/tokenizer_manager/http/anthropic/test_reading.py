@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.answer_config import AnswerConfig
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
@@ -72,7 +72,7 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 
 def read(**fields: Any) -> ReadMessages:
     body = {"messages": [HI], "max_tokens": 9} | fields
-    return read_messages(body, RequestLimits(), AnswerConfig(), strict=False)
+    return read_messages(body, RequestLimits(), EngineConfig(), strict=False)
 
 
 def test_a_coding_agents_request():
@@ -106,7 +106,7 @@ def test_a_coding_agents_request():
 
 
 def test_counting_reads_the_same_conversation():
-    counted = read_count(CODING_AGENT, RequestLimits(), AnswerConfig(), strict=True)
+    counted = read_count(CODING_AGENT, RequestLimits(), EngineConfig(), strict=True)
 
     assert counted.conversation == read(**CODING_AGENT).conversation
 
@@ -189,5 +189,5 @@ def test_unknown_fields_of_blocks_are_not_silent():
 
     assert read(**wibble).warnings == ["unknown field messages[0].content[0].wibble was ignored"]
     with pytest.raises(RequestError) as refused:
-        read_messages(wibble | {"max_tokens": 9}, RequestLimits(), AnswerConfig(), strict=True)
+        read_messages(wibble | {"max_tokens": 9}, RequestLimits(), EngineConfig(), strict=True)
     assert refused.value.param == "messages[0].content[0].wibble"

@@ -80,6 +80,7 @@ def test_logprobs(serve: Serve):
     [
         ({"max_new_tokens": 0}, "max_new_tokens", "^sampling_params.max_new_tokens is 0"),
         ({"max_new_tokens": "x"}, "max_new_tokens", "must be an integer"),
+        ({"regex": 5}, "regex", "must be a string"),
         ({"regex": "(?=a)"}, "regex", "^sampling_params.regex: look-around"),
         ({"top_p": 1.5}, "top_p", "^sampling_params.top_p is 1.5"),
         (

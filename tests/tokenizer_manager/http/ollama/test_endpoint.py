@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable, Iterator
 
 import ollama
 import pytest
@@ -15,11 +17,23 @@ HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 
-def client_of(served: Served) -> ollama.Client:
-    return ollama.Client(served.url, verify=NO_TLS)
+ClientOf = Callable[..., ollama.Client]
 
 
-def test_a_chat_in_one_piece(serve: Serve):
+@pytest.fixture
+def client_of() -> Iterator[ClientOf]:
+    """Makes clients that are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(served: Served) -> ollama.Client:
+            client = ollama.Client(served.url, verify=NO_TLS)
+            stack.enter_context(client)
+            return client
+
+        yield make
+
+
+def test_a_chat_in_one_piece(serve: Serve, client_of: ClientOf):
     answer = client_of(serve(say_all("Hel", "lo"))).chat(MODEL, HI)
 
     assert (answer.message.role, answer.message.content) == ("assistant", "Hello")
@@ -40,7 +54,7 @@ def test_streams_by_default(serve: Serve):
     assert lines[-1]["done_reason"] == "length"
 
 
-def test_a_call(serve: Serve):
+def test_a_call(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY))
     whole = client.chat(MODEL, HI, tools=[TOOL])
     parts = list(client.chat(MODEL, HI, tools=[TOOL], stream=True))
@@ -51,7 +65,7 @@ def test_a_call(serve: Serve):
     assert parts[-1].done_reason == "stop"
 
 
-def test_generate(serve: Serve):
+def test_generate(serve: Serve, client_of: ClientOf):
     served = serve(say_all("x"))
     client = client_of(served)
 
@@ -66,7 +80,7 @@ def test_generate(serve: Serve):
     assert [part.response for part in client.generate(MODEL, "hi", raw=True, stream=True)] == ["x", ""]
 
 
-def test_a_request_without_a_prompt_only_loads(serve: Serve):
+def test_a_request_without_a_prompt_only_loads(serve: Serve, client_of: ClientOf):
     served = serve()
 
     assert client_of(served).generate(MODEL).done_reason == "load"
@@ -74,7 +88,7 @@ def test_a_request_without_a_prompt_only_loads(serve: Serve):
     assert served.engine.generate.empty()
 
 
-def test_the_model(serve: Serve):
+def test_the_model(serve: Serve, client_of: ClientOf):
     served = serve()
     client = client_of(served)
 
@@ -89,7 +103,7 @@ def test_the_model(serve: Serve):
     assert served.client.head("/").status_code == 200
 
 
-def test_what_changes_models_is_a_501(serve: Serve):
+def test_what_changes_models_is_a_501(serve: Serve, client_of: ClientOf):
     served = serve()
 
     unavailable = [route for route in ROUTES if 501 in route.fails]
@@ -102,7 +116,7 @@ def test_what_changes_models_is_a_501(serve: Serve):
         client_of(served).pull("x")
 
 
-def test_errors(serve: Serve):
+def test_errors(serve: Serve, client_of: ClientOf):
     served = serve(say_all("x"))
 
     with pytest.raises(ollama.ResponseError) as refused:
@@ -114,7 +128,7 @@ def test_errors(serve: Serve):
     assert unknown.value.status_code == 404
 
 
-def test_a_stream_that_fails_ends_with_an_error(serve: Serve):
+def test_a_stream_that_fails_ends_with_an_error(serve: Serve, client_of: ClientOf):
     served = serve(lambda request: [row(request, "some"), row(request, "", finish=FAILED)])
 
     with pytest.raises(ollama.ResponseError, match="out of luck"):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import openai
 import pytest
 
@@ -13,11 +16,22 @@ PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "f", "parameters": PARAMETERS}
 
 
-def client_of(served: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+ClientOf = Callable[..., openai.OpenAI]
 
 
-def test_an_answer_in_one_piece(serve: Serve):
+@pytest.fixture
+def client_of() -> Iterator[ClientOf]:
+    """Makes clients that are closed at the end of the test."""
+    with contextlib.ExitStack() as stack:
+
+        def make(served: Served) -> openai.OpenAI:
+            client = openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+            return stack.enter_context(client)
+
+        yield make
+
+
+def test_an_answer_in_one_piece(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all("Hel", "lo", cached=4)))
     answer = client.responses.create(model=MODEL, input="hi", instructions="be brief", metadata={"a": "b"})
 
@@ -31,7 +45,7 @@ def test_an_answer_in_one_piece(serve: Serve):
     assert answer.usage.total_tokens == answer.usage.input_tokens + 5
 
 
-def test_a_stream(serve: Serve):
+def test_a_stream(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all("Hel", "lo")))
     with client.responses.stream(model=MODEL, input="hi") as stream:
         events = list(stream)
@@ -41,7 +55,7 @@ def test_a_stream(serve: Serve):
     assert final.output_text == "Hello"
 
 
-def test_a_call(serve: Serve):
+def test_a_call(serve: Serve, client_of: ClientOf):
     served = serve(say_all(CALL[:20], CALL[20:]), capacity=ROOMY)
     with client_of(served).responses.stream(model=MODEL, input="hi", tools=[TOOL]) as stream:  # type: ignore[list-item]
         final = stream.get_final_response()
@@ -82,7 +96,7 @@ def test_input_tokens_are_those_of_the_answer(serve: Serve):
     assert counted["input_tokens"] == served.client.post(PATH, json=body).json()["usage"]["input_tokens"]
 
 
-def test_errors_are_the_clients_exceptions(serve: Serve):
+def test_errors_are_the_clients_exceptions(serve: Serve, client_of: ClientOf):
     client = client_of(serve(say_all("x")))
 
     with pytest.raises(openai.BadRequestError) as refused:
@@ -101,7 +115,7 @@ def test_a_stream_that_fails_ends_with_the_failed_response(serve: Serve):
     assert events[-1][1]["response"]["output"][0]["content"][0]["text"] == "some"
 
 
-def test_closing_a_stream_aborts_it(serve: Serve):
+def test_closing_a_stream_aborts_it(serve: Serve, client_of: ClientOf):
     served = serve(lambda request: [row(request, "some")])
     stream = client_of(served).responses.create(model=MODEL, input="hi", stream=True)
     next(iter(stream))

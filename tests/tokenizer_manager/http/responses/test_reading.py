@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.answer_config import AnswerConfig
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
@@ -76,7 +76,7 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 
 
 def read(**fields: Any) -> ReadResponses:
-    return read_responses({"input": "hi"} | fields, RequestLimits(), AnswerConfig(), strict=False)
+    return read_responses({"input": "hi"} | fields, RequestLimits(), EngineConfig(), strict=False)
 
 
 def test_a_coding_agents_request():

@@ -1,0 +1,159 @@
+"""`CompletingMatcher`: JSON answers that end by their limit of tokens are complete."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema_rs
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.grammar.backend import CompiledGrammar, Matcher
+from engine.grammar.closing import shortest_end
+from engine.grammar.guided import GuidedMatcher
+from engine.grammar.json_state import JsonState
+from engine.grammar.llguidance_backend import LLGuidanceBackend
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
+
+MOST_TOKENS = 120
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 18}},
+    "required": ["name", "age"],
+}
+PEOPLE = {
+    "type": "object",
+    "properties": {"people": {"type": "array", "items": PERSON}},
+    "required": ["people"],
+}
+
+scalars = st.one_of(
+    st.just({"type": "null"}),
+    st.just({"type": "boolean"}),
+    st.builds(lambda low: {"type": "integer", "minimum": low}, st.sampled_from([-5, 0, 17, 1000])),
+    st.just({"type": "number"}),
+    st.builds(
+        lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more},
+        st.integers(0, 6),
+        st.integers(0, 6),
+    ),
+    st.just({"type": "string"}),
+    st.builds(
+        lambda values: {"enum": values},
+        st.lists(
+            st.sampled_from(["a", "ab", "red", "green", "abcabcabc", 7, None]),
+            min_size=1,
+            max_size=3,
+            unique=True,
+        ),
+    ),
+    st.just({}),
+)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    arrays = st.builds(
+        lambda items, least: {"type": "array", "items": items, "minItems": least}, inner, st.integers(0, 2)
+    )
+    fields = st.dictionaries(st.sampled_from(["a", "name", "abc", "x y", "é"]), inner, max_size=3)
+    objects = st.builds(
+        lambda properties, num, more: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:num],
+            "additionalProperties": more,
+        },
+        fields,
+        st.integers(0, 3),
+        st.booleans(),
+    )
+    return st.one_of(arrays, objects, st.builds(lambda one, two: {"anyOf": [one, two]}, inner, inner))
+
+
+schemas = st.recursive(scalars, _containers, max_leaves=6)
+
+
+def check(schema: Any, text: bytes) -> None:
+    """The text is JSON of the schema. Numbers beyond the range of a float are valid JSON."""
+    value = json.loads(text, parse_float=lambda number: max(-1e300, min(1e300, float(number))))
+    jsonschema_rs.validator_for(schema).validate(value)
+
+
+def use_of(schema: object, whitespace: Whitespace = Whitespace.PRETTY) -> GrammarUse:
+    spec = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(schema), whitespace)
+    return GrammarUse(spec=spec, complete=True)
+
+
+def compiled(backend: LLGuidanceBackend, use: GrammarUse) -> CompiledGrammar:
+    assert use.spec is not None
+    return backend.compile(use.spec)
+
+
+def limited(
+    backend: LLGuidanceBackend, grammar: CompiledGrammar, use: GrammarUse, num_tokens: int
+) -> GuidedMatcher:
+    matcher = GuidedMatcher(use, [grammar], backend.vocabulary)
+    matcher.limit(num_tokens)
+    return matcher
+
+
+def answer(
+    matcher: Matcher, vocabulary: Any, num_tokens: int, choose: random.Random, late: float = 0.0
+) -> bytes:
+    """Random tokens of the masks. With probability `late` a token is proposed first and then checked."""
+    text = b""
+    mask = np.zeros(-(-vocabulary.size // 32), np.int32)
+    for _ in range(num_tokens):
+        if matcher.ended:
+            break
+        token_id = choose.randrange(len(vocabulary.tokens))
+        if choose.random() >= late or not matcher.validate((token_id,)):
+            matcher.fill(mask)
+            ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            ids = [i for i in ids if i not in vocabulary.eos_token_ids] or ids
+            token_id = choose.choice(ids)
+        assert matcher.accept((token_id,)) == 1, matcher.error
+        if token_id not in vocabulary.eos_token_ids:
+            text += vocabulary.tokens[token_id]
+    return text
+
+
+@given(
+    schema=schemas,
+    seed=st.integers(0, 1 << 30),
+    slack=st.integers(0, MOST_TOKENS),
+    late=st.sampled_from([0.0, 0.8]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, late):
+    use = use_of(schema)
+    grammar = compiled(backend, use)
+    shortest = shortest_end(grammar.matcher(), vocabulary, JsonState(), 400)
+    assert shortest is not None
+    num_tokens = len(shortest) + slack
+
+    matcher = limited(backend, grammar, use, num_tokens)
+    text = answer(matcher, vocabulary, num_tokens, random.Random(seed), late)
+
+    check(schema, text)
+
+
+@given(schema=schemas, seed=st.integers(0, 1 << 30), num_tokens=st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_way_leads_from_any_state_to_the_end(backend, vocabulary, schema, seed, num_tokens):
+    grammar = compiled(backend, use_of(schema))
+    matcher = grammar.matcher()
+    text = answer(matcher, vocabulary, num_tokens, random.Random(seed))
+    state = JsonState()
+    state.read(text)
+
+    way = shortest_end(matcher, vocabulary, state, 400)
+
+    assert way is not None
+    whole = text + b"".join(vocabulary.tokens[i] for i in way)
+    check(schema, whole)
+    if way:
+        assert shortest_end(matcher, vocabulary, state, len(way) - 1) is None

@@ -1,0 +1,161 @@
+"""`POST /v1/grammar/check`: what becomes of a constraint, keyword by keyword, without generating."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ....grammar.schema.report import Finding
+from ....runtime.errors import RequestError
+from ....runtime.grammar_use import GrammarUse
+from ..exchange import Exchange
+from ..schema.constraint_fields import ConstraintFields
+from ..schema.constraints import GRAMMAR_CODES, Constraint, constraint_of
+from ..schema.errors import ErrorObject
+from ..schema.field_policy import FieldPolicy, first_warnings
+from ..schema.json_body import Body, convert
+from ..services import Services
+
+_MAX_KEYWORDS: Final = 1000
+
+
+class GrammarCheckRequest(ConstraintFields, kw_only=True):
+    """Body of `POST /v1/grammar/check`: the constraint of a request, in any spelling."""
+
+    model: str | None = None
+
+
+class KeywordBody(msgspec.Struct, kw_only=True):
+    """What becomes of one keyword: enforced, approximated (with `strict` an error), annotation or refused."""
+
+    pointer: str
+    keyword: str
+    fate: str
+    reason: str | UnsetType = UNSET
+    rewrite: str | UnsetType = UNSET
+
+
+class ShortestBody(msgspec.Struct, kw_only=True):
+    """A shortest answer, and its number of tokens."""
+
+    text: str
+    tokens: int
+
+
+class GrammarCheckBody(msgspec.Struct, kw_only=True):
+    """Whether a request with this constraint is accepted, and what is enforced.
+
+    `kind` is the language of the grammar; `triggered` for grammars inside free text. `keywords` has the first 1,000.
+    """
+
+    ok: bool
+    constraint: str | None
+    error: ErrorObject | None = None
+    kind: str | None = None
+    whitespace: str | None = None
+    keywords: list[KeywordBody]
+    num_keywords: int
+    shortest: ShortestBody | None = None
+    warnings: list[str]
+
+
+_POLICY: Final = FieldPolicy(GrammarCheckRequest, {})
+
+
+async def check_grammar(exchange: Exchange, services: Services) -> None:
+    """Check the constraint of a request."""
+    checked = await services.read(exchange, lambda body: _read(body, services))
+    shortest = None
+    if checked.constraint is not None and checked.constraint.shortest is not None:
+        text = checked.constraint.shortest
+        [ids] = await services.encoder.encode([text], add_special_tokens=False, param="")
+        shortest = ShortestBody(text=text, tokens=len(ids))
+    # A compiled grammar would add its time here: the checks above compile nothing.
+    await exchange.send_json(_body(checked, shortest))
+
+
+class _Checked(NamedTuple):
+    """A checked body.
+
+    Attributes:
+        constraint: None if it is refused.
+        error: why it is refused.
+        findings: of all keywords, as without `strict`.
+    """
+
+    constraint: Constraint | None
+    error: RequestError | None
+    findings: tuple[Finding, ...]
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services) -> _Checked:
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
+    request = convert(body, GrammarCheckRequest)
+    services.check_model(request.model)
+    answers, limits = services.config.answers, services.config.limits
+    constraint, error = None, None
+    try:
+        constraint = constraint_of(request, answers, limits, strict_server=strict)
+        if constraint is None:
+            raise RequestError(
+                "the request has no constraint; send one, such as response_format",
+                param="response_format",
+                code="missing_field",
+            )
+        warnings += constraint.warnings
+    except RequestError as refusal:
+        if refusal.code not in GRAMMAR_CODES:
+            raise
+        error = refusal
+    return _Checked(constraint, error, _findings(request, services), first_warnings(warnings))
+
+
+def _findings(request: GrammarCheckRequest, services: Services) -> tuple[Finding, ...]:
+    """Of all keywords: the check above ends at the first that it refuses."""
+    try:
+        explained = constraint_of(
+            request, services.config.answers, services.config.limits, strict_server=False, explain=True
+        )
+    except RequestError:
+        return ()
+    return () if explained is None else explained.findings
+
+
+def _body(checked: _Checked, shortest: ShortestBody | None) -> GrammarCheckBody:
+    constraint, error = checked.constraint, checked.error
+    use = GrammarUse() if constraint is None else constraint.use
+    body = GrammarCheckBody(
+        ok=error is None,
+        constraint=_place(checked),
+        keywords=[
+            KeywordBody(
+                pointer=each.pointer,
+                keyword=each.keyword,
+                fate=each.fate.value,
+                reason=each.reason or UNSET,
+                rewrite=each.rewrite or UNSET,
+            )
+            for each in checked.findings[:_MAX_KEYWORDS]
+        ],
+        num_keywords=len(checked.findings),
+        shortest=shortest,
+        warnings=checked.warnings,
+    )
+    if error is not None:
+        body.error = ErrorObject(error.message, "invalid_request_error", error.param, error.code)
+    if use.spec is not None:
+        body.kind = use.spec.kind.value
+        body.whitespace = use.spec.whitespace_pattern or use.spec.whitespace.value
+    elif use.triggered:
+        body.kind = "triggered"
+    return body
+
+
+def _place(checked: _Checked) -> str | None:
+    if checked.constraint is not None:
+        return checked.constraint.param
+    return None if checked.error is None else checked.error.param
