@@ -31,7 +31,8 @@ from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
-from ..tokenizer_manager.http.schema.constraints import with_completion
+from ..tokenizer_manager.http.schema.chat_grammar import chat_grammar, check_constraint_with_tools
+from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from .batch import Batch, CheckedRequest
 from .build import start_engine
@@ -201,6 +202,7 @@ class LLM:
         scheduling = checked_options(options)
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
+        self._check_room(constraint, sampling)
         first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=True)
         seed = first.sampling.seed
         assert seed is not None
@@ -260,10 +262,11 @@ class LLM:
         constraint = checked_constraint(options, self.config)
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
+        check_constraint_with_tools(conversation, constraint)
+        if not conversation.tools:
+            self._check_room(constraint, sampling)
         plan = self._plan(conversation, sampling.max_new_tokens)
-        use = with_completion(plan.grammar, constraint)
-        if constraint is not None and spec is None:
-            use = constraint.use
+        use = chat_grammar(plan, constraint)
         request = self._prepare_one(plan.prompt, sampling, use, add_special_tokens=False)
         request = dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
         batch = Batch(self._engine, self.tokenizer, [request], scheduling)
@@ -348,6 +351,7 @@ class LLM:
         requests: list[CheckedRequest] = []
         for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):
             try:
+                self._check_room(constraint, own)
                 requests.append(
                     self._prepare_one(prompt, own, grammar, add_special_tokens=add_special_tokens)
                 )
@@ -384,6 +388,11 @@ class LLM:
             grammar = msgspec.structs.replace(grammar, proved=True)  # by the caller, who shares this process
         rid = f"llm-{next(self._request_numbers)}"
         return CheckedRequest(rid, token_ids, sampling, grammar=grammar)
+
+    def _check_room(self, constraint: Constraint | None, sampling: SamplingParams) -> None:
+        """Refuse a limit on tokens below the shortest answer."""
+        if constraint is not None:
+            check_room(constraint, sampling.max_new_tokens, "max_new_tokens", self.tokenizer)
 
     def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
         if isinstance(prompt, str):

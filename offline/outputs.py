@@ -50,7 +50,7 @@ class GenerationChunk:
         text: new text that is final: whole characters, without a possible beginning of a stop string.
         token_ids: new tokens; their text may come in a later chunk.
         usage: totals so far.
-        finish_reason: set in the last chunk of a prompt: `stop`, `length`, `abort` or `error`.
+        finish_reason: set in the last chunk of a prompt: `stop`, `length`, `tool_calls`, `abort` or `error`.
         error: the reason, for `abort` and `error`.
         logprobs: of `token_ids`, when asked for.
         reasoning: new text of the reasoning of a chat.
@@ -118,6 +118,7 @@ class OutputBuilder:
         self._parser = parser
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
+        self._num_ended_calls = 0
         self._rid = rid
         self._prompt_token_ids = prompt_token_ids
         self._seed = seed
@@ -179,15 +180,16 @@ class OutputBuilder:
                     known = self._calls[call]
                     self._calls[call] = replace(known, arguments=known.arguments + text)
                 case CallEnd():
-                    pass
+                    self._num_ended_calls += 1
         self._reasoning.append(reasoning)
         return content, reasoning, tuple(pieces)
 
     def _finish_reason(self) -> str | None:
         if self._finish is None:
             return None
-        ended_by_itself = self._finish.kind is FinishKind.STOP
-        return "tool_calls" if ended_by_itself and self._calls else self._finish.kind.value
+        if self._finish.kind is FinishKind.STOP and 0 < len(self._calls) == self._num_ended_calls:
+            return "tool_calls"
+        return self._finish.kind.value
 
     def build(self) -> GenerationOutput:
         """The complete answer, once `finished`."""

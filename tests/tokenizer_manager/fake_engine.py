@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.child.control import ForAll, StartProfile, StopProfile
+from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.engine_config import (
     EngineConfig,
     LogConfig,
@@ -39,6 +40,7 @@ from engine.runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    GrammarReady,
     ListRequests,
     Logprobs,
     ManagerInput,
@@ -57,8 +59,10 @@ from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
+from engine.tokenizer_manager.grammar_proofs import GrammarProver
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
+from engine.tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
@@ -159,7 +163,7 @@ class FakeEngine:
     """Scheduler and detokenizer, as the manager sees them.
 
     Attributes:
-        generate, aborts, pins, explains: what arrived, for tests on any thread to take.
+        generate, aborts, ready, pins, explains: what arrived, for tests on any thread to take.
         live: the answer to `ListRequests`.
         explanations: by request id, without the id of the question; others are not found.
         answers: whether pins, flushes and questions are answered.
@@ -175,6 +179,7 @@ class FakeEngine:
     def __init__(self, script: Script | None = None) -> None:
         self.generate: queue.Queue[GenerateRequest] = queue.Queue()
         self.aborts: queue.Queue[AbortRequest] = queue.Queue()
+        self.ready: queue.Queue[GrammarReady] = queue.Queue()
         self.pins: queue.Queue[PinPrefix] = queue.Queue()
         self.explains: queue.Queue[Explain] = queue.Queue()
         self.explanations: dict[str, Explanation] = {}
@@ -214,6 +219,8 @@ class FakeEngine:
             case AbortRequest():
                 self.abort_ticks.append(self.ticks)
                 self.aborts.put(message)
+            case GrammarReady():
+                self.ready.put(message)
             case FlushCache() if self.answers:
                 self._later(FlushCacheDone(message.flush_id, flushed_tokens=32, kept_tokens=8))
             case PinPrefix():
@@ -270,6 +277,8 @@ def make_services(
     max_queued_requests: int = 16,
     loopback: bool = True,
     scheduler: dict[str, Any] | None = None,
+    answers: dict[str, Any] | None = None,
+    prover: GrammarProver | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -280,6 +289,7 @@ def make_services(
         model=ModelConfig(served_model_name=MODEL, dtype="float32"),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
+        answers=AnswerConfig(**(answers or {})),
         log=LogConfig(crash_dir=str(engine.crash_dir)),
     )
     manager = TokenizerManager(
@@ -291,6 +301,7 @@ def make_services(
         metrics=metrics,
         draw_seed=lambda: 7,
         clock=clock,
+        prover=prover,
     )
     template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
     engine.deliver = manager.on_message
@@ -303,7 +314,14 @@ def make_services(
         ),
         encoder=encoder,
         renderer=None if template is None else TemplateRenderer(template),
-        planner=Planner(detect_formats(template, TOKENIZER, config.answers), TOKENIZER, config.answers),
+        planner=Planner(
+            detect_formats(template, TOKENIZER, config.answers),
+            TOKENIZER,
+            config.answers,
+            max_tools=config.limits.max_tools,
+            max_schema_kb=config.limits.max_schema_kb,
+            check_schema=ToolSchemas(config.limits),
+        ),
         metrics=metrics,
         config=config,
         spec=ModelSpec(

@@ -1,4 +1,4 @@
-"""`TemplateRenderer`: renders chat templates off the event loop, for chats, `/tokenize` and cache pins.
+"""`TemplateRenderer`: renders chat templates and plans answers off the event loop; for chats, `/tokenize`, cache pins.
 
 A template that reads all earlier messages for each message is quadratic, and some public templates are: 2,000 short
 messages take seconds. On the event loop, all other requests would wait for that.
@@ -22,12 +22,13 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..admission.queue_limiter import QueueFullError
 from .chat_template import ChatTemplate
+from .conversation import Conversation
 from .template_sandbox import RenderBudget
 
 SWITCH_INTERVAL_S: Final = 0.0005
@@ -35,6 +36,8 @@ _CHARS_PER_MESSAGE: Final = 1024  # this many characters cost as much as one mes
 _MAX_SMALL_COST: Final = 64
 _MAX_WAITING_COST: Final = 64 << 10
 _RETRY_AFTER_S: Final = 5
+
+T = TypeVar("T")
 
 
 def share_the_gil() -> None:
@@ -92,6 +95,21 @@ class TemplateRenderer:
                 # The cancellation itself removes a rendering that has not started from the queue of the thread.
                 budget.wanted = False
 
+    async def plan(self, conversation: Conversation, job: Callable[[], T]) -> T:
+        """What `job`, a step of planning, returns; on a thread if the conversation has tools, in place otherwise.
+
+        The schemas of a request's tools have up to `--max-schema-kb`, which takes some hundred milliseconds to check.
+
+        Raises:
+            QueueFullError: too many renderings wait.
+        """
+        if not conversation.tools:
+            return job()
+        cost = len(conversation.tools) + _tool_chars(conversation) // _CHARS_PER_MESSAGE
+        lane = self._small if cost <= _MAX_SMALL_COST else self._large
+        with lane.place(cost):
+            return await asyncio.get_running_loop().run_in_executor(lane.thread, job)
+
     def close(self) -> None:
         """End the threads; the cancellation of its request ends a rendering in progress."""
         for lane in (self._small, self._large):
@@ -123,6 +141,14 @@ class _Lane:
             yield
         finally:
             self._waiting_cost -= cost
+
+
+def _tool_chars(conversation: Conversation) -> int:
+    """Characters in the schemas of tools; a schema that is no JSON is refused by the planner."""
+    try:
+        return len(json.dumps([tool.parameters for tool in conversation.tools]))
+    except (RecursionError, ValueError):
+        return 0
 
 
 def _cost_of(

@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
 from typing import Final, NamedTuple, Self
 
-from ...runtime.errors import RequestError
-from ...runtime.grammar_use import GrammarUse
 from ...runtime.messages import Finish, FinishKind, TextOutput
 from ...runtime.sampling_params import SamplingParams
-from ..conversation.conversation import ChoiceMode, Conversation
+from ..conversation.conversation import Conversation
 from ..conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ..conversation.parsing.output_parser import OutputParser
 from ..conversation.planner import AnswerPlan
@@ -26,7 +24,8 @@ from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
 from .delivery import Collected
 from .exchange import Exchange
-from .schema.constraints import Constraint, check_room, with_completion
+from .schema.chat_grammar import chat_grammar, check_constraint_with_tools
+from .schema.constraints import Constraint, check_room
 from .schema.errors import renamed_fields
 from .schema.logprobs import int32s
 from .services import Services
@@ -130,11 +129,12 @@ class CollectedAnswer:
 class _ChoiceReader:
     """Parses the text of one choice."""
 
-    __slots__ = ("_has_calls", "_parser", "counter")
+    __slots__ = ("_num_calls", "_num_ended", "_parser", "counter")
 
     def __init__(self, parser: OutputParser, counter: ReasoningCounter | None) -> None:
         self._parser = parser
-        self._has_calls = False
+        self._num_calls = 0
+        self._num_ended = 0
         self.counter = counter
 
     def read(self, choice: Choice, output: TextOutput) -> AnswerRow:
@@ -143,14 +143,15 @@ class _ChoiceReader:
         if self.counter is not None:
             self.counter.add(int32s(output.token_ids))
         deltas = self._parser.feed(output.text, output.finish is not None)
-        self._has_calls = self._has_calls or any(isinstance(delta, CallBegin) for delta in deltas)
+        self._num_calls += sum(isinstance(delta, CallBegin) for delta in deltas)
+        self._num_ended += sum(isinstance(delta, CallEnd) for delta in deltas)
         return AnswerRow(choice, deltas, output, self._finish_reason(output.finish))
 
     def _finish_reason(self, finish: Finish | None) -> str | None:
-        """`tool_calls` for an answer that ended by itself; a cut answer is `length`, whatever it contains."""
+        """`tool_calls` if all calls are complete; `stop` if a stop string has cut one, `length` for any other cut."""
         if finish is None:
             return None
-        if finish.kind is FinishKind.STOP and self._has_calls:
+        if finish.kind is FinishKind.STOP and 0 < self._num_calls == self._num_ended:
             return "tool_calls"
         return finish.kind.value
 
@@ -219,8 +220,9 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         QueueFullError: the queue is full.
         EngineDeadError: the engine is dead.
     """
-    constraint, has_tools = call.constraint, bool(call.conversation.tools)
-    if constraint is not None and not has_tools:
+    constraint = call.constraint
+    check_constraint_with_tools(call.conversation, constraint)
+    if constraint is not None and not call.conversation.tools:
         check_room(constraint, call.sampling.max_new_tokens, call.length_param, services.tokenizer)
     plan = await services.plan_chat(
         call.conversation,
@@ -238,32 +240,10 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         prompt_param=call.messages_param,
         length_param=call.length_param,
         arrival_s=call.arrival_s,
-        grammar=_with_structural(plan.grammar, call),
+        grammar=chat_grammar(plan, constraint),
         grammar_param="tools" if constraint is None else constraint.param,
         keep_special_ids=plan.keep_special_ids,
     )
     with renamed_fields(call.names):
         generation = await services.start(exchange, request)
     return ChatGeneration(generation, plan, services)
-
-
-def _with_structural(use: GrammarUse | None, call: ChatCall) -> GrammarUse | None:
-    """The grammars of the plan, or those of structural tags with the plan's reasoning block."""
-    if call.constraint is None or call.constraint.use.spec is not None:
-        return with_completion(use, call.constraint)
-    structural = call.constraint.use
-    conversation = call.conversation
-    if conversation.tools and conversation.tool_choice.mode is not ChoiceMode.NONE:
-        raise RequestError(
-            f"{call.constraint.param} and tools exclude each other; send one of them",
-            param=call.constraint.param,
-            code="conflicting_constraints",
-        )
-    if use is None or use.reasoning is None:
-        return structural
-    return GrammarUse(
-        spec=structural.spec,
-        triggered=structural.triggered,
-        reasoning=use.reasoning,
-        ends_after_first=structural.ends_after_first,
-    )

@@ -156,11 +156,15 @@ class Services:
                 param=messages_param,
                 code="no_chat_template",
             )
-        given = self.planner.render_input(conversation)
+        renderer, planner = self.renderer, self.planner
         limit_s = self._start_limit_s(scheduling)
         try:
             async with asyncio.timeout(limit_s):
-                prompt = await self.renderer.render(**given._asdict())
+                given = await renderer.plan(conversation, lambda: planner.render_input(conversation))
+                prompt = await renderer.render(**given._asdict())
+                return await renderer.plan(
+                    conversation, lambda: planner.plan(conversation, prompt, max_tokens=max_tokens)
+                )
         except TimeoutError:
             raise RequestError(
                 f"the chat was not rendered by the chat template within {limit_s:g} s, which is the request's limit to "
@@ -168,7 +172,6 @@ class Services:
                 code="queue_timeout",
                 status=503,
             ) from None
-        return self.planner.plan(conversation, prompt, max_tokens=max_tokens)
 
     def _start_limit_s(self, scheduling: Scheduling) -> float | None:
         """How long the request may wait to be started; None: for ever."""

@@ -43,6 +43,23 @@ def chat(num_messages: int, content: str = "x", **more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": content}] * num_messages, **more}
 
 
+def tool(number: int, **more: Any) -> dict[str, Any]:
+    """A tool with a schema of 600 bytes."""
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "description": "x" * 20} for i in range(8)},
+        "required": ["p0"],
+        "additionalProperties": False,
+    }
+    return {"type": "function", "function": {"name": f"t{number}", "parameters": schema, **more}}
+
+
+def json_schema(schema: dict[str, Any], times: int = 1) -> dict[str, Any]:
+    properties = {f"p{i}": schema for i in range(times)}
+    whole = {"type": "object", "properties": properties, "required": ["p0"], "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": whole}}
+
+
 def filled(begin: bytes, part: bytes, end: bytes, num_bytes: int = BODY_BYTES) -> Callable[[], bytes]:
     """Makes a large body; made when it is sent, since all of them would take some hundred MB."""
     return lambda: begin + part * (num_bytes // len(part)) + end
@@ -69,6 +86,24 @@ REQUESTS: dict[str, tuple[str, Body, int]] = {
     ),
     "many tools": (CHAT, chat(1, tools=[{"type": "function"}] * 20_000), 400),
     "tools without end": (CHAT, filled(b'{"messages": [], "tools": [', b'"x",', b'""]}'), 400),
+    "tools": (TOKENIZE, chat(1, tools=[tool(i) for i in range(400)]), 200),
+    "strict tools": (TOKENIZE, chat(1, tools=[tool(i, strict=True) for i in range(400)]), 200),
+    "tools over 512 kB": (TOKENIZE, chat(1, tools=[tool(i, description="x" * 600) for i in range(512)]), 400),
+    "a large schema": (
+        CHAT,
+        chat(1, response_format=json_schema(tool(0)["function"]["parameters"], 400)),
+        200,
+    ),
+    "a schema over 512 kB": (
+        CHAT,
+        chat(1, response_format=json_schema(tool(0)["function"]["parameters"], 1200)),
+        400,
+    ),
+    "a long shortest answer": (
+        CHAT,
+        chat(1, max_tokens=1, response_format=json_schema({"const": "x " * 8000})),
+        400,
+    ),
     "a long text to tokenize": (TOKENIZE, {"prompt": "hello " * 160_000}, 200),
     "2,048 prompts": (COMPLETIONS, {"prompt": ["hello"] * 2048}, 200),
     "2,048 prompts of ids": (COMPLETIONS, {"prompt": [[65] * 60] * 2048}, 200),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.tokenizer_manager.conversation import template_renderer
+from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.conversation.template_sandbox import RenderBudget
 from engine.tokenizer_manager.http.app import App
@@ -53,6 +54,30 @@ def test_every_user_of_the_template_renders_on_a_thread(path, more):
     assert reply.status == 200
     assert template.threads == {"render-small_0"}
     assert threading.current_thread().name not in template.threads
+
+
+class WatchedPlanner:
+    """A planner that notes the threads of its steps."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.threads: list[str] = []
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return getattr(self._planner, name)
+
+
+@pytest.mark.parametrize(("num_tools", "lane"), [(2, "render-small_0"), (100, "render-large_0")])
+@every_user
+def test_chats_with_tools_are_planned_on_a_thread(path, more, num_tools, lane):
+    tools = [{"type": "function", "function": {"name": f"t{i}"}} for i in range(num_tools)]
+    services = make_services(FakeEngine(say_all("x")), chat_template="{{ messages[0].content[:9] }}")
+    planner = WatchedPlanner(services.planner)
+    reply = answer(dataclasses.replace(services, planner=planner), path, CHAT | more | {"tools": tools})  # type: ignore[arg-type]
+
+    assert reply.status == 200, reply.body
+    assert planner.threads == [lane, lane]
 
 
 @every_user

@@ -140,6 +140,8 @@ def _conversation(
         messages=history.messages,
         tools=_tools(request.tools or [], notes),
         tool_choice=_tool_choice(request.tool_choice),
+        tool_path="tools[{}]",
+        schema_field="input_schema",
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.thinking, config.effort),
         continue_final_message=_continues(history, len(request.messages) - 1),

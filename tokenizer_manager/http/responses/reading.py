@@ -102,6 +102,7 @@ def read_responses(
         messages=history.messages,
         tools=tools,
         tool_choice=choice_of(request.tool_choice, request.parallel_tool_calls),
+        tool_path="tools[{}]",
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.reasoning),
         variables=checked_template_variables(request.chat_template_kwargs),

@@ -38,6 +38,7 @@ def chat_conversation(
         messages=messages,
         tools=tools,
         tool_choice=choice,
+        tool_path="tools[{}].function" if request.functions is None else "functions[{}]",
         spec=spec,
         reasoning=reasoning_options(request),
         variables=checked_template_variables(request.chat_template_kwargs),

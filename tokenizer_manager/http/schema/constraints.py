@@ -133,13 +133,6 @@ def constraint_of(
     )
 
 
-def with_completion(use: GrammarUse | None, constraint: Constraint | None) -> GrammarUse | None:
-    """The grammars of a planned chat; a JSON answer is also complete if it ends by its limit of tokens."""
-    if use is None or constraint is None or not _is_json(use):
-        return use
-    return replace(use, complete=constraint.use.complete)
-
-
 def _is_json(use: GrammarUse) -> bool:
     return use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
 
@@ -156,8 +149,8 @@ def check_room(constraint: Constraint, max_tokens: int | None, param: str, token
     Raises:
         RequestError: the answer would be cut off in any case.
     """
-    if constraint.shortest is None or max_tokens is None or len(constraint.shortest) <= max_tokens:
-        return
+    if constraint.shortest is None or max_tokens is None or len(constraint.shortest.encode()) <= max_tokens:
+        return  # a token has at least one byte
     count = len(tokenizer.encode(constraint.shortest, add_special_tokens=False))
     if count > max_tokens:
         raise RequestError(
