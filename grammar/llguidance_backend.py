@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 MAX_LEXER_STATES: Final = 50_000
 """Per grammar; a state has 1 to 2 kB. The library's default, 250,000, is more than the whole cache may hold."""
 _BASE_BYTES: Final = 64 << 10
+_PATTERN_BYTES: Final = 2 << 20
+"""Of a regex or a grammar: states of its lexer are added while texts are matched, 2.3 MB for `.*a.{200}b`."""
 _BYTES_PER_TEXT_BYTE: Final = 40
 """Memory of a compiled grammar per byte of its text: 36 for an enum of 5,000 strings."""
 _OPTIONS_KEY: Final = "x-guidance"
@@ -86,6 +88,8 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise translate_error(spec.kind, matcher.get_error(), spec.text)
         compiled = LLGuidanceGrammar(matcher, self.vocabulary, self._num_tokens, len(spec.text))
+        if spec.kind is not GrammarKind.JSON_SCHEMA:
+            compiled.num_bytes += _PATTERN_BYTES
         first = compiled.matcher()
         first.fill(np.zeros(-(-self.vocabulary.size // 32), np.int32))
         if first.library_error:

@@ -37,6 +37,8 @@ from .messages import (
 )
 
 _STDIN: Final = 0
+_NICENESS: Final = 10
+"""A new grammar waits longer on a busy machine; the streams of others do not."""
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
 _DECODER: Final[msgspec.msgpack.Decoder[ToProver]] = msgspec.msgpack.Decoder(ToProver)
@@ -50,6 +52,7 @@ def main() -> None:
         )  # the terminal sends them to all; the parent decides when this ends
     die_with(int(sys.argv[1]))
     setproctitle.setproctitle("engine: grammar")
+    os.nice(_NICENESS)
     with socket.socket(fileno=os.dup(_STDIN)) as channel:
         setup = _receive(channel)
         if not isinstance(setup, ProofSetup):

@@ -91,7 +91,4 @@ def _end_of(req: Req) -> Finish | None:
 
 def _error_text(req: Req) -> str:
     assert req.matcher is not None
-    return (
-        f"the grammar of this request cannot continue after {req.output_len} tokens: {req.matcher.error}; change the "
-        f"schema or grammar, or send the request again"
-    )
+    return f"{req.matcher.error}; change the schema or grammar, or send the request again"

@@ -121,9 +121,11 @@ def _parsed(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        parsed = json.loads(arguments)
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair, from a text that was cut
     except (ValueError, RecursionError):
         return None
+    return parsed
 
 
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:

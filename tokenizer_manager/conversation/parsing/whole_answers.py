@@ -35,19 +35,30 @@ def read_generic(source: Source, emitter: Emitter) -> Waits:
         source.mark = None
         yield from _read_response(source, emitter)
     elif (yield from source.literal('"tool_calls"')):
-        yield from _colon(source)
-        if not (yield from source.literal("[")):
-            raise Trouble
-        while True:
-            yield from source.skip_space()
-            yield from read_json_call(source, emitter, GENERIC)
-            yield from source.skip_space()
-            if not (yield from source.literal(",")):
-                break
-        yield from source.pieces(("]",))
+        try:
+            yield from _read_generic_calls(source, emitter)
+        except Trouble:
+            if not source.final:
+                raise
+            # The answer was cut within its envelope, which is not text for the client.
+            source.mark, source.pos = None, len(source.text)
+            return
     else:
         raise Trouble
     yield from source.pieces(("}",))
+
+
+def _read_generic_calls(source: Source, emitter: Emitter) -> Waits:
+    yield from _colon(source)
+    if not (yield from source.literal("[")):
+        raise Trouble
+    while True:
+        yield from source.skip_space()
+        yield from read_json_call(source, emitter, GENERIC)
+        yield from source.skip_space()
+        if not (yield from source.literal(",")):
+            break
+    yield from source.pieces(("]",))
 
 
 def _colon(source: Source) -> Waits:
