@@ -10,7 +10,7 @@ from .notes import Notes
 from .report import Schema, SchemaReport
 from .sample import Sampler
 from .size import check_size
-from .unions import are_disjoint
+from .unions import Comparer
 from .walk import SchemaWalk
 
 _MAX_BRANCHES: Final = 64
@@ -59,12 +59,11 @@ def _compiled(root: Schema) -> Schema:
 
 def _settle_one_ofs(walk: SchemaWalk, notes: Notes) -> None:
     """Make each `oneOf` an `anyOf`, which it is if no value fits two branches."""
+    comparer = Comparer(walk.definitions)
     for out in walk.one_ofs:
         branches = out["oneOf"]
         if len(branches) > _MAX_BRANCHES or not all(
-            are_disjoint(branches[i], branches[j], walk.definitions)
-            for i in range(len(branches))
-            for j in range(i)
+            comparer.are_disjoint(branches[i], branches[j]) for i in range(len(branches)) for j in range(i)
         ):
             notes.approximate(
                 walk.pointers[id(out)],

@@ -16,6 +16,8 @@ Child = Callable[[Any, str], Schema]
 """Has the schema at a place checked; returns what becomes of it."""
 
 _LITERAL_START: Final = re.compile(r"\^((?:[A-Za-z0-9_ ]|\\[-./])+)(?![*?{+|])")
+_MAX_PATTERNS: Final = 200
+"""Patterns of an object that are compared pair by pair."""
 _APPLICATORS: Final = (
     "$ref",
     "allOf",
@@ -186,7 +188,7 @@ def _patterns(node: Members, pointer: str, notes: Notes, child: Child) -> Member
         if checked is None:
             return None
         patterns[checked] = made
-    if len(patterns) > 1 and not _start_differently(list(patterns)):
+    if len(patterns) > 1 and not (len(patterns) <= _MAX_PATTERNS and _start_differently(list(patterns))):
         notes.approximate(pointer, "patternProperties", "two of the patterns may match one name")
         return None
     return patterns

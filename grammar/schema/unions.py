@@ -1,4 +1,4 @@
-"""`are_disjoint`: whether no value fits two schemas, so that `oneOf` is `anyOf`."""
+"""`Comparer`: whether no value fits two schemas, so that `oneOf` is `anyOf`."""
 
 from __future__ import annotations
 
@@ -13,65 +13,69 @@ Members = dict[str, Any]
 Definitions = Mapping[str, Schema]
 
 _MAX_DEPTH: Final = 8
+_MAX_STEPS: Final = 20_000
 
 
-def are_disjoint(left: Schema, right: Schema, definitions: Definitions, depth: int = 0) -> bool:
-    """Whether no value fits both written schemas. False if it is not known.
+class Comparer:
+    """Compares the written schemas of one document; after many steps it knows nothing more."""
 
-    Args:
-        definitions: what `$ref` names.
-        depth: of the comparison.
-    """
-    if left is False or right is False:
-        return True
-    if left is True or right is True or depth > _MAX_DEPTH:
+    def __init__(self, definitions: Definitions) -> None:
+        """`definitions`: number -> what `$ref` names."""
+        self._definitions = definitions
+        self._num_steps = 0
+
+    def are_disjoint(self, left: Schema, right: Schema, depth: int = 0) -> bool:
+        """Whether no value fits both schemas. False if it is not known.
+
+        Args:
+            depth: of the comparison.
+        """
+        self._num_steps += 1
+        if left is False or right is False:
+            return True
+        if left is True or right is True or depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
+            return False
+        if self._differ(left, right, depth):
+            return True
+        depth += 1
+        for one, other in ((left, right), (right, left)):
+            if (target := _target(one, self._definitions)) is not None and self.are_disjoint(
+                target, other, depth
+            ):
+                return True
+            for keyword in ("anyOf", "oneOf"):
+                if keyword in one and all(self.are_disjoint(each, other, depth) for each in one[keyword]):
+                    return True
+            if any(self.are_disjoint(each, other, depth) for each in one.get("allOf", ())):
+                return True
         return False
-    for one, other in ((left, right), (right, left)):
-        if (target := _target(one, definitions)) is not None and are_disjoint(
-            target, other, definitions, depth + 1
-        ):
+
+    def _differ(self, left: Members, right: Members, depth: int) -> bool:
+        """By their own keywords."""
+        values = _values(left), _values(right)
+        if values[0] is not None and values[1] is not None:
+            return not any(json_equal(one, other) for one in values[0] for other in values[1])
+        kinds = _kinds(left, values[0]) & _kinds(right, values[1])
+        if not kinds:
             return True
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in one and all(
-                are_disjoint(each, other, definitions, depth + 1) for each in one[keyword]
-            ):
-                return True
-        if any(are_disjoint(each, other, definitions, depth + 1) for each in one.get("allOf", ())):
-            return True
-    return _differ(left, right, definitions, depth)
+        if kinds == {"object"}:
+            return self._objects_differ(left, right, depth)
+        if kinds <= {"integer", "number"}:
+            return _above(left, right) or _above(right, left)
+        return False
 
-
-def _differ(left: Members, right: Members, definitions: Definitions, depth: int) -> bool:
-    """By their own keywords."""
-    values = _values(left), _values(right)
-    if values[0] is not None and values[1] is not None:
-        return not any(json_equal(one, other) for one in values[0] for other in values[1])
-    kinds = _kinds(left, values[0]) & _kinds(right, values[1])
-    if not kinds:
-        return True
-    if kinds == {"object"}:
-        return _objects_differ(left, right, definitions, depth)
-    if kinds <= {"integer", "number"}:
-        return _above(left, right) or _above(right, left)
-    return False
-
-
-def _objects_differ(left: Members, right: Members, definitions: Definitions, depth: int) -> bool:
-    for one, other in ((left, right), (right, left)):
-        for name in one.get("required", ()):
-            mine = one.get("properties", {}).get(name, True)
-            others = other.get("properties", {})
-            if (
-                name not in others
-                and other.get("additionalProperties") is False
-                and not other.get("patternProperties")
-            ):
-                return True
-            if (name in other.get("required", ()) or others.get(name) is False) and are_disjoint(
-                mine, others.get(name, True), definitions, depth + 1
-            ):
-                return True
-    return False
+    def _objects_differ(self, left: Members, right: Members, depth: int) -> bool:
+        for one, other in ((left, right), (right, left)):
+            for name in one.get("required", ()):
+                mine = one.get("properties", {}).get(name, True)
+                others = other.get("properties", {})
+                closed = other.get("additionalProperties") is False and not other.get("patternProperties")
+                if name not in others and closed:
+                    return True
+                needed = name in other.get("required", ()) or others.get(name) is False
+                if needed and self.are_disjoint(mine, others.get(name, True), depth + 1):
+                    return True
+        return False
 
 
 def _above(one: Members, other: Members) -> bool:
