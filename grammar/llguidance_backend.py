@@ -19,6 +19,7 @@ from ..runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from .backend import GrammarError, Vocabulary
 from .library_messages import translate_error
 from .llguidance_matcher import LLGuidanceMatcher
+from .lowering.lark import ALLOWED_ESCAPES
 from .markers import allows
 
 if TYPE_CHECKING:
@@ -191,6 +192,7 @@ def _json_options(spec: GrammarSpec) -> JsonCompileOptions:
         "whitespace_pattern": pattern,
         "coerce_one_of": False,
         "lenient": False,
+        "json_allowed_escapes": ALLOWED_ESCAPES,
     }
 
 
