@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
+import pydantic
 import pytest
 
 from engine.runtime.messages import Finish, FinishKind, Logprobs
 
 from ..conftest import Serve, Served
-from ..fake_engine import LENGTH, MODEL, WAIT_S, floats, row, say_all
+from ..conversation.chat_templates import QWEN3
+from ..fake_engine import LENGTH, MODEL, TOKENIZER, WAIT_S, floats, ids_of, row, say_all
+from .surfaces.serving import ROOMY
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -117,3 +122,107 @@ def test_closing_a_stream_aborts_it(serve: Serve):
         next(iter(stream))
 
     assert served.engine.next_abort().rid == served.engine.next_request().rid
+
+
+# ---------------------------------------------------------------- tools and structured output
+
+CALL = '<tool_call>\n{"name": "GetWeather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+
+
+class GetWeather(pydantic.BaseModel):
+    """The weather of a city."""
+
+    city: str
+
+
+def test_the_parse_helper_reads_a_model(serve: Serve):
+    client = client_of(serve(say_all('{"name": "Ann", ', '"age": 5}')))
+    answer = client.chat.completions.parse(model=MODEL, messages=HI, response_format=Person)  # type: ignore[arg-type]
+
+    assert answer.choices[0].message.parsed == Person(name="Ann", age=5)
+
+
+def test_the_parse_helper_reads_a_strict_tool(serve: Serve):
+    client = client_of(serve(say_all(CALL), chat_template=QWEN3, capacity=ROOMY))
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=HI,  # type: ignore[arg-type]
+        tools=[openai.pydantic_function_tool(GetWeather)],
+    )
+    [call] = answer.choices[0].message.tool_calls or []
+
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert call.function.parsed_arguments == GetWeather(city="Oslo")
+
+
+def test_the_parse_helper_tells_of_an_answer_that_was_cut(serve: Serve):
+    client = client_of(serve(say_all('{"name": "Ann"', finish=LENGTH)))
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(model=MODEL, messages=HI, response_format=Person)  # type: ignore[arg-type]
+
+
+def test_the_stream_helper_puts_calls_together(serve: Serve):
+    texts = ["Wait.\n", *CALL, "\n", *CALL]
+    client = client_of(serve(say_all(*texts), chat_template=QWEN3, capacity=ROOMY))
+    with client.chat.completions.stream(
+        model=MODEL,
+        messages=HI,  # type: ignore[arg-type]
+        tools=[openai.pydantic_function_tool(GetWeather)],
+    ) as stream:
+        done = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        message = stream.get_final_completion().choices[0].message
+
+    assert [event.arguments for event in done] == ['{"city": "Oslo"}'] * 2
+    assert message.content == "Wait."
+    assert [call.function.parsed_arguments for call in message.tool_calls or []] == [
+        GetWeather(city="Oslo")
+    ] * 2
+    assert len({call.id for call in message.tool_calls or []}) == 2
+
+
+def test_the_stream_helper_reads_a_model(serve: Serve):
+    client = client_of(serve(say_all(*'{"name": "Ann", "age": 5}')))
+    with client.chat.completions.stream(model=MODEL, messages=HI, response_format=Person) as stream:  # type: ignore[arg-type]
+        message = stream.get_final_completion().choices[0].message
+
+    assert message.parsed == Person(name="Ann", age=5)
+
+
+def test_a_conversation_with_a_tool(serve: Serve):
+    """The message of the answer is sent back as the client has it."""
+
+    def script(request):
+        is_second = "15 degrees" in TOKENIZER.decode(ids_of(request), skip_special_tokens=False)
+        return say_all("It is cold." if is_second else CALL)(request)
+
+    client = client_of(serve(script, chat_template=QWEN3, capacity=ROOMY))
+    tools = [openai.pydantic_function_tool(GetWeather)]
+    messages: list[Any] = [*HI]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+    [call] = answer.choices[0].message.tool_calls or []
+    messages += [
+        answer.choices[0].message,
+        {"role": "tool", "tool_call_id": call.id, "content": "15 degrees"},
+    ]
+    answer = client.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+
+    assert answer.choices[0].message.content == "It is cold."
+    assert answer.choices[0].message.tool_calls is None
+
+
+def test_a_refused_schema_is_a_bad_request(serve: Serve):
+    client = client_of(serve(say_all("x")))
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}},
+    }
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.chat.completions.create(model=MODEL, messages=HI, response_format=form, stream=stream)  # type: ignore[call-overload]
+        assert caught.value.code == "unsupported_schema"
+        assert caught.value.param == "response_format.json_schema.schema"
