@@ -278,6 +278,7 @@ class LLM:
         Raises:
             RequestError: a message the template refuses.
         """
+        checked_options(options, tuple(ChatOptions.__annotations__))
         conversation = conversation_of(messages, options, self.config.limits, None)
         return self.tokenizer.encode(self._plan(conversation, None).prompt, add_special_tokens=False)
 

@@ -1,0 +1,168 @@
+"""Constraints, tools and reasoning of `LLM`, over the real parts and a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from engine import LLM, RequestError, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=256, seed=3)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "y"]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+HI = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "pick", "strict": True, "parameters": SCHEMA}}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_model):
+    with LLM(
+        str(tiny_model), dtype="float32", num_threads=1, max_running_requests=8, json_whitespace="compact"
+    ) as llm:
+        yield llm
+
+
+def is_pick(text: str) -> bool:
+    return re.fullmatch(r'\{"a":"[xy]","b":(true|false)\}', text) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"regex": "[ab]{3,5}c"}, "[ab]{3,5}c"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "a" ("b" | "c")'}, "ab|ac"),
+        ({"grammar": 'start: "a" /[0-9]/'}, "a[0-9]"),
+        ({"json_schema": SCHEMA}, r'\{"a":"[xy]","b":(true|false)\}'),
+        ({"json_schema": json.dumps(SCHEMA)}, r'\{"a":"[xy]","b":(true|false)\}'),
+        ({"response_format": FORM}, r'\{"a":"[xy]","b":(true|false)\}'),
+    ],
+)
+def test_answers_match_the_constraint(llm, options, pattern):
+    outputs = [
+        llm.generate("one", PARAMS, **options),
+        *llm.generate(["two", "three"], PARAMS, **options),
+        *llm.sample("four", 2, PARAMS, **options),
+        llm.chat(HI, PARAMS, **options),
+    ]
+    for output in outputs:
+        assert re.fullmatch(pattern, output.text), output.text
+        assert output.finish_reason == "stop"
+
+
+def test_a_constrained_stream_is_the_output_in_pieces(llm):
+    chunks = list(llm.generate("one", PARAMS, json_schema=SCHEMA, stream=True))
+
+    assert is_pick("".join(chunk.text for chunk in chunks))
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_free_and_constrained_requests_share_a_batch(llm):
+    greedy = SamplingParams(temperature=0, max_new_tokens=12, ignore_eos=True)
+    before = llm.generate("one", greedy).text
+    llm.generate("one", greedy, regex="a{12}")
+
+    assert llm.generate("one", greedy).text == before
+
+
+def test_a_required_call(llm):
+    output = llm.chat(HI, PARAMS, tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
+
+    assert output.finish_reason == "tool_calls"
+    [call] = output.tool_calls
+    assert (call.index, call.name) == (0, "pick")
+    assert call.id.startswith("call_")
+    assert is_pick(call.arguments)
+    assert output.text == ""
+
+
+def test_a_streamed_call_joins_to_the_whole_one(llm):
+    options: dict[str, Any] = {
+        "tools": [TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "pick"}},
+    }
+    [whole] = llm.chat(HI, PARAMS, **options).tool_calls
+    chunks = list(llm.chat(HI, PARAMS, stream=True, **options))
+    pieces = [piece for chunk in chunks for piece in chunk.tool_calls]
+
+    assert [piece.name for piece in pieces if piece.name] == ["pick"]
+    assert {piece.index for piece in pieces} == {0}
+    assert "".join(piece.arguments for piece in pieces) == whole.arguments
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+def test_tools_are_in_the_prompt_and_their_results_too(llm):
+    call = {"id": "c1", "type": "function", "function": {"name": "pick", "arguments": '{"a":"x"}'}}
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "result"}]},
+    ]
+    text = llm.tokenizer.decode(llm.render_chat(messages, tools=[TOOL]), skip_special_tokens=False)
+
+    assert "pick" in text and "result" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "code"),
+    [
+        ({"regex": "a", "choice": ["b"]}, "choice", "conflicting_constraints"),
+        ({"regex": "(?=a)"}, "regex", "invalid_regex"),
+        ({"regex": 5}, "regex", "invalid_type"),
+        ({"choice": []}, "choice", "invalid_grammar"),
+        ({"choice": "yes"}, "choice", "invalid_type"),
+        ({"json_schema": {"type": "strin"}}, "json_schema", "invalid_schema"),
+        ({"json_schema": "{"}, "json_schema", "invalid_schema"),
+        ({"response_format": {"type": "x"}}, "response_format.type", "invalid_value"),
+        ({"grammar": "nothing"}, "grammar", "invalid_grammar"),
+    ],
+)
+def test_a_bad_constraint_is_refused_before_anything_runs(llm, options, param, code):
+    for ask in (lambda: llm.generate(["a", "b"], **options), lambda: llm.chat(HI, **options)):
+        with pytest.raises(RequestError) as caught:
+            ask()
+        assert (caught.value.param, caught.value.code) == (param, code), caught.value.message
+        assert "guided_choice" not in caught.value.message
+
+
+def test_a_limit_below_the_shortest_answer_is_refused(llm):
+    short = SamplingParams(max_new_tokens=5)
+    for ask in (
+        lambda: llm.generate("a", short, json_schema=SCHEMA),
+        lambda: llm.sample("a", 2, short, json_schema=SCHEMA),
+        lambda: llm.chat(HI, short, json_schema=SCHEMA),
+    ):
+        with pytest.raises(RequestError, match="the shortest answer to json_schema has") as caught:
+            ask()
+        assert caught.value.code == "max_tokens_too_small"
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "regex": "a"}, "tool_choice"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        ({"tools": 5}, "tools"),
+    ],
+)
+def test_bad_options_of_a_chat_are_refused(llm, options, param):
+    with pytest.raises(RequestError) as caught:
+        llm.chat(HI, **options)
+
+    assert caught.value.param == param, caught.value.message
+
+
+def test_an_unknown_option_of_a_chat_is_a_type_error(llm):
+    for ask in (llm.chat, llm.render_chat):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'tool'"):
+            ask(HI, tool=[TOOL])
