@@ -31,7 +31,7 @@ from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
-from ..tokenizer_manager.http.schema.chat_grammar import chat_grammar, check_constraint_with_tools
+from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from .batch import Batch, CheckedRequest

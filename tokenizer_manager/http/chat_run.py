@@ -22,9 +22,9 @@ from ..conversation.planner import AnswerPlan
 from ..conversation.reasoning_counter import ReasoningCounter
 from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
+from .chat_grammar import chat_grammar, check_constraint_with_tools
 from .delivery import Collected
 from .exchange import Exchange
-from .schema.chat_grammar import chat_grammar, check_constraint_with_tools
 from .schema.constraints import Constraint, check_room
 from .schema.errors import renamed_fields
 from .schema.logprobs import int32s

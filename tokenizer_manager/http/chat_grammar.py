@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ....runtime.errors import RequestError
-from ....runtime.grammar_use import GrammarKind, GrammarUse
-from ...conversation.conversation import ChoiceMode, Conversation
-from ...conversation.planner import AnswerPlan
-from .constraints import Constraint
+from ...runtime.errors import RequestError
+from ...runtime.grammar_use import GrammarKind, GrammarUse
+from ..conversation.conversation import ChoiceMode, Conversation
+from ..conversation.planner import AnswerPlan
+from .schema.constraints import Constraint
 
 
 def check_constraint_with_tools(conversation: Conversation, constraint: Constraint | None) -> None:
