@@ -16,7 +16,7 @@ from ...grammar.backend import MaskRow, Matcher, MatcherErrorCode
 
 logger = logging.getLogger(__name__)
 
-FAILED: Final = "its matcher failed; the server's log has the cause"
+FAILED: Final = "the grammar cannot continue: its matcher failed; the server's log has the cause"
 _PANIC_MODULE: Final = "pyo3_runtime"
 """A panic in a Rust library is a `BaseException` of this module."""
 

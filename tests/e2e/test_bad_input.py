@@ -68,8 +68,8 @@ BAD_FIELDS = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 5000}]}, 400, "messages"),
     (CHAT, USER | {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHAT, USER | {"top_logprobs": 3}, 400, "top_logprobs"),
-    (CHAT, USER | {"tools": [{"type": "function"}]}, 400, "tools"),
-    (CHAT, USER | {"response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (CHAT, USER | {"tools": [{"type": "function"}]}, 400, "tools[0].name"),
+    (CHAT, USER | {"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
     (CHAT, USER | {"model": None, "stream": "yes"}, 400, "stream"),
     (
         "/generate",

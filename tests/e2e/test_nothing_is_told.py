@@ -23,6 +23,13 @@ KEY, ADMIN_KEY = f"{MARK}-key", f"{MARK}-admin"
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
     "/v1/completions": {"prompt": MARK, "max_tokens": 2},
+    "/v1/responses": {"input": MARK, "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": MARK},
+    "/v1/messages": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": MARK}]},
+    "/api/chat": {"messages": [{"role": "user", "content": MARK}], "options": {"num_predict": 2}},
+    "/api/generate": {"prompt": MARK, "options": {"num_predict": 2}},
+    "/api/show": {"model": MARK},
     "/generate": {"text": MARK, "sampling_params": {"max_new_tokens": 2}},
     "/tokenize": {"prompt": MARK},
     "/detokenize": {"tokens": [5]},

@@ -211,11 +211,11 @@ def test_errors_are_those_of_the_client_library(client):
         complete(client, model="gpt-5")
     assert not_found.value.param == "model"
     with pytest.raises(openai.BadRequestError) as refused:
-        chat(client, tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}])
-    assert refused.value.param == "tools"
+        chat(client, tools=[{"type": "function", "function": {"name": "f g", "parameters": {}}}])
+    assert refused.value.param == "tools[0].function.name"
     with pytest.raises(openai.BadRequestError) as refused:
-        chat(client, response_format={"type": "json_object"})
-    assert refused.value.param == "response_format"
+        chat(client, response_format={"type": "grammar"})
+    assert refused.value.param == "response_format.type"
 
 
 def test_a_request_id_comes_back(client):

@@ -78,7 +78,10 @@ def test_health_server_info_and_docs(http, serve):
     assert http.get("/health_generate").status_code == 200
     info = http.get("/server_info").json()
     assert (info["model"], info["config"]["model"]["dtype"]) == (serve.model, "float32")
-    assert "auto" not in json.dumps(info["config"])
+    chosen_at_request = {"tool_call_parser": "auto", "reasoning_parser": "auto"}
+    assert info["config"]["answers"].items() >= chosen_at_request.items()
+    rest = {key: value for key, value in info["config"].items() if key != "answers"}
+    assert "auto" not in json.dumps(rest)
     assert info["capacity"]["max_model_len"] == MAX_MODEL_LEN
     assert "text/html" in http.get("/docs").headers["content-type"]
     assert http.get("/v2/nothing").status_code == 404
@@ -146,7 +149,7 @@ def test_openapi_describes_every_route(http):
     operation_ids = []
     for path, item in document["paths"].items():
         for method, operation in item.items():
-            assert method in {"get", "post", "put"}
+            assert method in {"get", "post", "put", "delete"}
             operation_ids.append(operation["operationId"])
             assert all("description" in response for response in operation["responses"].values())
             placeholders = {part[1:-1] for part in path.split("/") if part.startswith("{")}

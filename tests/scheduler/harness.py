@@ -360,7 +360,7 @@ class Harness:
             num_right = len(answer.tokens)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
                 assert (answer.tokens, answer.finish.kind) == (tokens, kind), rid
-            elif grammar is not None and "the grammar of this request" in answer.finish.message:
+            elif grammar is not None and "the grammar cannot continue" in answer.finish.message:
                 # the token at which the grammar failed may have been sampled without a mask
                 assert answer.finish.kind is FinishKind.ERROR and grammar.fault, (rid, answer.finish)
                 assert grammar.fault_at <= num_right <= grammar.fault_at + 1, rid

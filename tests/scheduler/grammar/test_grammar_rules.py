@@ -72,7 +72,7 @@ def test_an_error_wins_over_all(finish, fault):
     grammar = ToyGrammar(fault=fault, fault_at=0)
     end = take(req_of(grammar), 50, finish)
     assert end is not None and (end.kind, end.status) == (FinishKind.ERROR, 500)
-    assert "the grammar of this request cannot continue after 1 tokens" in end.message
+    assert "the grammar cannot continue after 0 tokens: token 50 " in end.message
 
 
 def test_length_ends_what_the_grammar_does_not():

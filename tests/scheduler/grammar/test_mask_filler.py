@@ -121,7 +121,7 @@ def test_not_asked(matcher):
 def test_a_dead_end_is_an_error_and_allows_all_tokens():
     matcher = ToyMatcher(ToyGrammar(fault="dead", fault_at=0))
     assert filled(batch_of([matcher], [0])) == {0: frozenset(range(VOCAB_SIZE))}
-    assert matcher.error == "no token is allowed"
+    assert matcher.error == "the grammar cannot continue after 0 tokens: no token is allowed"
 
 
 def test_the_array_is_used_again_and_grows():

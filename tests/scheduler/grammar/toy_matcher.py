@@ -147,7 +147,7 @@ class ToyMatcher:
         assert not self.ended and not self.error, "nothing is filled after an end"
         allowed = self.grammar.allowed(self.tokens)
         if not allowed:
-            self.error = "no token is allowed"
+            self._fail("no token is allowed")
         fill_row(mask, allowed)
 
     def allows(self, token_id: int) -> bool:
@@ -163,13 +163,16 @@ class ToyMatcher:
                 if self.grammar.fault == "accept":
                     raise RuntimeError("accept failed")
                 if self.grammar.fault == "refuse":
-                    self.error = f"token {token_id} is refused"
+                    self._fail(f"token {token_id} is refused")
                     return count
             if token_id not in self.grammar.accepted(self.tokens):
-                self.error = f"token {token_id} is not allowed"
+                self._fail(f"token {token_id} is not allowed")
                 return count
             self.tokens.append(token_id)
         return len(token_ids)
+
+    def _fail(self, cause: str) -> None:
+        self.error = f"the grammar cannot continue after {len(self.tokens)} tokens: {cause}"
 
     def validate(self, token_ids: Sequence[int]) -> int:
         self._called("validate")
