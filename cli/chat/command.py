@@ -22,6 +22,7 @@ from ..options import (
 from ..startup import StartupDisplay
 from .answer_form import AnswerForm
 from .backend import Backend
+from .conversation import Conversation
 from .one_shot import ask_once, interactive_terminal, read_question
 from .screen import Screen, wants_color
 from .session import ChatSession
@@ -78,6 +79,17 @@ def chat(
         bool | None,
         _chat("Statistics after each answer, on stderr  [default: on a terminal]", "--stats/--no-stats"),
     ] = None,
+    markdown: Annotated[
+        bool,
+        _chat("Style Markdown in answers on a terminal  [default: markdown]", "--markdown/--no-markdown"),
+    ] = True,
+    stop_loops: Annotated[
+        bool,
+        _chat(
+            "Stop an answer that repeats itself without end  [default: stop-loops]",
+            "--stop-loops/--no-stop-loops",
+        ),
+    ] = True,
     quiet: Annotated[bool, _chat("Print nothing but answers and errors.", "--quiet", "-q")] = False,
     history: Annotated[
         bool, _chat("Remember typed lines  [default: history]", "--history/--no-history")
@@ -137,11 +149,21 @@ def chat(
         try:
             if one_question is not None:
                 shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
-                screen = Screen(sys.stdout, sys.stderr)
-                return ask_once(session, backend, screen, one_question, as_json=as_json, shows_stats=shows)
-            return _converse(
-                session, backend, display, shows_stats=stats is not False, quiet=quiet, history=history
+                screen = Screen(sys.stdout, sys.stderr, styles_markdown=markdown)
+                return ask_once(
+                    session,
+                    backend,
+                    screen,
+                    one_question,
+                    as_json=as_json,
+                    shows_stats=shows,
+                    stops_loops=stop_loops,
+                )
+            screen = Screen.for_conversation(sys.stdout, styles_markdown=markdown)
+            conversation = Conversation(
+                session, backend, screen, shows_stats=stats is not False and not quiet, stops_loops=stop_loops
             )
+            return _converse(conversation, display, quiet=quiet, history=history)
         finally:
             backend.close()
     except (ConfigError, RequestError):
@@ -151,27 +173,18 @@ def chat(
         return EXIT_SERVER
 
 
-def _converse(
-    session: ChatSession,
-    backend: Backend,
-    display: StartupDisplay,
-    *,
-    shows_stats: bool,
-    quiet: bool,
-    history: bool,
-) -> int:
-    from .conversation import Conversation
+def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, history: bool) -> int:
     from .line_editor import LineEditor, default_history_path
     from .repl import run_repl
 
-    screen = Screen.for_conversation(sys.stdout)
     if not quiet:
+        backend = chat.backend
         context = f", context of {backend.max_context} tokens" if backend.max_context else ""
-        screen.heading(f"{backend.model} {backend.where}{context}")
+        chat.screen.heading(f"{backend.model} {backend.where}{context}")
         started = f"Started: {display.summary()}. " if display.steps else ""
-        screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")
+        chat.screen.note(f"{started}/help lists the commands, Ctrl-D leaves.")
     editor = LineEditor(default_history_path() if history else None, colors=wants_color(sys.stdout))
-    return run_repl(Conversation(session, backend, screen, shows_stats=shows_stats and not quiet), editor)
+    return run_repl(chat, editor)
 
 
 def _start(

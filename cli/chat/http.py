@@ -51,6 +51,9 @@ class HttpBackend:
         length = entry.get("max_model_len")
         self.max_context = length if isinstance(length, int) else None
         self._counts_tokens = True
+        # A usage in each chunk, for answers that are stopped; servers that tell their context know the option.
+        counted = {} if self.max_context is None else {"continuous_usage_stats": True}
+        self._stream_options = {"include_usage": True, **counted}
 
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
@@ -62,7 +65,7 @@ class HttpBackend:
             "model": self.model,
             "messages": list(messages),
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": self._stream_options,
         }
         try:
             with self._client.stream("POST", f"{self._base}/v1/chat/completions", json=body) as response:
@@ -184,6 +187,8 @@ def error_of(response: httpx.Response) -> EngineError:
     except (ValueError, KeyError, TypeError):
         error = response.text.strip()[:200] or response.reason_phrase
     if response.status_code == httpx.codes.UNAUTHORIZED:
+        if "authorization" in response.request.headers:
+            return EngineError("the server does not know this API key; check --api-key or ENGINE_API_KEY")
         return EngineError("the server wants an API key; pass --api-key or set ENGINE_API_KEY")
     return _error_from(error, status=response.status_code)
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
 import sys
-import time
 from typing import Any, Final, TextIO
 
 from ...runtime.errors import RequestError
 from .answer_view import AnswerView, call_line
 from .backend import Backend
-from .conversation import AnswerStats
+from .receiving import AnswerStats, Stopped, receive
 from .screen import Screen
 from .session import ChatSession
 
@@ -22,32 +20,31 @@ EXIT_INTERRUPTED: Final = 130
 
 
 def ask_once(
-    session: ChatSession, backend: Backend, screen: Screen, question: str, *, as_json: bool, shows_stats: bool
+    session: ChatSession,
+    backend: Backend,
+    screen: Screen,
+    question: str,
+    *,
+    as_json: bool,
+    shows_stats: bool,
+    stops_loops: bool = True,
 ) -> int:
     """Stream the answer, or with `as_json` write one JSON object at the end.
 
     Returns:
         The exit code: 0, or 130 when Ctrl-C stopped the answer (the part that had arrived is written).
     """
-    stats = AnswerStats(time.monotonic())
     view = AnswerView(screen, shows_text=not as_json)
-    code = EXIT_DONE
-    try:
-        with contextlib.closing(backend.answer(session.messages(question), session.settings)) as chunks:
-            for chunk in chunks:
-                if view.add(chunk):
-                    stats.last_s = time.monotonic()
-                    stats.first_s = stats.last_s if stats.first_s is None else stats.first_s
-                stats.usage = chunk.usage or stats.usage
-                stats.finish_reason = chunk.finish_reason or stats.finish_reason
-    except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+    messages, settings = session.messages(question), session.settings
+    stats = receive(backend, messages, settings, view, stops_loops=stops_loops)
     if as_json:
         screen.answer(json.dumps(_document(backend, stats, view), ensure_ascii=False))
     view.end()
+    if stats.stopped is Stopped.LOOP:
+        screen.note(stats.loop_note())
     if shows_stats:
         screen.note(stats.footer(backend.max_context))
-    return code
+    return EXIT_INTERRUPTED if stats.stopped is Stopped.INTERRUPT else EXIT_DONE
 
 
 def read_question(words: list[str], stdin: TextIO) -> str | None:
@@ -88,7 +85,7 @@ def _document(backend: Backend, stats: AnswerStats, view: AnswerView) -> dict[st
         "model": backend.model,
         "answer": view.text,
         **calls,
-        "finish_reason": stats.finish_reason,
+        "finish_reason": "repetition" if stats.stopped is Stopped.LOOP else stats.finish_reason,
         "prompt_tokens": usage.prompt_tokens if usage else None,
         "cached_tokens": usage.cached_tokens if usage else None,
         "completion_tokens": usage.completion_tokens if usage else None,

@@ -84,12 +84,19 @@ class ChatSession:
             "settings": {k: v for k, v in dataclasses.asdict(self.settings).items() if v is not None},
             "messages": self._messages,
         }
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_text(json.dumps(document, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, path)
-        except (OSError, UnicodeEncodeError) as error:
-            raise RequestError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
+        _write(path, json.dumps(document, ensure_ascii=False, indent=2) + "\n")
+
+    def export(self, path: Path, model: str) -> None:
+        """Write the conversation as Markdown: a heading for each message; an existing file is replaced atomically.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        names = {"system": "System", "user": "You", "assistant": model}
+        parts = [
+            f"## {names[message['role']]}\n\n{message['content'].strip()}\n" for message in self.messages()
+        ]
+        _write(path, "\n".join([f"# Chat with {model}\n", *parts]))
 
     def load(self, path: Path) -> None:
         """Replace this conversation by one from a file; nothing changes if the file is no saved chat.
@@ -105,6 +112,15 @@ class ChatSession:
             raise RequestError(f"{path} is not a saved chat: it is not JSON") from None
         system, settings, messages = _check_document(document, path)
         self.system, self.settings, self._messages = system, settings, messages
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except (OSError, UnicodeEncodeError) as error:
+        raise RequestError(f"cannot write {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _check_document(document: Any, path: Path) -> tuple[str | None, ChatSettings, list[Message]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +12,8 @@ from typing import Any, Final
 from ...runtime.errors import RequestError
 from ...runtime.sampling_params import SamplingParams
 
+_ENCLOSED: Final = frozenset({('"', '"'), ("'", "'"), ("[", "]")})
+_QUOTE, _ESCAPED_QUOTE = '"', '\\"'
 _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
 
 
@@ -84,8 +87,27 @@ class ChatSettings:
 
 
 def _stop_strings(text: str) -> tuple[str, ...]:
-    """`/set stop END` sets one stop string; backslash-n in it is a line break."""
-    return (text.replace("\\n", "\n"),)
+    """Stop strings from text: `END`, `"END"` with the escapes of JSON, or several as a JSON list.
+
+    Without quotes, backslash-n and backslash-t are a line break and a tab.
+
+    Raises:
+        RequestError: quotes or a list that JSON cannot read.
+    """
+    if len(text) >= 2 and (text[0], text[-1]) in _ENCLOSED:
+        quoted = f'"{text[1:-1].replace(_QUOTE, _ESCAPED_QUOTE)}"' if text[0] == "'" else text
+        try:
+            value = json.loads(quoted)
+        except ValueError as error:
+            raise RequestError(
+                f'stop is {text}, which JSON cannot read: {error}; write END, "END" or ["a", "b"]',
+                param="stop",
+            ) from None
+        values = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, str) for each in values):
+            raise RequestError(f'stop is {text}, but each stop string must be text: ["a", "b"]', param="stop")
+        return tuple(values)
+    return (text.replace("\\n", "\n").replace("\\t", "\t"),)
 
 
 PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {

@@ -37,6 +37,8 @@ class SlashCommand:
 
 
 PATH: Final = ("PATH",)
+MAX_FILE_BYTES: Final = 1_000_000
+"""Of a text file that goes with a question."""
 _ON_OFF: Final = ("on", "off")
 
 
@@ -128,6 +130,7 @@ def _system(chat: Conversation, argument: str) -> None:
 
 def _clear(chat: Conversation, _argument: str) -> None:
     chat.session.clear()
+    chat.attached.clear()
     chat.screen.note("Forgot the conversation; system prompt and settings stay.")
 
 
@@ -152,15 +155,42 @@ def _drop(chat: Conversation, argument: str) -> None:
 
 
 def _save(chat: Conversation, argument: str) -> None:
-    path = _path(argument, "/save FILE")
+    path = _new_path(chat, argument, "/save")
     chat.session.save(path, chat.backend.model)
-    chat.screen.note(f"Saved {chat.session.num_exchanges} exchanges to {path}.")
+    chat.own_files.add(path.resolve())
+    chat.screen.note(f"Saved {_exchanges(chat)} to {path}.")
+
+
+def _export(chat: Conversation, argument: str) -> None:
+    path = _new_path(chat, argument, "/export")
+    chat.session.export(path, chat.backend.model)
+    chat.own_files.add(path.resolve())
+    chat.screen.note(f"Wrote {_exchanges(chat)} to {path}, as Markdown.")
+
+
+def _file(chat: Conversation, argument: str) -> None:
+    name, question = _first_word(argument)
+    path = _path(name, "/file FILE [QUESTION]")
+    text = _text_of(path)
+    chat.attached.append(f"{path.name}:\n```\n{text.rstrip()}\n```")
+    if question:
+        chat.ask(question)
+    else:
+        chat.screen.note(f"{path.name}, {len(text):,} characters, goes with the next question.")
+
+
+def _markdown(chat: Conversation, argument: str) -> None:
+    if argument not in _ON_OFF:
+        raise RequestError(f"/markdown takes on or off, not {argument!r}")
+    chat.screen.styles_markdown = argument == "on"
+    chat.screen.note(f"Markdown is styled: {argument}.")
 
 
 def _load(chat: Conversation, argument: str) -> None:
     path = _path(argument, "/load FILE")
     chat.session.load(path)
-    chat.screen.note(f"Loaded {chat.session.num_exchanges} exchanges from {path}.")
+    chat.own_files.add(path.resolve())
+    chat.screen.note(f"Loaded {_exchanges(chat)} from {path}.")
 
 
 def _stats(chat: Conversation, argument: str) -> None:
@@ -213,6 +243,43 @@ def _path(text: str, usage: str) -> Path:
     return Path(text).expanduser()
 
 
+def _new_path(chat: Conversation, argument: str, command: str) -> Path:
+    """A path to write to: new, a file of this chat, or any after `-f`."""
+    forced = argument.startswith("-f ")
+    path = _path(argument.removeprefix("-f ").strip(), f"{command} FILE")
+    if path.exists() and not forced and path.resolve() not in chat.own_files:
+        raise RequestError(f"{path} exists already; `{command} -f {path}` replaces it")
+    return path
+
+
+def _first_word(text: str) -> tuple[str, str]:
+    """A file name, in quotes if it has spaces, and the rest."""
+    if text[:1] in ("'", '"'):
+        name, closing, rest = text[1:].partition(text[0])
+        if closing:
+            return name, rest.strip()
+    name, _, rest = text.partition(" ")
+    return name, rest.strip()
+
+
+def _text_of(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise RequestError(
+                f"{path} has {path.stat().st_size:,} bytes; /file takes {MAX_FILE_BYTES:,} at most"
+            )
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise RequestError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+
+
+def _exchanges(chat: Conversation) -> str:
+    count = chat.session.num_exchanges
+    return f"{count} exchange{'s' * (count != 1)}"
+
+
 def _value(value: object) -> str:
     if value is None:
         return "none"
@@ -238,8 +305,11 @@ _TABLE: Final = (
     SlashCommand("undo", "", "forget the last question and its answer", _undo),
     SlashCommand("edit", "", "take the last question back onto the input line", _edit),
     SlashCommand("drop", "[COUNT]", "forget the oldest exchanges, to free context", _drop),
-    SlashCommand("save", "FILE", "write the conversation to a JSON file", _save, PATH),
+    SlashCommand("file", "FILE [QUESTION]", "send a text file along with a question", _file, PATH),
+    SlashCommand("save", "[-f] FILE", "write the conversation to a JSON file", _save, PATH),
+    SlashCommand("export", "[-f] FILE", "write the conversation as Markdown", _export, PATH),
     SlashCommand("load", "FILE", "go on with a saved conversation", _load, PATH),
+    SlashCommand("markdown", "on|off", "style Markdown in answers", _markdown, _ON_OFF),
     SlashCommand("stats", "[on|off]", "figures of this chat; the footer on or off", _stats, _ON_OFF),
     SlashCommand("tokens", "", "how full the context is", _tokens),
     SlashCommand("model", "", "which model answers, and where", _model),
@@ -247,4 +317,4 @@ _TABLE: Final = (
 )
 COMMANDS: Final = {command.name: command for command in _TABLE}
 """Every command by name, in the order of `/help`."""
-_ALIASES: Final = {"quit": "exit", "bye": "exit", "q": "exit", "?": "help"}
+_ALIASES: Final = {"quit": "exit", "bye": "exit", "q": "exit", "ex": "exit", "?": "help"}

@@ -39,6 +39,26 @@ def test_an_interrupt_before_the_first_word_takes_the_question_back(make_chat):
     assert chat.conversation.pending == "x"
 
 
+def test_a_stopped_answer_has_its_tokens_in_the_footer_and_the_totals(make_chat):
+    chat = make_chat(script=["Hello", " there", KeyboardInterrupt()])
+    chat.conversation.ask("x")
+    assert "1 in (2 cached) · 2 out" in chat.written()
+    assert chat.conversation.num_tokens == 2
+
+
+def test_an_answer_in_a_loop_is_stopped_and_kept(make_chat):
+    chat = make_chat(script=["again and again. "] * 400, max_context=None)
+    chat.conversation.ask("x")
+    text = chat.written()
+    assert "[stopped: the answer repeats the same 17 characters" in text and "repetition_penalty" in text
+    assert chat.conversation.last.usage.completion_tokens < 100 and chat.backend.num_closed == 1
+    assert chat.session.messages()[-1]["content"].startswith("again and again. ")
+    chat = make_chat(script=["again and again. "] * 400, max_context=None)
+    chat.conversation.stops_loops = False
+    chat.conversation.ask("x")
+    assert "stopped" not in chat.written() and chat.conversation.num_tokens == 400
+
+
 def test_an_error_is_shown_and_the_question_comes_back(make_chat):
     chat = make_chat(script=["Hel", EngineDeadError("the engine stopped")])
     chat.conversation.ask("x")
@@ -52,7 +72,7 @@ def test_a_full_context_is_said_with_choices_and_nothing_is_sent(make_chat):
     chat.conversation.ask("one two three four")
     assert chat.backend.seen == []
     assert chat.session.messages() == []
-    assert chat.conversation.pending == "one two three four"
+    assert chat.conversation.pending is None, "the input line is free for a command"
     text = chat.written()
     assert "The context is full: with this question the conversation has 4 tokens, scripted reads 4" in text
     assert "/drop forgets the oldest exchange, /clear all of them" in text
@@ -63,10 +83,10 @@ def test_a_full_context_that_only_the_server_sees_is_said_with_choices(make_chat
     chat = make_chat(script=[full], counts=False)
     chat.conversation.ask("x")
     assert (
-        chat.written()
-        == "too long\nNothing was cut: /drop forgets the oldest exchange, /clear all of them.\n"
+        chat.written() == "too long\nNothing was cut: /drop forgets the oldest exchange, /clear all of them; "
+        "the up arrow brings the question back.\n"
     )
-    assert chat.conversation.pending == "x"
+    assert chat.conversation.pending is None
 
 
 def test_an_answer_that_fills_the_context_is_said(make_chat):
@@ -104,6 +124,23 @@ def test_a_model_cannot_write_escape_sequences_to_a_terminal():
         == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c\td\N{REPLACEMENT CHARACTER}\n"
     )
     assert file.getvalue() == "a\x1b[2Jb"
+
+
+def test_a_terminal_gets_wrapped_lines_and_styled_markdown(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "one **two** three four five six"
+    terminal, plain, file = Terminal(), Terminal(), io.StringIO()
+    screens = [Screen.for_conversation(terminal), Screen.for_conversation(file)]
+    screens.append(Screen.for_conversation(plain, styles_markdown=False))
+    for screen in screens:
+        for character in text:
+            screen.answer(character)
+        screen.end_answer()
+    assert terminal.getvalue() == "one \x1b[1mtwo\x1b[0m three four\nfive six\n"
+    assert plain.getvalue() == "one **two** three\nfour five six\n"
+    assert file.getvalue() == f"{text}\n"
 
 
 def test_colors_only_on_a_terminal_and_not_under_no_color(monkeypatch):

@@ -107,7 +107,7 @@ def test_an_answer_is_streamed_with_its_usage(server):
             "model": "first",
             "messages": QUESTION,
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
             "temperature": 0.3,
             "top_p": 0.9,
             "seed": 5,
@@ -177,6 +177,12 @@ def test_a_missing_key_is_said(server):
     server.say("/v1/models", {"error": {"message": "no key"}}, status=401)
     with pytest.raises(EngineError, match="wants an API key; pass --api-key or set ENGINE_API_KEY"):
         HttpBackend(server.url)
+
+
+def test_a_wrong_key_is_not_called_a_missing_one(server):
+    server.say("/v1/models", {"error": {"message": "no key"}}, status=401)
+    with pytest.raises(EngineError, match="does not know this API key; check --api-key or ENGINE_API_KEY"):
+        HttpBackend(server.url, api_key="wrong")
 
 
 @pytest.mark.parametrize(

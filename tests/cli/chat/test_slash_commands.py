@@ -139,6 +139,65 @@ def test_stats_tokens_and_model(run, chat):
     assert "cannot count tokens" in run("/tokens")
 
 
+def test_save_and_export_replace_only_files_of_this_chat(run, chat, tmp_path):
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    theirs.write_text("kept")
+    for command in ("save", "export"):
+        assert f"{theirs} exists already; `/{command} -f {theirs}` replaces it" in run(f"/{command} {theirs}")
+    assert theirs.read_text() == "kept"
+    assert run(f"/save {ours}") == run(f"/save {ours}") == f"Saved 2 exchanges to {ours}.\n"
+    run(f"/load {ours}")
+    assert "Wrote 2 exchanges" in run(f"/export -f {theirs}")
+    assert theirs.read_text() == (
+        "# Chat with scripted\n\n## You\n\none?\n\n## scripted\n\n1\n\n## You\n\ntwo?\n\n## scripted\n\n2\n"
+    )
+
+
+def test_a_file_goes_with_a_question(run, chat, tmp_path):
+    path = tmp_path / "my notes.txt"
+    path.write_text("a fact\n")
+    assert run(f"/file '{path}'") == "my notes.txt, 7 characters, goes with the next question.\n"
+    assert chat.backend.seen == []
+    chat.conversation.ask("why?")
+    assert chat.backend.seen[-1][-1]["content"] == "why?\n\nmy notes.txt:\n```\na fact\n```"
+    chat.conversation.ask("and?")
+    assert chat.backend.seen[-1][-1]["content"] == "and?"
+    run(f"/file '{path}' how?")
+    assert chat.backend.seen[-1][-1]["content"].startswith("how?\n\nmy notes.txt")
+
+
+def test_files_that_cannot_go_are_refused(run, tmp_path):
+    (tmp_path / "binary").write_bytes(b"caf\xe9")
+    (tmp_path / "large").write_bytes(b"x" * 1_000_001)
+    assert "is not UTF-8 text: unexpected end of data at byte 3" in run(f"/file {tmp_path}/binary x")
+    assert "has 1,000,001 bytes; /file takes 1,000,000 at most" in run(f"/file {tmp_path}/large x")
+    assert "No such file" in run(f"/file {tmp_path}/missing x")
+    assert "which file? /file FILE [QUESTION]" in run("/file")
+
+
+@pytest.mark.parametrize(
+    ("typed", "stop"),
+    [
+        ("END", ("END",)),
+        ('"\\n"', ("\n",)),
+        ("'\\n'", ("\n",)),
+        ("\\n", ("\n",)),
+        ('["a b", "\\t"]', ("a b", "\t")),
+        ('"', ('"',)),
+        ("'say \"x\"'", ('say "x"',)),
+    ],
+)
+def test_stop_strings_may_stand_in_quotes(run, chat, typed, stop):
+    run(f"/set stop {typed}")
+    assert chat.session.settings.stop == stop
+
+
+@pytest.mark.parametrize("typed", ['"\\x"', "[1]", '["a]'])
+def test_wrong_quotes_are_refused(run, chat, typed):
+    assert f"stop is {typed}" in run(f"/set stop {typed}")
+    assert chat.session.settings.stop == ()
+
+
 def test_exit_leaves(run):
     for line in ("/exit", "/quit", "/bye", "/ex"):
         with pytest.raises(LeaveChat):
