@@ -4,7 +4,8 @@ A compilation cannot be interrupted, and its time grows with the square of the s
 manager has each unknown grammar proved: a `ProofWorker` compiles it and walks some tokens through it within
 `grammar_timeout`. The result is kept by the key of the grammar. Only proved grammars reach the scheduler.
 
-A request waits at most `grammar_timeout` for its proof, the time in the queue included. Short grammars go first, and at
+A request waits at most `grammar_timeout` for its proof, the time in the queue included, but not the start of a process,
+which takes seconds on a busy machine and says nothing about the grammar. Short grammars go first, and at
 most one worker has a long one, so that long compilations delay only each other. A proof that no request waits for any
 more is ended.
 """
@@ -59,6 +60,8 @@ class _Job:
         num_waiting: requests that wait for it.
         had_company: another proof ran at the same time, so that a timeout says little about the grammar.
         num_lost: workers that were lost with it.
+        start: the latest start of a worker for it; None before the first.
+        start_s: how long the starts took that are over.
     """
 
     spec: GrammarSpec
@@ -67,6 +70,8 @@ class _Job:
     num_waiting: int = 0
     had_company: bool = False
     num_lost: int = 0
+    start: asyncio.Future[Worker] | None = None
+    start_s: float = 0.0
 
     @property
     def is_long(self) -> bool:
@@ -162,8 +167,7 @@ class Prover:
         """The result of a job; the last request that stops waiting ends it."""
         job.num_waiting += 1
         try:
-            async with asyncio.timeout_at(deadline_s):
-                return await asyncio.shield(job.done)  # other requests may wait for it, too
+            return await self._done_in_time(job, deadline_s)
         except TimeoutError:
             if job in self._running:
                 return _too_slow(job.spec, self._timeout_s)
@@ -177,6 +181,23 @@ class Prover:
             job.num_waiting -= 1
             if not job.num_waiting and not job.done.done():
                 self._drop(job)
+
+    async def _done_in_time(self, job: _Job, deadline_s: float) -> GrammarError | None:
+        """The result of a job.
+
+        Raises:
+            TimeoutError: the deadline has passed, and the starts of workers do not account for that.
+        """
+        while True:
+            counted_s = job.start_s
+            try:
+                async with asyncio.timeout_at(deadline_s + counted_s):
+                    return await asyncio.shield(job.done)  # other requests may wait for it, too
+            except TimeoutError:
+                if job.start is not None and not job.start.done():
+                    await asyncio.wait((job.start, job.done), return_when=asyncio.FIRST_COMPLETED)
+                elif job.start_s <= counted_s:
+                    raise
 
     async def close(self) -> None:
         """End all processes; requests that wait get 503."""
@@ -248,7 +269,7 @@ class Prover:
     async def _prove_one(self, job: _Job) -> None:
         """Prove one grammar in an idle worker, or in a new one."""
         try:
-            worker = self._idle.pop() if self._idle else await self._start_worker()
+            worker = self._idle.pop() if self._idle else await self._started_worker(job)
         except WorkerLostError as error:
             logger.error("the process that compiles grammars has not started: %s", error)
             reason = f"the process that compiles grammars has not started: {error}"
@@ -268,6 +289,16 @@ class Prover:
         finally:
             if not kept:
                 await worker.kill()
+
+    async def _started_worker(self, job: _Job) -> Worker:
+        """A new worker; its start does not count as time of the job."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        job.start = asyncio.ensure_future(self._start_worker())
+        try:
+            return await job.start
+        finally:
+            job.start_s += loop.time() - began_s
 
     # ------------------------------------------------------------ results
 

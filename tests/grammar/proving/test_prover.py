@@ -37,6 +37,7 @@ class Bench:
     """Workers that wait until the test answers, or answer at once.
 
     Attributes:
+        may_start: workers wait for it, if it is given.
         asked: texts of the grammars in the order in which workers got them.
         alive, started: numbers of workers.
         now_s: of the clock.
@@ -48,10 +49,13 @@ class Bench:
         self.now_s = 1000.0
         self.automatic: Callable[[str], Answer] | None = None
         self.start_error: WorkerLostError | None = None
+        self.may_start: asyncio.Event | None = None
         self._waiting: dict[str, asyncio.Future[ProofResult]] = {}
         self.prover = Prover(self.start, timeout_s=5.0, clock=lambda: self.now_s)
 
     async def start(self) -> FakeWorker:
+        if self.may_start is not None:
+            await self.may_start.wait()
         if self.start_error is not None:
             raise self.start_error
         self.alive += 1
@@ -278,6 +282,39 @@ def test_a_request_waits_no_longer_than_the_time_limit():
         assert await asyncio.gather(*tasks) == ["schema_too_complex", "schema_too_complex", "429 queue_full"]
         await settle()
         assert bench.alive == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [(GOOD, "good"), (BAD, "invalid_regex"), (None, "schema_too_complex")]
+)
+def test_the_start_of_a_worker_is_not_time_of_the_grammar(answer: ProofResult | None, code: str):
+    """On a busy machine it takes longer than the time limit, and the first grammar is no bomb because of that."""
+
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.02
+        bench.may_start = asyncio.Event()
+        if answer is not None:
+            bench.automatic = lambda text: answer
+        task = asyncio.create_task(outcome(bench, "a"))
+        await asyncio.wait([task], timeout=0.1)
+        assert not task.done()
+        bench.may_start.set()
+        assert await task == code
+
+    run(test)
+
+
+def test_a_request_that_leaves_during_the_start_of_its_worker_ends_it():
+    async def test(bench: Bench) -> None:
+        bench.may_start = asyncio.Event()
+        task = asyncio.create_task(outcome(bench, "a"))
+        await settle()
+        task.cancel()
+        await settle()
+        assert not bench.prover._running
+        assert bench.started == 0
 
     run(test)
 
