@@ -287,21 +287,66 @@ def test_a_request_waits_no_longer_than_the_time_limit():
 
 
 @pytest.mark.parametrize(
-    ("answer", "code"), [(GOOD, "good"), (BAD, "invalid_regex"), (None, "schema_too_complex")]
+    ("answer", "start_s", "code"),
+    [(GOOD, 0.3, "good"), (BAD, 0.3, "invalid_regex"), (None, 0.1, "schema_too_complex")],
 )
-def test_the_start_of_a_worker_is_not_time_of_the_grammar(answer: ProofResult | None, code: str):
+def test_the_start_of_a_worker_is_not_time_of_the_grammar(
+    answer: ProofResult | None, start_s: float, code: str
+):
     """On a busy machine it takes longer than the time limit, and the first grammar is no bomb because of that."""
 
     async def test(bench: Bench) -> None:
-        bench.prover._timeout_s = 0.02
+        bench.prover._timeout_s = 0.2
         bench.may_start = asyncio.Event()
         if answer is not None:
             bench.automatic = lambda text: answer
         task = asyncio.create_task(outcome(bench, "a"))
-        await asyncio.wait([task], timeout=0.1)
+        await asyncio.wait([task], timeout=start_s)
         assert not task.done()
         bench.may_start.set()
         assert await task == code
+
+    run(test)
+
+
+def test_requests_in_the_queue_wait_for_the_first_worker():
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.2
+        bench.may_start = asyncio.Event()
+        bench.automatic = lambda text: GOOD
+        tasks = [asyncio.create_task(outcome(bench, f"{i}")) for i in range(9)]
+        await asyncio.wait(tasks, timeout=0.3)
+        assert not any(task.done() for task in tasks)
+        bench.may_start.set()
+        assert await asyncio.gather(*tasks) == ["good"] * 9
+        assert bench.started == 2
+
+    run(test)
+
+
+def test_a_request_does_not_wait_for_a_start_without_end():
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.02
+        bench.may_start = asyncio.Event()
+        tasks = [asyncio.create_task(outcome(bench, f"{i}")) for i in range(3)]
+        assert await asyncio.gather(*tasks) == ["429 queue_full"] * 3
+        assert bench.started == 0
+
+    run(test)
+
+
+def test_a_grammar_that_has_waited_is_not_blamed():
+    """Its compilation begins shortly before the end of its time: 429, and it may come again."""
+
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.2
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("a", "bb", "ccc")]
+        await asyncio.wait(tasks, timeout=0.1)
+        bench.answer("a", GOOD)
+        assert await asyncio.gather(*tasks) == ["good", "schema_too_complex", "429 queue_full"]
+        assert bench.asked == ["a", "bb", "ccc"]
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "ccc") == "good"
 
     run(test)
 
