@@ -15,7 +15,7 @@ class Question(NamedTuple):
     """A request.
 
     Attributes:
-        may_be_cut: a keyword is in the schema for which no short end may be found, so that `max_tokens` cuts the answer.
+        may_be_cut: it has a keyword for which no short end may be found; `max_tokens` cuts such an answer.
     """
 
     schema: dict[str, Any]
@@ -101,9 +101,7 @@ class _Maker:
         return {"enum": self._rng.sample(_WORDS, self._rng.randint(1, 5))}
 
     def _constant(self) -> dict[str, Any]:
-        return self._rng.choice(
-            ({"const": self._rng.choice(_WORDS)}, {"type": "boolean"}, {"type": "null"})
-        )
+        return self._rng.choice(({"const": self._rng.choice(_WORDS)}, {"type": "boolean"}, {"type": "null"}))
 
     def _object(self, depth: int) -> dict[str, Any]:
         names = self._rng.sample(_NAMES, self._rng.randint(0, 4))
@@ -123,7 +121,9 @@ class _Maker:
         low = self._rng.randint(0, 2)
         bounds = self._some({"minItems": low, "maxItems": low + self._rng.randint(0, 4)})
         first = [self._any(depth) for _ in range(self._rng.randint(0, 2))]
-        return {"type": "array", "items": self._any(depth)} | bounds | ({"prefixItems": first} if first else {})
+        return (
+            {"type": "array", "items": self._any(depth)} | bounds | ({"prefixItems": first} if first else {})
+        )
 
     def _union(self, depth: int) -> dict[str, Any]:
         if self._rng.random() < 0.5:
