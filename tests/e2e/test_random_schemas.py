@@ -79,14 +79,15 @@ def end_of(asked: Question, reply: httpx.Response) -> str:
     text, reason = choice["message"]["content"], choice["finish_reason"]
     assert "warnings" not in body, (asked, body["warnings"])
     assert reason in ("stop", "length")
-    try:
-        value = json.loads(text, parse_float=finite)
-    except ValueError:
-        assert reason == "length", (asked, text, body["usage"])
-        return "cut" if asked.may_be_cut else "cut although simple"
     validator = jsonschema_rs.validator_for(asked.schema, validate_formats=True)
-    assert validator.is_valid(value), (asked, text, [error.message for error in validator.iter_errors(value)])
-    return str(reason)
+    try:
+        is_valid = validator.is_valid(json.loads(text, parse_float=finite))
+    except ValueError:
+        is_valid = False
+    if is_valid:
+        return str(reason)
+    assert reason == "length", (asked, text, body["usage"])
+    return "cut" if asked.may_be_cut else "cut although simple"
 
 
 def test_answers_of_a_random_model(serve: EngineServe):
@@ -99,7 +100,8 @@ def test_answers_of_a_random_model(serve: EngineServe):
 def test_500_answers_of_the_default_model():
     if cached_default_model() is None:
         pytest.skip("the default model is not in the cache")
-    with EngineServe() as engine:
+    # New grammars come last on a machine with other work.
+    with EngineServe("--grammar-timeout", "60") as engine:
         check(engine.wait_until_ready(), 500)
         assert engine.stop() == 0, engine.log
         assert engine.leftovers() == []
