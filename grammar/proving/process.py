@@ -38,7 +38,8 @@ from .messages import (
 
 _STDIN: Final = 0
 _NICENESS: Final = 10
-"""A new grammar waits longer on a busy machine; the streams of others do not."""
+"""A new grammar waits longer on a busy machine; the streams of others do not. Only compilations have it: a start takes
+0.3 s of CPU time more, which may be half a minute at this priority, and requests wait for it."""
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
 _DECODER: Final[msgspec.msgpack.Decoder[ToProver]] = msgspec.msgpack.Decoder(ToProver)
@@ -52,7 +53,6 @@ def main() -> None:
         )  # the terminal sends them to all; the parent decides when this ends
     die_with(int(sys.argv[1]))
     setproctitle.setproctitle("engine: grammar")
-    os.nice(_NICENESS)
     with socket.socket(fileno=os.dup(_STDIN)) as channel:
         setup = _receive(channel)
         if not isinstance(setup, ProofSetup):
@@ -66,6 +66,7 @@ def main() -> None:
             channel.sendall(frame(ProverReady(error=str(error))))
             return
         _limit_memory(setup.memory_bytes)
+        os.nice(_NICENESS)
         channel.sendall(frame(ProverReady()))
         while isinstance(request := _receive(channel), ProofRequest):
             channel.sendall(frame(_prove(backend, vocabulary, request)))

@@ -4,7 +4,9 @@ A compilation cannot be interrupted, and its time grows with the square of the s
 manager has each unknown grammar proved: a `ProofWorker` compiles it and walks some tokens through it within
 `grammar_timeout`. The result is kept by the key of the grammar. Only proved grammars reach the scheduler.
 
-A request waits at most `grammar_timeout` for its proof, the time in the queue included. Short grammars go first, and at
+A request waits at most `grammar_timeout` for its proof, the time in the queue included. The start of its process does
+not count, and neither does time in the queue in which no process is ready, up to `grammar_timeout` once more: a start
+takes seconds on a busy machine and says nothing about the grammar. Short grammars go first, and at
 most one worker has a long one, so that long compilations delay only each other. A proof that no request waits for any
 more is ended.
 """
@@ -41,6 +43,10 @@ LONG_CHARS: Final = 32_768
 START_FAILED_S: Final = 10.0
 """The same, after a worker that did not start."""
 PROOF_MEMORY_BYTES: Final = 1 << 30
+_LOOK_S: Final = 0.01
+"""Between two looks at the time that a request has left, during the start of a process."""
+_MOST: Final = 0.9
+"""Of `grammar_timeout`: a grammar that was compiled for less has waited, and its size is not the cause."""
 
 
 class Worker(Protocol):
@@ -59,6 +65,9 @@ class _Job:
         num_waiting: requests that wait for it.
         had_company: another proof ran at the same time, so that a timeout says little about the grammar.
         num_lost: workers that were lost with it.
+        is_starting: its worker is being started.
+        lost_s: time that does not count, up to the last `Prover._account`.
+        proving_s: when its worker began to compile it, by the clock of the loop; None before.
     """
 
     spec: GrammarSpec
@@ -67,6 +76,9 @@ class _Job:
     num_waiting: int = 0
     had_company: bool = False
     num_lost: int = 0
+    is_starting: bool = False
+    lost_s: float = 0.0
+    proving_s: float | None = None
 
     @property
     def is_long(self) -> bool:
@@ -129,6 +141,7 @@ class Prover:
         self._queue: list[_Job] = []
         self._running: dict[_Job, asyncio.Task[None]] = {}
         self._idle: list[Worker] = []
+        self._accounted_s = 0.0  # the loop's clock at the last `_account`
         self._lost: OrderedDict[str, float] = OrderedDict()  # keys that lost a worker, and when
         self._unavailable_until_s = -1.0
         self._unavailable_reason = ""
@@ -162,13 +175,12 @@ class Prover:
         """The result of a job; the last request that stops waiting ends it."""
         job.num_waiting += 1
         try:
-            async with asyncio.timeout_at(deadline_s):
-                return await asyncio.shield(job.done)  # other requests may wait for it, too
+            return await self._done_in_time(job, deadline_s)
         except TimeoutError:
-            if job in self._running:
+            if self._is_slow(job):
                 return _too_slow(job.spec, self._timeout_s)
             raise RequestError(
-                f"{len(self._queue)} new grammars wait to be compiled, and this one waited longer than "
+                f"{len(self._queue)} other new grammars wait to be compiled, and this one was not done within "
                 f"{self._timeout_s:g} s; try again later",
                 code="queue_full",
                 status=429,
@@ -177,6 +189,38 @@ class Prover:
             job.num_waiting -= 1
             if not job.num_waiting and not job.done.done():
                 self._drop(job)
+
+    async def _done_in_time(self, job: _Job, deadline_s: float) -> GrammarError | None:
+        """The result of a job.
+
+        Raises:
+            TimeoutError: the deadline has passed, also with the time that does not count.
+        """
+        self._account()
+        lost_before_s = job.lost_s
+        limit_s = deadline_s
+        while True:
+            try:
+                async with asyncio.timeout_at(limit_s):
+                    return await asyncio.shield(job.done)  # other requests may wait for it, too
+            except TimeoutError:
+                self._account()
+                extended_s = deadline_s + min(job.lost_s - lost_before_s, self._timeout_s)
+                if extended_s <= limit_s:
+                    raise
+                limit_s = max(extended_s, limit_s + _LOOK_S)
+
+    def _account(self) -> None:
+        """Add the time since the last call to the lost time of jobs; called before each start and end of a start."""
+        now_s = asyncio.get_running_loop().time()
+        passed_s = now_s - self._accounted_s
+        self._accounted_s = now_s
+        starting = [job for job in self._running if job.is_starting]
+        for job in starting:
+            job.lost_s += passed_s
+        if starting and len(starting) == len(self._running):
+            for job in self._queue:
+                job.lost_s += passed_s
 
     async def close(self) -> None:
         """End all processes; requests that wait get 503."""
@@ -189,6 +233,12 @@ class Prover:
         for job in list(self._jobs.values()):
             self._give_up(job, _unavailable("the server is shutting down"))
         self._queue.clear()
+
+    def _is_slow(self, job: _Job) -> bool:
+        """Whether a job has been compiled for nearly all of the time limit, and has not just waited."""
+        if job.proving_s is None or job not in self._running:
+            return False
+        return asyncio.get_running_loop().time() - job.proving_s > _MOST * self._timeout_s
 
     # ------------------------------------------------------------ the queue
 
@@ -248,7 +298,7 @@ class Prover:
     async def _prove_one(self, job: _Job) -> None:
         """Prove one grammar in an idle worker, or in a new one."""
         try:
-            worker = self._idle.pop() if self._idle else await self._start_worker()
+            worker = self._idle.pop() if self._idle else await self._started_worker(job)
         except WorkerLostError as error:
             logger.error("the process that compiles grammars has not started: %s", error)
             reason = f"the process that compiles grammars has not started: {error}"
@@ -256,6 +306,7 @@ class Prover:
             self._give_up(job, _unavailable(reason))
             return
         kept = False
+        job.proving_s = asyncio.get_running_loop().time()
         try:
             result = await worker.prove(job.spec, self._timeout_s)
             self._finish(job, GrammarError(result.message, result.code) if result.code else None)
@@ -268,6 +319,16 @@ class Prover:
         finally:
             if not kept:
                 await worker.kill()
+
+    async def _started_worker(self, job: _Job) -> Worker:
+        """A new worker; its start does not count as time of the job."""
+        self._account()
+        job.is_starting = True
+        try:
+            return await self._start_worker()
+        finally:
+            self._account()
+            job.is_starting = False
 
     # ------------------------------------------------------------ results
 
@@ -294,6 +355,7 @@ class Prover:
     def _count_lost(self, job: _Job) -> None:
         """Try once more in a new worker: the worker may have been lost for another reason."""
         job.num_lost += 1
+        job.proving_s = None
         if job.num_lost == 1:
             self._queue.append(job)
             return

@@ -32,7 +32,7 @@ _CHAT_TEMPLATE: Final = (
 _LAYERS, _HIDDEN, _INTERMEDIATE, _HEADS, _KV_HEADS, _HEAD_DIM = 2, 64, 128, 4, 2, 16
 
 
-def make_model(folder: Path) -> Path:
+def make_model(folder: Path, max_model_len: int = MAX_MODEL_LEN) -> Path:
     """Write a Llama of 0.2 million weights with a byte-level BPE tokenizer and a chat template into a new folder."""
     folder.mkdir()
     vocab_size = _write_tokenizer(folder)
@@ -45,7 +45,7 @@ def make_model(folder: Path) -> Path:
         "num_hidden_layers": _LAYERS,
         "num_attention_heads": _HEADS,
         "num_key_value_heads": _KV_HEADS,
-        "max_position_embeddings": MAX_MODEL_LEN,
+        "max_position_embeddings": max_model_len,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,

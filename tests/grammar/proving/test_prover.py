@@ -37,6 +37,7 @@ class Bench:
     """Workers that wait until the test answers, or answer at once.
 
     Attributes:
+        may_start: workers wait for it, if it is given.
         asked: texts of the grammars in the order in which workers got them.
         alive, started: numbers of workers.
         now_s: of the clock.
@@ -48,10 +49,13 @@ class Bench:
         self.now_s = 1000.0
         self.automatic: Callable[[str], Answer] | None = None
         self.start_error: WorkerLostError | None = None
+        self.may_start: asyncio.Event | None = None
         self._waiting: dict[str, asyncio.Future[ProofResult]] = {}
         self.prover = Prover(self.start, timeout_s=5.0, clock=lambda: self.now_s)
 
     async def start(self) -> FakeWorker:
+        if self.may_start is not None:
+            await self.may_start.wait()
         if self.start_error is not None:
             raise self.start_error
         self.alive += 1
@@ -278,6 +282,84 @@ def test_a_request_waits_no_longer_than_the_time_limit():
         assert await asyncio.gather(*tasks) == ["schema_too_complex", "schema_too_complex", "429 queue_full"]
         await settle()
         assert bench.alive == 0
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("answer", "start_s", "code"),
+    [(GOOD, 0.3, "good"), (BAD, 0.3, "invalid_regex"), (None, 0.1, "schema_too_complex")],
+)
+def test_the_start_of_a_worker_is_not_time_of_the_grammar(
+    answer: ProofResult | None, start_s: float, code: str
+):
+    """On a busy machine it takes longer than the time limit, and the first grammar is no bomb because of that."""
+
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.2
+        bench.may_start = asyncio.Event()
+        if answer is not None:
+            bench.automatic = lambda text: answer
+        task = asyncio.create_task(outcome(bench, "a"))
+        await asyncio.wait([task], timeout=start_s)
+        assert not task.done()
+        bench.may_start.set()
+        assert await task == code
+
+    run(test)
+
+
+def test_requests_in_the_queue_wait_for_the_first_worker():
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.2
+        bench.may_start = asyncio.Event()
+        bench.automatic = lambda text: GOOD
+        tasks = [asyncio.create_task(outcome(bench, f"{i}")) for i in range(9)]
+        await asyncio.wait(tasks, timeout=0.3)
+        assert not any(task.done() for task in tasks)
+        bench.may_start.set()
+        assert await asyncio.gather(*tasks) == ["good"] * 9
+        assert bench.started == 2
+
+    run(test)
+
+
+def test_a_request_does_not_wait_for_a_start_without_end():
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.02
+        bench.may_start = asyncio.Event()
+        tasks = [asyncio.create_task(outcome(bench, f"{i}")) for i in range(3)]
+        assert await asyncio.gather(*tasks) == ["429 queue_full"] * 3
+        assert bench.started == 0
+
+    run(test)
+
+
+def test_a_grammar_that_has_waited_is_not_blamed():
+    """Its compilation begins shortly before the end of its time: 429, and it may come again."""
+
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.2
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("a", "bb", "ccc")]
+        await asyncio.wait(tasks, timeout=0.1)
+        bench.answer("a", GOOD)
+        assert await asyncio.gather(*tasks) == ["good", "schema_too_complex", "429 queue_full"]
+        assert bench.asked == ["a", "bb", "ccc"]
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "ccc") == "good"
+
+    run(test)
+
+
+def test_a_request_that_leaves_during_the_start_of_its_worker_ends_it():
+    async def test(bench: Bench) -> None:
+        bench.may_start = asyncio.Event()
+        task = asyncio.create_task(outcome(bench, "a"))
+        await settle()
+        task.cancel()
+        await settle()
+        assert not bench.prover._running
+        assert bench.started == 0
 
     run(test)
 

@@ -73,6 +73,7 @@ _NOT_YET: Final[NotYet] = {
 }
 _NO_EFFECT: Final = {
     "cache_control",
+    "context_management",  # with a warning where it is an edit, see reading.py
     "diagnostics",
     "inference_geo",
     "metadata",

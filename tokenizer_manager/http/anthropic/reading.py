@@ -90,6 +90,7 @@ def read_messages(body: Body, limits: RequestLimits, answers: EngineConfig, *, s
     """
     notes = Notes(MESSAGES_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, MessagesRequest)
+    _note_edits(body, notes)
     conversation, constraint = _conversation(request, limits, answers, notes)
     fields = SamplingFields(
         temperature=request.temperature,
@@ -115,8 +116,19 @@ def read_count(body: Body, limits: RequestLimits, answers: EngineConfig, *, stri
     """
     notes = Notes(COUNT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, CountTokensRequest)
+    _note_edits(body, notes)
     conversation, _ = _conversation(request, limits, answers, notes)
     return ReadCount(request, conversation, notes.warnings)
+
+
+def _note_edits(body: Body, notes: Notes) -> None:
+    """Warn of edits of the context, which are not made; an edit that keeps everything is none."""
+    management = body.get("context_management")
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        edits = [] if edits is None else [edits]
+    if any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits):
+        notes.warn("context_management has no effect: the whole conversation is the prompt")
 
 
 def _conversation(

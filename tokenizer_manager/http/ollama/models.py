@@ -26,6 +26,9 @@ from .fields import SHOW_POLICY, OllamaShowRequest
 
 _GREETING: Final = b"Ollama is running"
 """Clients look for this text."""
+_VERSION: Final = "0.14.1"
+"""The release of Ollama with the endpoints that are served here, `/v1/responses` and `/v1/messages` too. Clients refuse
+servers with a lower version than the first that has what they use."""
 _NEVER: Final = "9999-12-31T23:59:59Z"
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -106,8 +109,8 @@ async def show(exchange: Exchange, services: Services) -> None:
 
 
 async def version(exchange: Exchange, services: Services) -> None:
-    """The version of the engine."""
-    await exchange.send_json(VersionBody(services.version))
+    """The version of Ollama's API; that of the engine is in `/server_info`."""
+    await exchange.send_json(VersionBody(_VERSION))
 
 
 def unavailable(path: str, why: str) -> Callable[[Exchange, Services], Awaitable[None]]:

@@ -53,6 +53,7 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     arguments: str = ""
 
 
@@ -63,6 +64,7 @@ class CustomToolCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="cu
     status: ItemStatus
     call_id: str
     name: str
+    namespace: str | UnsetType = UNSET
     input: str = ""
 
 

@@ -109,7 +109,7 @@ class _Writer:
         self._chat = chat
         self.finish_reason: str | None = None
         self.stream = ResponseStream(
-            _body(services, chat, read), lambda prefix: f"{prefix}_{uuid.uuid4().hex}"
+            _body(services, chat, read), lambda prefix: f"{prefix}_{uuid.uuid4().hex}", read.namespaces
         )
 
     def begin(self, row: AnswerRow) -> bytes:

@@ -50,17 +50,23 @@ _RUN_BY_SERVERS: Final = frozenset(
     }
 )
 """Items of tools that the server of an earlier answer ran."""
-_NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "namespace", "phase", "status")
-_CALL: Final = policy_of(("call_id", "name", "arguments"), _NO_EFFECT)
-_OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name"))
+_NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "phase", "status")
+_CALL: Final = policy_of(("call_id", "name", "namespace", "arguments"), _NO_EFFECT)
+_OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name", "namespace"))
 _ITEMS: Final = {
     "message": policy_of(("role", "content"), _NO_EFFECT),
     "function_call": _CALL,
     "function_call_output": _OUTPUT,
-    "custom_tool_call": policy_of(("call_id", "name", "input"), _NO_EFFECT),
+    "custom_tool_call": policy_of(("call_id", "name", "namespace", "input"), _NO_EFFECT),
     "custom_tool_call_output": _OUTPUT,
     "reasoning": policy_of(("content", "summary"), _NO_EFFECT),
 }
+
+
+Namespaces = dict[str, tuple[str, str]]
+"""Name of a tool as the model sees it -> its namespace, and its name there."""
+_NAMESPACE_END: Final = "__"
+"""Between the two, for the model."""
 
 
 class ReadResponses(NamedTuple):
@@ -71,6 +77,7 @@ class ReadResponses(NamedTuple):
     constraint: Constraint | None
     sampling: SamplingParams
     warnings: list[str]
+    namespaces: Namespaces
 
 
 def read_responses(
@@ -91,7 +98,7 @@ def read_responses(
     if request.instructions:
         history.system(request.instructions)
     _read_input(request.input, history, notes, limits)
-    tools = _tools(request.tools or [], notes)
+    tools, namespaces = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
         notes.warn("text.verbosity has no effect")
@@ -114,7 +121,7 @@ def read_responses(
             min_new_tokens=request.min_tokens,
             keep_stop=False,
         )
-    return ReadResponses(request, conversation, constraint, sampling, notes.warnings)
+    return ReadResponses(request, conversation, constraint, sampling, notes.warnings, namespaces)
 
 
 # ---------------------------------------------------------------- input
@@ -145,10 +152,10 @@ def _read_item(item: Body, at: str, history: History, notes: Notes) -> None:
         case "message":
             _read_message(item, at, history)
         case "function_call":
-            history.call(_text(item, "call_id", at), _text(item, "name", at), _text(item, "arguments", at))
+            history.call(_text(item, "call_id", at), _tool_name(item, at), _text(item, "arguments", at))
         case "custom_tool_call":
             arguments = json.dumps({CUSTOM_INPUT: _text(item, "input", at)}, ensure_ascii=False)
-            history.call(_text(item, "call_id", at), _text(item, "name", at), arguments)
+            history.call(_text(item, "call_id", at), _tool_name(item, at), arguments)
         case "function_call_output" | "custom_tool_call_output":
             history.result(
                 _text(item, "call_id", at), text_of(item.get("output"), f"{at}.output", _TEXT_PARTS)
@@ -190,16 +197,39 @@ def _text(item: Body, key: str, at: str) -> str:
 # ---------------------------------------------------------------- tools
 
 
-def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
-    """The tools that the client runs; others are left out with a warning."""
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[tuple[Tool, ...], Namespaces]:
+    """The tools that the client runs, those in namespaces too; others are left out with a warning."""
     kept: list[Tool] = []
+    namespaces: Namespaces = {}
     for at, tool in objects(tools, "tools"):
-        kind = tool.get("type")
-        if isinstance(kind, str) and kind not in ("function", "custom"):
-            notes.warn(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
-        else:
-            kept.append(tool_of(tool, at))
-    return tuple(kept)
+        if tool.get("type") != "namespace":
+            kept += _tool(tool, at, notes)
+            continue
+        namespace = _text(tool, "name", at)
+        inner = convert(tool.get("tools") or [], list[dict[str, Any]], f"{at}.tools")
+        for place, entry in objects(inner, f"{at}.tools"):
+            for made in _tool(entry, place, notes):
+                name = f"{namespace}{_NAMESPACE_END}{made.name}"
+                namespaces[name] = (namespace, made.name)
+                kept.append(replace(made, name=name))
+    return tuple(kept), namespaces
+
+
+def _tool(tool: Body, at: str, notes: Notes) -> list[Tool]:
+    """A tool, or none with a warning."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        notes.warn(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
+        return []
+    return [tool_of(tool, at)]
+
+
+def _tool_name(call: Body, at: str) -> str:
+    """The name of the tool of an earlier call, as the model sees it."""
+    name = _text(call, "name", at)
+    if call.get("namespace") is None:
+        return name
+    return f"{_text(call, 'namespace', at)}{_NAMESPACE_END}{name}"
 
 
 # ---------------------------------------------------------------- settings

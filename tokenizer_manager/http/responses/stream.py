@@ -6,10 +6,11 @@ incomplete or failed. An answer in one piece is the final object of the same wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, assert_never
 
 import msgspec
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
@@ -39,13 +40,20 @@ class ResponseStream:
         body: the response object as of the latest event.
     """
 
-    def __init__(self, body: ResponseBody, make_id: Callable[[str], str]) -> None:
+    def __init__(
+        self,
+        body: ResponseBody,
+        make_id: Callable[[str], str],
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
         """Begin.
 
         Args:
             body: in progress, without output.
             make_id: a new id with the given prefix.
+            namespaces: name of a tool as the model sees it -> its namespace, and its name there.
         """
+        self._namespaces = namespaces or {}
         self.body = body
         self._make_id = make_id
         self._sequence_number = 0
@@ -94,8 +102,15 @@ class ResponseStream:
             case CallBegin(_, call_id, name, custom):
                 events = self._end_item("completed")
                 kind, prefix = (CustomToolCallItem, "ctc") if custom else (FunctionCallItem, "fc")
+                namespace, short = self._namespaces.get(name, (UNSET, name))
                 return events + self._add(
-                    kind(id=self._make_id(prefix), status="in_progress", call_id=call_id, name=name)
+                    kind(
+                        id=self._make_id(prefix),
+                        status="in_progress",
+                        call_id=call_id,
+                        name=short,
+                        namespace=namespace,
+                    )
                 )
             case CallArguments(_, text):
                 return self._arguments(text)

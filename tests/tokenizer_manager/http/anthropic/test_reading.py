@@ -111,6 +111,30 @@ def test_counting_reads_the_same_conversation():
     assert counted.conversation == read(**CODING_AGENT).conversation
 
 
+@pytest.mark.parametrize(
+    ("value", "warns"),
+    [
+        (None, False),
+        ({"edits": []}, False),
+        ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, False),
+        ({"edits": [{"type": "clear_tool_uses_20250919"}]}, True),
+        (
+            {"edits": [{"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}}]},
+            True,
+        ),
+        ({"edits": "some"}, True),
+        ("some", True),
+    ],
+)
+def test_edits_of_the_context_are_a_warning(value: object, warns: bool):
+    warning = "context_management has no effect: the whole conversation is the prompt"
+
+    assert read(context_management=value).warnings == [warning] * warns
+    body = {"messages": [HI], "context_management": value}
+    counted = read_count(body, RequestLimits(), EngineConfig(), strict=True)
+    assert counted.warnings == [warning] * warns
+
+
 def test_a_last_message_of_the_assistant_is_continued():
     made = read(messages=[HI, {"role": "assistant", "content": "The answer is ("}])
 

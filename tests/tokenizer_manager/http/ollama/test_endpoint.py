@@ -98,7 +98,9 @@ def test_the_model(serve: Serve, client_of: ClientOf):
     assert shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo is not None
     assert shown.modelinfo["llama.context_length"] == 256
-    assert served.client.get("/api/version").json() == {"version": "0.0.0"}
+    assert served.client.get("/api/version").json() == {"version": "0.14.1"}, (
+        "clients ask for a minimum of Ollama's"
+    )
     assert served.client.get("/").text == "Ollama is running"
     assert served.client.head("/").status_code == 200
 

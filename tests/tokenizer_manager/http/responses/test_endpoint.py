@@ -65,6 +65,20 @@ def test_a_call(serve: Serve, client_of: ClientOf):
     assert final.status == "completed"
 
 
+def test_a_call_in_a_namespace(serve: Serve, client_of: ClientOf):
+    call = CALL.replace('"f"', '"crm__f"')
+    served = serve(say_all(call[:20], call[20:]), capacity=ROOMY)
+    namespace = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [TOOL]}
+    with client_of(served).responses.stream(model=MODEL, input="hi", tools=[namespace]) as stream:  # type: ignore[list-item]
+        events = list(stream)
+        final = stream.get_final_response()
+
+    [item] = final.output
+    assert (item.type, item.name, item.namespace) == ("function_call", "f", "crm")  # type: ignore[union-attr]
+    [added] = [event for event in events if event.type == "response.output_item.added"]
+    assert (added.item.name, added.item.namespace) == ("f", "crm")  # type: ignore[union-attr]
+
+
 def test_a_cut_answer(serve: Serve):
     served = serve(say_all("Hel", finish=LENGTH))
     whole = served.client.post(PATH, json={"input": "hi"}).json()

@@ -126,6 +126,42 @@ def test_a_custom_call_in_the_history_becomes_a_call_with_one_text():
     assert made.conversation.messages[2]["content"] == "ok"
 
 
+def test_tools_of_a_namespace_have_its_name_for_the_model():
+    patch = {"type": "custom", "name": "apply_patch"}
+    made = read(
+        tools=[
+            SHELL,
+            {
+                "type": "namespace",
+                "name": "remote",
+                "description": "x",
+                "tools": [SHELL, patch, {"type": "mcp"}],
+            },
+        ],
+        input=[
+            {"role": "user", "content": "list"},
+            {
+                "type": "function_call",
+                "call_id": "c",
+                "name": "shell",
+                "namespace": "remote",
+                "arguments": "{}",
+            },
+            {"type": "function_call_output", "call_id": "c", "output": "a.py"},
+        ],
+    )
+
+    names = [(tool.name, tool.custom) for tool in made.conversation.tools]
+    assert names == [("shell", False), ("remote__shell", False), ("remote__apply_patch", True)]
+    assert made.namespaces == {
+        "remote__shell": ("remote", "shell"),
+        "remote__apply_patch": ("remote", "apply_patch"),
+    }
+    assert made.conversation.messages[1]["tool_calls"][0]["function"]["name"] == "remote__shell"
+    assert made.conversation.messages[2]["name"] == "remote__shell"
+    assert made.warnings == ["tools[1].tools[2] (mcp) was left out: this server does not run tools"]
+
+
 def test_the_schema_of_the_answer():
     form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}
     made = read(text={"format": form})
@@ -162,6 +198,12 @@ def test_a_named_tool():
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
         ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": 3}]}, "tools[0].tools"),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+            "tools[0].tools[0].name",
+        ),
         ({"tool_choice": "maybe"}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),

@@ -1,0 +1,1 @@
+"""Programs that people use with other servers, against real engine processes."""
