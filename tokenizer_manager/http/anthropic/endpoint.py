@@ -12,7 +12,7 @@ from ...scheduling_options import Scheduling
 from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
 from ..exchange import Exchange
 from ..guards.auth import Caller
-from ..schema.accounting import usage_of
+from ..schema.accounting import truncated_of, usage_of
 from ..schema.field_policy import first_warnings
 from ..services import Services
 from ..surfaces.deltas import merged
@@ -147,11 +147,13 @@ class _Writer:
 
 
 def _usage(chat: ChatGeneration) -> MessageUsage:
-    usage = usage_of(chat.generation)
+    usage = usage_of(chat.generation, tokenizer=chat.tokenizer)
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(chat.reasoning_tokens() or 0),
+        grammar=usage.grammar,
+        truncated=truncated_of(chat.generation.choices[0], chat.tokenizer),
     )
