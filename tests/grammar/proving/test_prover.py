@@ -17,6 +17,7 @@ from engine.grammar.proving.prover import (
     START_FAILED_S,
     UNAVAILABLE_S,
     Prover,
+    Worker,
 )
 from engine.grammar.proving.worker import WorkerLostError
 from engine.runtime.errors import RequestError
@@ -38,12 +39,14 @@ class Bench:
 
     Attributes:
         asked: texts of the grammars in the order in which workers got them.
+        measured: of each, whether it is to be measured.
         alive, started: numbers of workers.
         now_s: of the clock.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.measured: list[bool] = []
         self.alive = self.started = 0
         self.now_s = 1000.0
         self.automatic: Callable[[str], Answer] | None = None
@@ -78,7 +81,8 @@ class FakeWorker:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
 
-    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult:
+    async def prove(self, spec: GrammarSpec, timeout_s: float, *, measures: bool = False) -> ProofResult:
+        self._bench.measured.append(measures)
         return await self._bench.ask(spec.text)
 
     async def kill(self) -> None:
@@ -278,6 +282,41 @@ def test_a_request_waits_no_longer_than_the_time_limit():
         assert await asyncio.gather(*tasks) == ["schema_too_complex", "schema_too_complex", "429 queue_full"]
         await settle()
         assert bench.alive == 0
+
+    run(test)
+
+
+def test_the_start_of_a_worker_does_not_count():
+    """On a loaded machine a process may need longer to start than a grammar may take."""
+
+    async def test(bench: Bench) -> None:
+        bench.prover._timeout_s = 0.02
+        bench.automatic = lambda text: GOOD
+        may_start, start = asyncio.Event(), bench.prover._start_worker
+
+        async def slow_start() -> Worker:
+            await may_start.wait()
+            return await start()
+
+        bench.prover._start_worker = slow_start
+        task = asyncio.create_task(outcome(bench, "a"))
+        asyncio.get_running_loop().call_later(0.1, may_start.set)
+        assert await task == "good"
+        assert bench.started == 1
+
+    run(test)
+
+
+def test_measuring_compiles_a_known_grammar_again():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: ProofResult(compile_s=0.5, forced_share=0.25)
+        assert await outcome(bench, "a") == "good"
+        assert await bench.prover.measure(use("a")) == [ProofResult(compile_s=0.5, forced_share=0.25)]
+        assert bench.asked == ["a", "a"] and bench.measured == [False, True]
+        bench.automatic = lambda text: BAD
+        with pytest.raises(GrammarError, match="bad"):
+            await bench.prover.measure(use("b"))
+        assert await outcome(bench, "b") == "invalid_regex" and len(bench.asked) == 3, "its result is kept"
 
     run(test)
 
