@@ -35,7 +35,7 @@ async def messages(exchange: Exchange, services: Services) -> None:
         conversation=read.conversation,
         sampling=read.sampling,
         id_prefix="msg",
-        scheduling=_scheduling(exchange.caller),
+        scheduling=_scheduling(exchange.caller, read.user),
         length_param=LENGTH_PARAM,
         constraint=constraint,
         arrival_s=services.manager.now_s(),
@@ -86,8 +86,8 @@ def _check_model(request: CountTokensRequest, services: Services) -> None:
     services.check_model(request.model)
 
 
-def _scheduling(caller: Caller) -> Scheduling:
-    return Scheduling(tenant=caller.tenant(None), extra_key=caller.namespace(None), owner=caller.owner)
+def _scheduling(caller: Caller, user: str | None) -> Scheduling:
+    return Scheduling(tenant=caller.tenant(user), extra_key=caller.namespace(None), owner=caller.owner)
 
 
 class _Writer:
