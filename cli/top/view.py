@@ -113,11 +113,11 @@ def _grammars(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
         if rates is None
         else f"{rates.masks:,.0f} masks/s · {rates.overruled_tokens:,.1f} overruled tok/s · "
     )
-    mask_us = report.grammar_mask_s_total * 1e6 / max(1, report.grammar_masks_total)
+    share = report.grammar_mask_s_total / report.step_s_total if report.step_s_total > 0 else 0.0
     build_ms = report.grammar_build_s_total * 1e3 / max(1, report.grammar_builds_total)
     yield _line(
         "guided",
-        f"{now}{report.overruled_tokens_total:,} overruled so far · {mask_us:,.0f} us a mask · "
+        f"{now}{report.overruled_tokens_total:,} overruled so far · {share:.1%} of the time of all steps · "
         f"{report.grammar_builds_total:,} compiled, {build_ms:,.1f} ms each · {report.num_grammar_reqs} waiting",
     )
 

@@ -54,6 +54,7 @@ def test_grammars_have_a_line_once_one_was_used():
         "grammar_build_s_total": 0.01,
         "grammar_masks_total": 2000,
         "grammar_mask_s_total": 0.05,
+        "step_s_total": 2.0,
         "overruled_tokens_total": 120,
         "num_grammar_reqs": 3,
     }
@@ -61,8 +62,8 @@ def test_grammars_have_a_line_once_one_was_used():
     after = Snapshot.from_answers(URL, *answers(**figures))
     lines = screen(after, Rates.between(before, after), width=200)
     assert [line for line in lines if line.startswith("guided")] == [
-        "guided  1,000 masks/s · 60.0 overruled tok/s · 120 overruled so far · 25 us a mask · 4 compiled, 2.5 ms each "
-        "· 3 waiting"
+        "guided  1,000 masks/s · 60.0 overruled tok/s · 120 overruled so far · 2.5% of the time of all steps · 4 "
+        "compiled, 2.5 ms each · 3 waiting"
     ]
     first = screen(after, None, width=200)
     assert any(line.startswith("guided  120 overruled so far") for line in first)
