@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from engine.model_runner.model_runner import UnmaskedTokens
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
@@ -161,3 +163,12 @@ def test_the_likeliest_tokens_without_masks_are_told(make_tiny_driver):
 
     assert np.frombuffer(result.next_token_ids, dtype=np.int32).tolist() == [40, free[1], 41]
     assert masks.told == [[free[0], free[2]]]
+
+
+def test_a_device_that_is_not_done_tells_when_it_is():
+    """Without a GPU: the result of the fetched tokens, of which those of the rows with a mask are told."""
+    masks = Told(None)
+    unmasked = UnmaskedTokens(torch.tensor([7, 8, 9]), np.array([0, 2]), masks)
+    assert not masks.told
+    unmasked.tell()
+    assert masks.told == [[7, 9]]
