@@ -89,7 +89,11 @@ class Matcher(Protocol):
         error: why the matcher cannot continue; "" while it can.
         error_code: the kind of `error`; None while there is none.
         is_cut: `limit` has left out a part of the answer.
+        num_forced: accepted tokens that were the only ones allowed, if a call before them has found that out.
     """
+
+    @property
+    def num_forced(self) -> int: ...
 
     @property
     def is_cut(self) -> bool: ...

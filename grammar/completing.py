@@ -82,6 +82,11 @@ class CompletingMatcher:
         """See `Matcher`."""
         return self._inner.error_code
 
+    @property
+    def num_forced(self) -> int:
+        """See `Matcher`."""
+        return self._inner.num_forced
+
     def limit(self, num_tokens: int) -> None:
         """See `Matcher`; the limit of this class is given to its constructor."""
 

@@ -75,6 +75,7 @@ class GuidedMatcher:
         )
         self._num_left: int | None = None  # of the limit, if there is one; up to the beginning of the grammar
         self._tail = b""  # in FREE: the last bytes, which may be the beginning of a trigger
+        self._num_forced_before = 0  # in triggered grammars that have ended
         self.ended = False
         self.error = ""
         self.error_code: MatcherErrorCode | None = None
@@ -104,6 +105,11 @@ class GuidedMatcher:
     def is_cut(self) -> bool:
         """Whether the limit has left out a part of the answer."""
         return self._inner is not None and self._inner.is_cut
+
+    @property
+    def num_forced(self) -> int:
+        """See `Matcher`."""
+        return self._num_forced_before + (0 if self._inner is None else self._inner.num_forced)
 
     def limit(self, num_tokens: int) -> None:
         """Let the answer become complete within this many further tokens; see `Matcher.limit`."""
@@ -310,6 +316,7 @@ class GuidedMatcher:
             data = data[count:]
 
     def _end_triggered(self) -> None:
+        self._num_forced_before = self.num_forced
         self.phase, self._inner, self._tail = Phase.FREE, None, b""
         self.ended = self._use.ends_after_first
 

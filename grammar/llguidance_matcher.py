@@ -25,6 +25,7 @@ class LLGuidanceMatcher:
         ended: see `Matcher`.
         error: see `Matcher`.
         error_code: see `Matcher`.
+        num_forced: see `Matcher`.
         library_error: the text of llguidance for `error`.
     """
 
@@ -44,6 +45,8 @@ class LLGuidanceMatcher:
         self._num_tokens = num_tokens
         self._num_bytes = -(-num_tokens // 32) * 4
         self._num_accepted = 0
+        self._num_forced_next = 0  # tokens from here on that are known to be forced
+        self.num_forced = 0
         self.ended = False
         self.error = ""
         self.error_code: MatcherErrorCode | None = None
@@ -72,8 +75,8 @@ class LLGuidanceMatcher:
             mask.view(np.uint32)[last // 32] &= np.uint32(~(1 << last % 32) & 0xFFFFFFFF)
         if self._matcher.is_error():
             self._fail(self._matcher.get_error())
-        elif not mask.any():
-            self._fail("no token is allowed")
+        else:
+            self._look_at_number(mask)
         if self.error:
             mask.fill(-1)
 
@@ -81,7 +84,7 @@ class LLGuidanceMatcher:
         """Whether `fill` would allow this token; see `Matcher.allows`. 15 us, and 200 us in forced text."""
         if self._is_over():
             return True
-        forced = self._matcher.compute_ff_tokens()
+        forced = self._forced()
         return token_id == forced[0] if forced else self.validate((token_id,)) == 1
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -103,6 +106,9 @@ class LLGuidanceMatcher:
             else:
                 self._check()
             self._num_accepted += 1
+            if self._num_forced_next:
+                self._num_forced_next -= 1
+                self.num_forced += 1
         return len(token_ids)
 
     def validate(self, token_ids: Sequence[int]) -> int:
@@ -120,7 +126,7 @@ class LLGuidanceMatcher:
         """The tokens of forced text that are certain to be split like that."""
         if self._is_over():
             return []
-        return self._matcher.compute_ff_tokens()[:MAX_FORCED_TOKENS]
+        return self._forced()[:MAX_FORCED_TOKENS]
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
         """Write the masks before, between and after drafts; see `Matcher.fill_drafts`."""
@@ -138,6 +144,20 @@ class LLGuidanceMatcher:
         copy.__dict__.update(self.__dict__)
         copy._matcher = self._matcher.deep_copy()
         return copy
+
+    def _forced(self) -> list[int]:
+        forced = self._matcher.compute_ff_tokens()
+        if forced:
+            self._num_forced_next = len(forced)
+        return forced
+
+    def _look_at_number(self, mask: MaskRow) -> None:
+        """Notice a mask without a token, and one with a single token."""
+        words = mask[mask != 0]
+        if not words.size:
+            self._fail("no token is allowed")
+        elif words.size == 1 and (int(words[0]) & 0xFFFFFFFF).bit_count() == 1:
+            self._num_forced_next = max(self._num_forced_next, 1)
 
     def _is_over(self) -> bool:
         return self.ended or self.error != ""

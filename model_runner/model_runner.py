@@ -66,6 +66,18 @@ class PromptLogprobs(NamedTuple):
     finite: Tensor
 
 
+class UnmaskedTokens(NamedTuple):
+    """The likeliest token of each row of logits ([R] int64), for `GetMasks.unmasked`, which gets those of `indices`."""
+
+    token_ids: Tensor
+    indices: npt.NDArray[np.int64]
+    masks: GetMasks
+
+    def tell(self) -> None:
+        """Pass the tokens on, when they are on the host."""
+        self.masks.unmasked(self.token_ids.numpy()[self.indices])
+
+
 class Fetched(NamedTuple):
     """The results of a step's batch, in host tensors that are filled when the device has finished the step.
 
@@ -73,6 +85,7 @@ class Fetched(NamedTuple):
         batch: the batch of the results.
         sampled: the sampled tokens; None if no request samples.
         num_tokens: see `Checked`; None in a step without drafts.
+        unmasked: the likeliest tokens without masks, and who is told; None if no row has a mask, or if it was told.
         cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not finite.
         prompts: see `PromptLogprobs`.
     """
@@ -82,6 +95,7 @@ class Fetched(NamedTuple):
     cut_finite: Tensor | None = None
     prompts: Sequence[PromptLogprobs] = ()
     num_tokens: Tensor | None = None
+    unmasked: UnmaskedTokens | None = None
 
 
 class StepOutOfMemory(NamedTuple):
@@ -240,31 +254,39 @@ class ModelRunner:
     def _forward(self, batch: InputBatch, masks: GetMasks) -> Fetched:
         output = self.executor.run(batch)
         hidden = output.hidden
-        sampled = cut_finite = num_tokens = None
+        sampled = cut_finite = num_tokens = unmasked = None
         if output.logits is not None:
-            sampled, num_tokens = self._sample(batch, output.logits, output.sample_rows, masks)
+            sampled, num_tokens, unmasked = self._sample(batch, output.logits, output.sample_rows, masks)
         if hidden is None:
-            return Fetched(batch, sampled, num_tokens=num_tokens)
+            return Fetched(batch, sampled, num_tokens=num_tokens, unmasked=unmasked)
         if output.cut_indices is not None:
             cut = hidden.index_select(0, output.cut_indices)
             cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
-        return Fetched(batch, sampled, cut_finite, prompts, num_tokens)
+        return Fetched(batch, sampled, cut_finite, prompts, num_tokens, unmasked)
 
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
-    ) -> tuple[Sampled, Tensor | None]:
+    ) -> tuple[Sampled, Tensor | None, UnmaskedTokens | None]:
         """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
 
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
+        The third result is for a device that has not computed the tokens yet: see `Fetched`.
         """
         fetch = self._outputs.fetch
+        unmasked = None
         if masks is no_masks:
             sampled = self.sampler.sample(logits, batch.sampling)
         elif logits.device.type == "cpu":
-            sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks.before()), masks.after)
+            early = masks.before()
+            if early is not None:
+                masks.unmasked(logits[torch.from_numpy(early.indices)].argmax(-1).numpy())
+            sampled = self.sampler.sample(logits, batch.sampling.with_masks(early), masks.after)
         else:
-            sampled = self.sampler.sample(logits, batch.sampling.with_masks(masks()))
+            early = masks()
+            if early is not None:
+                unmasked = UnmaskedTokens(fetch(logits.argmax(-1)), early.indices, masks)
+            sampled = self.sampler.sample(logits, batch.sampling.with_masks(early))
         last_ids, num_tokens = sampled.token_ids, None
         if batch.drafts is not None:
             checked = batch.drafts.check(sampled.token_ids)
@@ -275,7 +297,7 @@ class ModelRunner:
             finite=fetch(sampled.finite),
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
         )
-        return fetched, num_tokens
+        return fetched, num_tokens, unmasked
 
     def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
         parts, finite = [], []
@@ -312,7 +334,9 @@ class PendingStep:
         if self._fetched is None or isinstance(self._fetched, StepOutOfMemory):
             reason = self._fetched.reason if self._fetched is not None else ""
             return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
-        batch, sampled, cut_finite, prompts, num_tokens = self._fetched
+        batch, sampled, cut_finite, prompts, num_tokens, unmasked = self._fetched
+        if unmasked is not None:
+            unmasked.tell()
         errors: dict[int, str] = {}
         next_ids = counts = finite = None
         if sampled is not None:

@@ -56,7 +56,12 @@ class Batch:
             assert request.sampling.seed is not None
             self._builders.append(
                 OutputBuilder(
-                    request.rid, request.token_ids, request.sampling.seed, tokenizer, request.parser
+                    request.rid,
+                    request.token_ids,
+                    request.sampling.seed,
+                    tokenizer,
+                    request.parser,
+                    request.grammar,
                 )
             )
 

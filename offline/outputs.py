@@ -7,6 +7,8 @@ from typing import Final
 
 import numpy as np
 
+from ..grammar.answer_report import GrammarReport, GuidedAnswer, Truncated
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Finish, FinishKind, Logprobs, TextOutput, Usage
 from ..runtime.model_files.tokenizer import Tokenizer
 from ..tokenizer_manager.conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Reasoning
@@ -86,6 +88,8 @@ class GenerationOutput:
         request_id: for `LLM.why`.
         reasoning: of a chat, if the model reasons.
         tool_calls: of a chat.
+        grammar: how hard the grammar had to push; None without one.
+        truncated: where a JSON answer was cut and completed, because of `max_tokens`; None if it was not.
     """
 
     text: str
@@ -101,6 +105,8 @@ class GenerationOutput:
     request_id: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    grammar: GrammarReport | None = None
+    truncated: Truncated | None = None
 
 
 class OutputBuilder:
@@ -113,8 +119,10 @@ class OutputBuilder:
         seed: int,
         tokenizer: Tokenizer,
         parser: OutputParser | None = None,
+        grammar: GrammarUse | None = None,
     ) -> None:
-        """Begin an answer; `parser`: of its text, None: it is all content."""
+        """Begin an answer; `parser`: of its text, None: it is all content; `grammar`: of its request."""
+        self._guided = GuidedAnswer(grammar) if grammar is not None else None
         self._parser = parser
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
@@ -149,6 +157,8 @@ class OutputBuilder:
                 row.prompt_logprobs, self._prompt_token_ids[1:], self._tokenizer
             )
         self._usage, self._finish = row.usage, row.finish
+        if self._guided is not None:
+            self._guided.read(row.token_ids, row.usage.grammar, row.usage.completion_tokens, row.finish)
         return GenerationChunk(
             index=index,
             text=text,
@@ -209,6 +219,8 @@ class OutputBuilder:
             request_id=self._rid,
             reasoning="".join(self._reasoning),
             tool_calls=tuple(self._calls),
+            grammar=None if self._guided is None else self._guided.report(self._tokenizer),
+            truncated=None if self._guided is None else self._guided.truncated(self._tokenizer),
         )
 
 

@@ -72,6 +72,40 @@ class TextOptions(Record, frozen=True):
     keep_special_ids: tuple[int, ...] = ()
 
 
+class Overruled(Record, frozen=True):
+    """A token that the model would have taken, and that a grammar refused.
+
+    Attributes:
+        position: of the token in the output, from 0.
+        wanted_id: the refused token.
+        got_id: the token at this position.
+    """
+
+    position: int
+    wanted_id: int
+    got_id: int
+
+
+class GrammarUsage(Record, frozen=True):
+    """What the grammar of a request has cost so far, and how often it changed the answer.
+
+    Attributes:
+        compile_s: seconds that compiling it took; 0 if it was compiled already.
+        mask_s: seconds for masks, and for checks of tokens that needed none.
+        forced_tokens: tokens of the output that were the only ones that the grammar allowed.
+        overruled_tokens: tokens of the output that replace one that the grammar refused; see `GetMasks.unmasked`.
+        first_overruled: the first of them; None if there is none.
+        cut_at: position of the first token that was chosen to complete the answer within its limit of tokens.
+    """
+
+    compile_s: float = 0.0
+    mask_s: float = 0.0
+    forced_tokens: int = 0
+    overruled_tokens: int = 0
+    first_overruled: Overruled | None = None
+    cut_at: int | None = None
+
+
 class Usage(Record, frozen=True):
     """What one request has consumed so far.
 
@@ -81,6 +115,7 @@ class Usage(Record, frozen=True):
         cached_tokens: prompt tokens that were not computed because the prefix cache had them, at first admission.
         queue_s: seconds between arrival at the scheduler and first admission.
         num_retractions: how often the request lost its KV memory and was recomputed.
+        grammar: of a request with a grammar; None before it is ready, and without one.
     """
 
     prompt_tokens: int
@@ -88,6 +123,7 @@ class Usage(Record, frozen=True):
     cached_tokens: int = 0
     queue_s: float = 0.0
     num_retractions: int = 0
+    grammar: GrammarUsage | None = None
 
 
 class Logprobs(Record, frozen=True):
@@ -177,11 +213,12 @@ class GrammarReady(Message, frozen=True):
     """The grammar that a request waits for is ready, or has failed with `error`. Unknown ids are ignored.
 
     From the tokenizer manager it means that the proving process has compiled it; the scheduler's process then compiles
-    it, too, and gives the scheduler the same message.
+    it, too, and gives the scheduler the same message, with the `compile_s` that it took.
     """
 
     rid: str
     error: str = ""
+    compile_s: float = 0.0
 
 
 class PinPrefix(Message, frozen=True):
@@ -327,6 +364,7 @@ class SchedulerReport(Message, frozen=True):
     grammar_build_s_total: float = 0.0
     grammar_masks_total: int = 0  # token masks that were filled, one per row of logits
     grammar_mask_s_total: float = 0.0
+    overruled_tokens_total: int = 0  # see `GrammarUsage`
 
 
 class FlushCacheDone(Message, frozen=True):

@@ -67,6 +67,17 @@ class GetMasks(Protocol):
         """The masks of the rows that cannot be checked after sampling."""
         ...
 
+    def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Tell the likeliest token without its mask, of each row of the last masks; for figures only.
+
+        A runner calls it after the masks were returned and before it asks for others: before the next step's, and
+        before those of `after`. Those of `after` need no call, because the sampled tokens tell the same.
+
+        Args:
+            token_ids: [n] as many as the masks had rows.
+        """
+        ...
+
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
         """The masks of the other rows whose sampled token ([R], of each row of logits) is not allowed."""
         ...
@@ -79,6 +90,9 @@ class _NoMasks:
         return None
 
     def before(self) -> TokenMasks | None:
+        return None
+
+    def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
         return None
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:

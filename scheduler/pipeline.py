@@ -38,10 +38,11 @@ from .scheduler import Scheduler
 
 
 class InFlight(NamedTuple):
-    """A step that was launched and is not settled."""
+    """A step that was launched and is not settled; `masks`: of its grammars."""
 
     batch: ScheduleBatch
     pending: Pending
+    masks: StepMasks | None
 
 
 class Pipeline:
@@ -102,15 +103,14 @@ class Pipeline:
         batch = self._scheduler.next_batch(now_s)
         self._recorder.planned(batch)
         if batch is not None:
-            pending = self._launch(batch, has_news)
-            self._in_flight.append(InFlight(batch, pending))
+            self._in_flight.append(self._launch(batch, has_news))
         elif not self._in_flight:
             return False
         if batch is None or len(self._in_flight) > self._max_left_in_flight:
             self._settle_oldest()
         return True
 
-    def _launch(self, batch: ScheduleBatch, has_news: Callable[[], bool]) -> Pending:
+    def _launch(self, batch: ScheduleBatch, has_news: Callable[[], bool]) -> InFlight:
         launched_s = self._clock()
         rounds = itertools.count(1)
 
@@ -121,10 +121,11 @@ class Pipeline:
                 batch, next_token_ids, next(rounds), self._clock() - launched_s
             )
 
-        masks: GetMasks = no_masks
+        masks = None
         if batch.has_grammar:
             masks = StepMasks(self._scheduler.masks, batch, self._settle_all, self._mask_meter)
-        return self._runner.launch(batch.plan, may_continue, masks)
+        get_masks: GetMasks = no_masks if masks is None else masks
+        return InFlight(batch, self._runner.launch(batch.plan, may_continue, get_masks), masks)
 
     def report(self, now_s: float) -> SchedulerReport:
         """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
@@ -152,7 +153,7 @@ class Pipeline:
             self._settle_oldest()
 
     def _settle_oldest(self) -> None:
-        batch, pending = self._in_flight.popleft()
+        batch, pending, masks = self._in_flight.popleft()
         result = pending.wait()
-        self._scheduler.settle(batch, result, self._clock())
+        self._scheduler.settle(batch, result, self._clock(), () if masks is None else masks.refused)
         self._recorder.settled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
@@ -14,6 +16,7 @@ from .memory.row_memory import RowMemory
 from .policy.base import SchedulePolicy
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption_mode import PreemptionMode
+from .records.decision_log import RefusedToken
 from .records.stats import SchedulerStats
 from .requests.outputs import StopRules, output_row
 from .requests.req import Req
@@ -77,8 +80,14 @@ class ResultSettler:
         self._stats = stats
         self._streams = streams
 
-    def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> list[TokenOutput]:
-        """Take a result; return one row for each request with new output.
+    def settle(
+        self,
+        batch: ScheduleBatch,
+        result: StepResult,
+        now_s: float,
+        refused: Sequence[RefusedToken] = (),
+    ) -> list[TokenOutput]:
+        """Take a result; return one row for each request with new output. `refused`: see `Settled`.
 
         Later steps may already be planned, and requests of this batch may have left their rows since. The epoch of the
         row identifies such requests; their part of the result is dropped.
@@ -93,10 +102,11 @@ class ResultSettler:
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
         self._settle_prompts(batch, result, here)
+        by_request = _by_request(refused)
         if result.num_next_tokens:
-            rows += self._settle_runs(batch, result, here, now_s)
+            rows += self._settle_runs(batch, result, here, now_s, by_request)
         else:
-            rows += self._settle_tokens(batch, result, here, now_s)
+            rows += self._settle_tokens(batch, result, here, now_s, by_request)
         if len(self._requests) < num_live:
             self._requests.remove_stopped()
         self._stats.step_s += result.forward_s
@@ -156,7 +166,12 @@ class ResultSettler:
                 self._kv.cache_settled(req)
 
     def _settle_tokens(
-        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+        self,
+        batch: ScheduleBatch,
+        result: StepResult,
+        here: BoolArray,
+        now_s: float,
+        refused: dict[int, list[RefusedToken]],
     ) -> list[TokenOutput]:
         """Append the sampled tokens; return a row for each request that sampled."""
         positions = batch_indices = batch.sampled  # `positions`: in `next_token_ids`
@@ -183,6 +198,8 @@ class ResultSettler:
             logprobs = None
             if req.sampling.logprobs is not None and result.logprobs:
                 logprobs = result.logprobs[positions[k]]
+            if refused:
+                self._count_overruled(req, token_ids[k : k + 1], refused.get(int(batch_indices[k]), ()))
             finish = self._finish(req, token_id)
             id_bytes = token_ids[k].tobytes()
             if finish is None:
@@ -198,7 +215,12 @@ class ResultSettler:
         return rows
 
     def _settle_runs(
-        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+        self,
+        batch: ScheduleBatch,
+        result: StepResult,
+        here: BoolArray,
+        now_s: float,
+        refused: dict[int, list[RefusedToken]],
     ) -> list[TokenOutput]:
         """Like `_settle_tokens`, for a step with drafts or inner steps, where a request may get a run of tokens."""
         counts = np.frombuffer(result.num_next_tokens, dtype=np.int32)
@@ -219,6 +241,8 @@ class ResultSettler:
             req = batch.reqs[batch_idx]
             run, finish = self._cut(req, token_ids[end - counts[idx] : end])
             self._states.append_run(req.row, run)
+            if refused:
+                self._count_overruled(req, run, refused.get(int(batch_idx), ()))
             self._stats.generation_tokens += len(run)
             if num_drafts:
                 req.num_drafts += num_drafts[batch_idx]
@@ -243,10 +267,28 @@ class ResultSettler:
                 return run[:num_tokens], finish
         return run, None
 
+    def _count_overruled(self, req: Req, run: IntArray, refused: Sequence[RefusedToken]) -> None:
+        """Count the tokens of a run, the last ones of the output so far, that replace refused ones."""
+        if req.grammar_figures is None:
+            return
+        for _, offset, wanted_id in refused:
+            if offset < len(run):
+                position = req.output_len - len(run) + offset
+                req.grammar_figures.overruled(position, wanted_id, int(run[offset]))
+                self._stats.overruled_tokens += 1
+
     def _finish(self, req: Req, token_id: int) -> Finish | None:
         """The end of a request with its newest token, which `output_len` counts."""
         finish = self._stop_rules.finish(req, token_id)
         return finish if req.matcher is None else advance(req, token_id, finish)
+
+
+def _by_request(refused: Sequence[RefusedToken]) -> dict[int, list[RefusedToken]]:
+    """Refused tokens by the batch index of their request."""
+    by_request: dict[int, list[RefusedToken]] = {}
+    for each in refused:
+        by_request.setdefault(each.batch_idx, []).append(each)
+    return by_request
 
 
 def _plain_rows(reqs: list[Req], id_bytes: bytes) -> list[TokenOutput]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import assert_never
 
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
@@ -62,7 +63,7 @@ from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
 from .queries.request_list import list_requests
-from .records.decision_log import Arrived, DecisionLog, Settled
+from .records.decision_log import Arrived, DecisionLog, RefusedToken, Settled
 from .records.verdict import AddReqResult
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
@@ -216,7 +217,8 @@ class Scheduler:
         else:
             self._requests.grammar_ready(message.rid, now_s)
             self.decisions.append(Settled(now_s, 0, grammars=[message.rid]))
-            if req.grammar is not None:
+            if req.grammar_figures is not None:
+                req.grammar_figures.compile_s += message.compile_s
                 self._guide(req, now_s)
 
     def _guide(self, req: Req, now_s: float) -> None:
@@ -313,9 +315,15 @@ class Scheduler:
 
     # ------------------------------------------------------------ settling
 
-    def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
+    def settle(
+        self,
+        batch: ScheduleBatch,
+        result: StepResult,
+        now_s: float,
+        refused: Sequence[RefusedToken] = (),
+    ) -> None:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
-        rows = self._parts.settler.settle(batch, result, now_s)
+        rows = self._parts.settler.settle(batch, result, now_s, refused)
         self._answers.rows(rows)
         self.decisions.append(
             Settled(
@@ -329,6 +337,7 @@ class Scheduler:
                 out_of_memory=result.out_of_memory,
                 num_next_tokens=result.num_next_tokens,
                 grammar_ends=ends_by_grammar(batch, rows) if batch.has_grammar else {},
+                refused=list(refused),
             )
         )
 
@@ -436,6 +445,7 @@ class Scheduler:
             stalled=self._parts.sentinel.stalled,
             draft_tokens_total=stats.draft_tokens,
             accepted_draft_tokens_total=stats.accepted_draft_tokens,
+            overruled_tokens_total=stats.overruled_tokens,
         )
 
     def _waiting_by_reason(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import msgspec
 from msgspec.structs import replace
 
+from ..grammar.answer_report import GuidedAnswer
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Finish, GenerateRequest, TextOutput, Usage
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
@@ -70,12 +71,14 @@ class Choice:
         abort_asked: an abort was requested, so an ABORT row is an answer and not a failure.
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
         usage, finish: as of the latest row that was passed to `read`.
+        guided: what is known about its grammar; None without one.
     """
 
     __slots__ = (
         "abort_asked",
         "finish",
         "first_token_s",
+        "guided",
         "index",
         "last_token_s",
         "prompt_ids",
@@ -84,7 +87,9 @@ class Choice:
         "usage",
     )
 
-    def __init__(self, rid: str, index: int, prompt_ids: array[int], seed: int) -> None:
+    def __init__(
+        self, rid: str, index: int, prompt_ids: array[int], seed: int, grammar: GrammarUse | None = None
+    ) -> None:
         self.rid = rid
         self.index = index
         self.prompt_ids = prompt_ids
@@ -94,10 +99,15 @@ class Choice:
         self.last_token_s: float | None = None
         self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
         self.finish: Finish | None = None
+        self.guided = GuidedAnswer(grammar) if grammar is not None else None
 
     def read(self, output: TextOutput) -> None:
         """Apply a row, on the reader's side: unread rows may wait while later ones arrive."""
         self.usage = output.usage
+        if self.guided is not None:
+            self.guided.read(
+                output.token_ids, output.usage.grammar, output.usage.completion_tokens, output.finish
+            )
         if output.finish is not None:
             self.finish = output.finish
 
@@ -130,7 +140,7 @@ def fan_out(
         input_ids = ids.tobytes()  # one copy for all n
         group = f"{generation_id}-{index}" if request.n > 1 else ""  # the first sample's id, which is unique
         for i in range(request.n):
-            choice = Choice(f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED)
+            choice = Choice(f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED, request.grammar)
             index += 1
             yield (
                 choice,

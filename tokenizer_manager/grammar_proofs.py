@@ -15,6 +15,7 @@ from typing import Protocol
 from msgspec.structs import replace
 
 from ..grammar.backend import GrammarError
+from ..grammar.proving.messages import ProofResult
 from ..runtime.errors import RequestError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import GrammarReady, SchedulerInput
@@ -41,6 +42,14 @@ class GrammarProver(Protocol):
         """
         ...
 
+    async def measure(self, use: GrammarUse) -> list[ProofResult]:
+        """Compile all grammars, and measure that; [] if it compiles none.
+
+        Raises:
+            GrammarError, RequestError: as for `prove`.
+        """
+        ...
+
 
 class TrustingProver:
     """Takes every grammar as proved; for a caller that trusts its requests."""
@@ -51,6 +60,10 @@ class TrustingProver:
 
     async def prove(self, use: GrammarUse) -> None:
         """See `GrammarProver`."""
+
+    async def measure(self, use: GrammarUse) -> list[ProofResult]:
+        """See `GrammarProver`."""
+        return []
 
 
 class GrammarProofs:
@@ -76,6 +89,10 @@ class GrammarProofs:
         if use is None or use.proved:
             return use
         return replace(use, proved=self._prover.is_proved(use))
+
+    async def measure(self, use: GrammarUse) -> list[ProofResult]:
+        """See `GrammarProver`."""
+        return await self._prover.measure(use)
 
     def begin(self, generation: Generation, use: GrammarUse | None, param: str) -> None:
         """Prove the grammars of a generation that has just been sent; `param`: the field that errors name."""

@@ -19,8 +19,10 @@ from typing import Final, assert_never
 
 from msgspec.structs import replace
 
+from ..grammar.proving.messages import ProofResult
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
+from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbortRequest,
     BatchTextOutput,
@@ -159,6 +161,10 @@ class TokenizerManager:
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
+
+    async def measure_grammar(self, use: GrammarUse) -> list[ProofResult]:
+        """Compile the grammars of a request that is not sent; see `GrammarProver.measure`."""
+        return await self._proofs.measure(use)
 
     def abort(self, request_id: str | None, reason: str, owner: str | None = None) -> int:
         """Have the scheduler end requests; their streams get finished rows with ABORT.

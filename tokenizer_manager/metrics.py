@@ -69,6 +69,7 @@ _TOTALS: Final = (
     ("grammar_build_s_total", "Seconds for that, on a thread of its own."),
     ("grammar_masks_total", "Token masks that grammars filled."),
     ("grammar_mask_s_total", "Seconds for that."),
+    ("overruled_tokens_total", "Tokens that replace one that a grammar refused."),
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -53,6 +54,10 @@ def doctor(
             "--checksums/--no-checksums", help="Read the weights and compare them with known checksums."
         ),
     ] = True,
+    schema: Annotated[
+        Path | None,
+        typer.Option(help="Check a JSON Schema for answers instead: what of it is enforced.", metavar="FILE"),
+    ] = None,
     *,
     settings: FlagValues,
 ) -> int:
@@ -61,9 +66,14 @@ def doctor(
     Takes the options of `engine serve` and checks that command; starts and downloads nothing. The exit code is 1 if a
     check fails, otherwise 0.
 
+    With `--schema` it reports what is enforced of a JSON Schema, keyword by keyword; the exit code is 1 if the schema
+    cannot be used. `--strict` refuses what cannot be enforced.
+
     Example: engine doctor ./my-model --port 8000
     """
     merged = merge_options(settings, config_file=config_file, model=model_argument)
+    if schema is not None:
+        return _check_schema(schema, merged.config, as_json=as_json)
     with StartupDisplay(quiet=as_json) as display:
         checks = list(examine(merged.config, with_checksums=checksums, display=display))
     if as_json:
@@ -71,6 +81,15 @@ def doctor(
     else:
         print_checks(checks)
     return 0 if will_serve(checks) else EXIT_WILL_NOT_SERVE
+
+
+def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
+    from . import schema
+
+    body = schema.check_schema_file(path, config)
+    for line in [schema.json_text(body)] if as_json else schema.lines(body):
+        typer.echo(line)
+    return 0 if body.ok else EXIT_WILL_NOT_SERVE
 
 
 def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:

@@ -113,6 +113,8 @@ class Rates:
     busy: float
     evicted_tokens: float
     retractions: int
+    masks: float = 0.0
+    overruled_tokens: float = 0.0
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot) -> Rates | None:
@@ -131,6 +133,8 @@ class Rates:
             busy=min(1.0, (new.step_s_total - old.step_s_total) / seconds),
             evicted_tokens=(new.evicted_tokens_total - old.evicted_tokens_total) / seconds,
             retractions=new.retracted_reqs_total - old.retracted_reqs_total,
+            masks=(new.grammar_masks_total - old.grammar_masks_total) / seconds,
+            overruled_tokens=(new.overruled_tokens_total - old.overruled_tokens_total) / seconds,
         )
 
 

@@ -36,7 +36,13 @@ def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, 
     from rich.console import Group
     from rich.text import Text
 
-    lines = [*_head(snapshot), *_memory(snapshot, rates), *_queue(snapshot), *_budgets(snapshot)]
+    lines = [
+        *_head(snapshot),
+        *_memory(snapshot, rates),
+        *_grammars(snapshot, rates),
+        *_queue(snapshot),
+        *_budgets(snapshot),
+    ]
     if note:
         lines.append(Text(note, style="bold red"))
     lines.append(Text())
@@ -94,6 +100,25 @@ def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
         (f"{rates.output_tokens:,.0f}", "green"),
         f" tok/s out · {rates.prompt_tokens:,.0f} tok/s prompts, {rates.cached:.0%} cached · {rates.steps:,.1f} "
         f"steps/s · busy {rates.busy:.0%} · evicted {rates.evicted_tokens:,.0f}/s",
+    )
+
+
+def _grammars(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
+    """Once a grammar was used: how much work grammars are, and how often they overrule the model."""
+    report = snapshot.report
+    if not report.grammar_builds_total and not report.grammar_masks_total:
+        return
+    now = (
+        ""
+        if rates is None
+        else f"{rates.masks:,.0f} masks/s · {rates.overruled_tokens:,.1f} overruled tok/s · "
+    )
+    share = report.grammar_mask_s_total / report.step_s_total if report.step_s_total > 0 else 0.0
+    build_ms = report.grammar_build_s_total * 1e3 / max(1, report.grammar_builds_total)
+    yield _line(
+        "guided",
+        f"{now}{report.overruled_tokens_total:,} overruled so far · {share:.1%} of the time of all steps · "
+        f"{report.grammar_builds_total:,} compiled, {build_ms:,.1f} ms each · {report.num_grammar_reqs} waiting",
     )
 
 

@@ -43,16 +43,26 @@ class ProverReady(Message, frozen=True):
 
 
 class ProofRequest(Message, frozen=True):
-    """Compile this grammar and fill one mask."""
+    """Compile this grammar and fill some masks; `measures`: measure it, too."""
 
     spec: GrammarSpec
+    measures: bool = False
 
 
 class ProofResult(Message, frozen=True):
-    """How it went: `code` and `message` of the `GrammarError`; "" if the grammar is good."""
+    """How it went.
+
+    Attributes:
+        code, message: of the `GrammarError`; "" if the grammar is good.
+        compile_s: time to compile it.
+        forced_share: share of the tokens of a short answer that the grammar forces, in [0, 1]; None if it was not
+            measured, or if no short answer is known.
+    """
 
     code: str = ""
     message: str = ""
+    compile_s: float = 0.0
+    forced_share: float | None = None
 
 
 ToProver = ProofSetup | ProofRequest

@@ -52,7 +52,7 @@ _MOST: Final = 0.9
 class Worker(Protocol):
     """What a `ProofWorker` does."""
 
-    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult: ...
+    async def prove(self, spec: GrammarSpec, timeout_s: float, *, measures: bool = False) -> ProofResult: ...
 
     async def kill(self) -> None: ...
 
@@ -68,6 +68,8 @@ class _Job:
         is_starting: its worker is being started.
         lost_s: time that does not count, up to the last `Prover._account`.
         proving_s: when its worker began to compile it, by the clock of the loop; None before.
+        measures: it is compiled, and measured, although its result may be known.
+        measured: the result, if it is good.
     """
 
     spec: GrammarSpec
@@ -79,6 +81,8 @@ class _Job:
     is_starting: bool = False
     lost_s: float = 0.0
     proving_s: float | None = None
+    measures: bool = False
+    measured: ProofResult | None = None
 
     @property
     def is_long(self) -> bool:
@@ -171,6 +175,24 @@ class Prover:
             if error is not None:
                 raise _copy_of(error)
 
+    async def measure(self, use: GrammarUse) -> list[ProofResult]:
+        """Compile all grammars of a request, also known ones; their measured results.
+
+        Raises:
+            GrammarError: a grammar is refused.
+            RequestError: as for `prove`.
+        """
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        results = []
+        for spec in use.specs:
+            key = f"{spec.key} measured"
+            job = self._jobs.get(key) or self._add_job(spec, key, measures=True)
+            error = await self._wait_for(job, deadline_s)
+            if error is not None:
+                raise _copy_of(error)
+            results.append(job.measured or ProofResult())
+        return results
+
     async def _wait_for(self, job: _Job, deadline_s: float) -> GrammarError | None:
         """The result of a job; the last request that stops waiting ends it."""
         job.num_waiting += 1
@@ -242,7 +264,7 @@ class Prover:
 
     # ------------------------------------------------------------ the queue
 
-    def _add_job(self, spec: GrammarSpec, key: str) -> _Job:
+    def _add_job(self, spec: GrammarSpec, key: str, *, measures: bool = False) -> _Job:
         if self._closed:
             raise _unavailable("the server is shutting down")
         if self._clock() < self._unavailable_until_s:
@@ -253,7 +275,7 @@ class Prover:
                 code="queue_full",
                 status=429,
             )
-        job = _Job(spec=spec, key=key, done=asyncio.get_running_loop().create_future())
+        job = _Job(spec=spec, key=key, done=asyncio.get_running_loop().create_future(), measures=measures)
         self._jobs[key] = job
         self._queue.append(job)
         self._dispatch()
@@ -308,7 +330,8 @@ class Prover:
         kept = False
         job.proving_s = asyncio.get_running_loop().time()
         try:
-            result = await worker.prove(job.spec, self._timeout_s)
+            result = await worker.prove(job.spec, self._timeout_s, measures=job.measures)
+            job.measured = result
             self._finish(job, GrammarError(result.message, result.code) if result.code else None)
             self._idle.append(worker)
             kept = True
@@ -334,7 +357,7 @@ class Prover:
 
     def _finish(self, job: _Job, error: GrammarError | None, *, is_kept: bool = True) -> None:
         if is_kept:
-            self._results.put(job.key, error)
+            self._results.put(job.spec.key, error)
         self._jobs.pop(job.key, None)
         if not job.done.done():
             job.done.set_result(error)

@@ -97,15 +97,15 @@ class ProofWorker:
         """Its process id."""
         return self._process.pid
 
-    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult:
-        """Compile one grammar.
+    async def prove(self, spec: GrammarSpec, timeout_s: float, *, measures: bool = False) -> ProofResult:
+        """Compile one grammar; `measures`: see `ProofRequest`.
 
         Raises:
             TimeoutError: it takes longer; the process still works, kill it.
             WorkerLostError: the process has ended.
         """
         async with asyncio.timeout(timeout_s):
-            answer = await self._ask(ProofRequest(spec))
+            answer = await self._ask(ProofRequest(spec, measures))
         if not isinstance(answer, ProofResult):
             raise WorkerLostError("it is out of step")
         return answer

@@ -193,6 +193,8 @@ def _shortest(samples: list[Sample]) -> Sample:
 
 
 def _because(cause: Sample, pointer: str, text: str) -> Sample:
+    if cause.reason != _ENDLESS and cause.reason.endswith(_ENDLESS):
+        return cause  # found on the way around the cycle: it names a place of it already
     return Sample(reason=f"{text} {cause.reason}", pointer=cause.pointer or pointer)
 
 

@@ -154,7 +154,7 @@ class GrammarBuilder:
         self._clock = clock
         self.figures = BuildFigures()
         self._work: queue.SimpleQueue[tuple[str, GrammarUse] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled, float]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[GrammarReady, Compiled]] = queue.SimpleQueue()
         self._compiled: dict[str, Compiled] = {}  # taken from `_done`, not yet staged
         self._thread: threading.Thread | None = None
         self._num_building = 0
@@ -188,9 +188,9 @@ class GrammarBuilder:
         """See `GrammarQueue`."""
         ready: list[GrammarReady] = []
         while self._num_building and not self._done.empty():
-            message, compiled, seconds = self._done.get()
+            message, compiled = self._done.get()
             self._num_building -= 1
-            self.figures = BuildFigures(self.figures.num_builds + 1, self.figures.seconds + seconds)
+            self.figures = BuildFigures(self.figures.num_builds + 1, self.figures.seconds + message.compile_s)
             self._compiled[message.rid] = compiled
             ready.append(message)
         return ready
@@ -243,4 +243,5 @@ class GrammarBuilder:
             except Exception:  # one request's grammar must not end the thread
                 logger.error("compiling a grammar failed rid=%s", rid, exc_info=True)
                 error = "the grammar could not be compiled; the server's log has the cause"
-            self._done.put((GrammarReady(rid, error), tuple(compiled), self._clock() - begin_s))
+            seconds = self._clock() - begin_s
+            self._done.put((GrammarReady(rid, error, seconds), tuple(compiled)))

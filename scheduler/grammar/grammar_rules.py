@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 
+from ...grammar.backend import Matcher
 from ...runtime.messages import Finish, FinishKind, TokenOutput
 from ..batch import ScheduleBatch
 from ..requests.req import Req
@@ -46,8 +47,7 @@ def advance(req: Req, token_id: int, finish: Finish | None) -> Finish | None:
     ):  # ahead by rounds of a multi-step decode; only the last one can end it
         return finish
     if req.num_matched < req.output_len:
-        matcher.accept((token_id,))
-        req.num_matched += 1
+        _accept(req, matcher, token_id)
     is_cut_end = matcher.ended and matcher.is_cut  # by an EOS token, which is a stop token too
     if finish is not None and finish.kind is FinishKind.STOP and not matcher.error and not is_cut_end:
         return finish
@@ -59,8 +59,7 @@ def may_go_on(batch: ScheduleBatch, token_ids: Sequence[int]) -> bool:
     goes_on = True
     for req, token_id in zip(batch.reqs, token_ids, strict=True):
         if req.matcher is not None:
-            req.matcher.accept((token_id,))
-            req.num_matched += 1
+            _accept(req, req.matcher, token_id)
             goes_on = goes_on and not req.matcher.ended and not req.matcher.error
     return goes_on
 
@@ -76,6 +75,14 @@ def ends_by_grammar(batch: ScheduleBatch, rows: Sequence[TokenOutput]) -> dict[s
             if error or row.finish.matched == MATCHED_GRAMMAR:
                 ends[row.rid] = error
     return ends
+
+
+def _accept(req: Req, matcher: Matcher, token_id: int) -> None:
+    matcher.accept((token_id,))
+    figures = req.grammar_figures
+    if figures is not None and figures.cut_at is None and matcher.is_cut:
+        figures.cut_at = req.num_matched
+    req.num_matched += 1
 
 
 def _end_of(req: Req) -> Finish | None:

@@ -30,6 +30,7 @@ class FailedMatcher:
     error = FAILED
     error_code = MatcherErrorCode.BUG
     is_cut = False
+    num_forced = 0
     wants_mask = False
 
     def limit(self, num_tokens: int) -> None:
@@ -105,6 +106,14 @@ class GuardedMatcher:
             return self._matcher.is_cut
         except BaseException as error:
             return self._fail(error).is_cut
+
+    @property
+    def num_forced(self) -> int:
+        """See `Matcher`."""
+        try:
+            return self._matcher.num_forced
+        except BaseException as error:
+            return self._fail(error).num_forced
 
     @property
     def wants_mask(self) -> bool:

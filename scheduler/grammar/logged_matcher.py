@@ -52,6 +52,8 @@ class LoggedMatcher:
 
     __slots__ = ("_num_accepted", "_rid", "_source")
 
+    num_forced = 0  # the log does not have it, and no decision depends on it
+
     def __init__(self, source: LoggedMatchers, rid: str, num_accepted: int = 0) -> None:
         self._source = source
         self._rid = rid

@@ -195,7 +195,7 @@ class _Calls:
                     if batch is not None:
                         self._in_flight.append(batch)
                 case Settled():
-                    scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s)
+                    scheduler.settle(self._in_flight.popleft(), _result(record), record.now_s, record.refused)
                 case Idle():
                     scheduler.on_idle()
         except Exception as error:  # a bug that ended the run; the replay reproduces it

@@ -222,7 +222,7 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
         yield "was never started"
     after_s = story.episodes[-1].last_s - story.episodes[0].first_s
     message = f": {left.message}" if left.message else ""
-    kind = f"{left.kind}{_by_grammar(story)}{message}{_draft_words(left)}"
+    kind = f"{left.kind}{_by_grammar(story)}{message}{_draft_words(left)}{_overruled_words(left)}"
     yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({kind})"
 
 
@@ -234,6 +234,12 @@ def _draft_words(left: Finished) -> str:
     if not left.num_drafts:
         return ""
     return f"; {left.num_accepted_drafts:,} of {left.num_drafts:,} drafts were accepted"
+
+
+def _overruled_words(left: Finished) -> str:
+    if not left.num_overruled:
+        return ""
+    return f"; its grammar overruled {left.num_overruled:,} of its tokens"
 
 
 # ---------------------------------------------------------------- the table
@@ -300,7 +306,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
         case Finished():
             message = f": {cause.message}" if cause.message else ""
             by_grammar = _by_grammar(story)
-            return f"{cause.kind}, {cause.output_len:,} tokens{by_grammar}{message}{_draft_words(cause)}"
+            more = f"{_draft_words(cause)}{_overruled_words(cause)}"
+            return f"{cause.kind}, {cause.output_len:,} tokens{by_grammar}{message}{more}"
 
 
 def _arrival_words(arrived: Arrived) -> str:

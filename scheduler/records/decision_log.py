@@ -68,7 +68,11 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
 
 
 class Finished(NamedTuple):
-    """A request has ended. `num_accepted_drafts` of its `num_drafts` drafts became tokens of the answer."""
+    """A request has ended.
+
+    `num_accepted_drafts` of its `num_drafts` drafts became tokens of the answer; `num_overruled` tokens of the answer
+    replace one that its grammar refused.
+    """
 
     rid: str
     kind: FinishKind
@@ -76,6 +80,21 @@ class Finished(NamedTuple):
     message: str = ""
     num_drafts: int = 0
     num_accepted_drafts: int = 0
+    num_overruled: int = 0
+
+
+class RefusedToken(NamedTuple):
+    """A token that the model would have taken in a step, and that a grammar refused.
+
+    Attributes:
+        batch_idx: the request in its batch.
+        offset: of the token that was taken instead, in the run of tokens that the request got in the step.
+        token_id: the refused token.
+    """
+
+    batch_idx: int
+    offset: int
+    token_id: int
 
 
 class MatcherDrafts(NamedTuple):
@@ -103,6 +122,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         out_of_memory: as in `StepResult`; the next `PassRecord` has the requests that were retracted for it.
         num_next_tokens: as in `StepResult`.
         grammar_ends: requests with a grammar that was complete, or that could not continue: rid -> why, or "".
+        refused: what grammars refused in the step, whether or not the tokens instead became part of an answer.
     """
 
     now_s: float
@@ -116,6 +136,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     out_of_memory: str = ""
     num_next_tokens: bytes = b""
     grammar_ends: dict[str, str] = msgspec.field(default_factory=dict)
+    refused: list[RefusedToken] = msgspec.field(default_factory=list)
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):

@@ -19,3 +19,4 @@ class SchedulerStats:
     step_s: float = 0.0
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
+    overruled_tokens: int = 0

@@ -14,7 +14,7 @@ import numpy as np
 from ...runtime.errors import RequestError
 from ...runtime.feasibility import Capacity, reason_against
 from ...runtime.grammar_use import GrammarUse
-from ...runtime.messages import Delivered, GenerateRequest, PinPrefix, Usage
+from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, PinPrefix, Usage
 from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..arrays import TOKEN_ID_BYTES
@@ -106,6 +106,8 @@ def _check_delivered(delivered: Delivered) -> None:
     for name in ("prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions"):
         check_integer(f"delivered.usage.{name}", getattr(usage, name), 0, MAX_COUNT)
     check_number("delivered.usage.queue_s", usage.queue_s, 0.0, _MAX_SECONDS)
+    if usage.grammar is not None and not isinstance(usage.grammar, GrammarUsage):
+        raise wrong_type("delivered.usage.grammar", usage.grammar, "a GrammarUsage or None")
 
 
 def _check_bytes(field: str, value: object) -> None:

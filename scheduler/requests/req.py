@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 from ...runtime.messages import Delivered, GenerateRequest, Logprobs, Usage
 from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import namespace_of
+from .grammar_figures import GrammarFigures
 
 if TYPE_CHECKING:
     from ...grammar.backend import Matcher
@@ -81,6 +82,7 @@ class Req:
         num_drafts, num_accepted_drafts: draft tokens that were verified for it, and those that were accepted.
         matcher: the state of its answer in its grammar; None before the grammar is ready, and without one.
         is_checked_late: its token may be sampled without a mask and checked afterwards; see `GetMasks`.
+        grammar_figures: what its grammar has cost and changed; None without a grammar.
         num_matched: tokens of the output that `matcher` has accepted; above `output_len` within a multi-step decode.
         failed_alone: the furthest position at which the device had no memory for it alone, and how often in a row.
     """
@@ -94,6 +96,7 @@ class Req:
         "failed_alone",
         "fill_ids",
         "grammar",
+        "grammar_figures",
         "group",
         "host_len",
         "host_pages",
@@ -161,6 +164,7 @@ class Req:
         self.answered = False
         self.prompt_logprobs: list[Logprobs] = []
         self.matcher: Matcher | None = None
+        self.grammar_figures = GrammarFigures() if message.grammar is not None else None
         self.is_checked_late = message.grammar is not None and _can_be_checked_late(message.sampling)
         self.num_matched = 0
         self.failed_alone = (0, 0)
@@ -174,6 +178,8 @@ class Req:
         self.cached_tokens = delivered.usage.cached_tokens
         self.queue_s = delivered.usage.queue_s
         self.num_retractions = delivered.usage.num_retractions
+        if self.grammar_figures is not None and delivered.usage.grammar is not None:
+            self.grammar_figures = GrammarFigures.going_on(delivered.usage.grammar)
         if self.status is ReqStatus.WAITING:
             self.status = ReqStatus.RETRACTED
             self.entered_s = {self.status: now_s}
@@ -215,7 +221,12 @@ class Req:
 
     def usage(self) -> Usage:
         """Token counts and times of the request so far."""
-        return Usage(self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions)
+        grammar = None
+        if self.matcher is not None and self.grammar_figures is not None:
+            grammar = self.grammar_figures.usage(self.matcher.num_forced)
+        return Usage(
+            self.prompt_len, self.output_len, self.cached_tokens, self.queue_s, self.num_retractions, grammar
+        )
 
     def __repr__(self) -> str:
         return f"Req({self.rid!r}, {self.status.value}, prompt {self.prompt_len}, output {self.output_len})"

@@ -215,7 +215,10 @@ class Requests:
         del self.by_id[req.rid]
         self._policy.finished(req, finish.kind)
         drafts = req.num_drafts, req.num_accepted_drafts
-        self._finished.append(Finished(req.rid, finish.kind, req.output_len, finish.message, *drafts))
+        num_overruled = 0 if req.grammar_figures is None else req.grammar_figures.num_overruled
+        self._finished.append(
+            Finished(req.rid, finish.kind, req.output_len, finish.message, *drafts, num_overruled)
+        )
         return output_row(req, token_ids, finish, logprobs)
 
     def remove_stopped(self) -> None:

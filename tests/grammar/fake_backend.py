@@ -139,6 +139,7 @@ class FakeMatcher:
 
     wants_mask = True
     is_cut = False
+    num_forced = 0
 
     def __init__(self, grammar: FakeGrammar) -> None:
         self._grammar = grammar

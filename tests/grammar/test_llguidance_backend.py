@@ -396,3 +396,38 @@ def test_an_encode_function_that_returns_nothing_is_found():
     tokens = [*(bytes([byte]) for byte in range(256)), b"<eos>"]
     with pytest.raises(ConfigError, match="does not reproduce"):
         LLGuidanceBackend(Empty(tokens, eos_token_ids=(256,)))
+
+
+@pytest.mark.parametrize("how", ["allows", "fill", "forced", "validate only"])
+def test_forced_tokens_are_counted_where_a_call_has_found_them(backend, vocabulary, how):
+    """In `{"ab":<digit>}` all tokens but the digit are forced."""
+    spec = schema(
+        {
+            "type": "object",
+            "properties": {"ab": {"enum": [1, 2, 3]}},
+            "required": ["ab"],
+            "additionalProperties": False,
+        }
+    )
+    matcher = backend.compile(spec).matcher()
+    mask = np.zeros(-(-vocabulary.size // 32), dtype=np.int32)
+    tokens = vocabulary.encode(b'{"ab":2}')
+    digit = tokens.index(vocabulary.encode(b"2")[0])
+    for position, token in enumerate(tokens):
+        match how:
+            case "allows":
+                assert matcher.allows(token)
+            case "fill":
+                matcher.fill(mask)
+            case "forced":
+                matcher.forced()
+            case _:
+                assert matcher.validate((token,)) == 1
+        copy = matcher.copy()
+        copy.accept((token,))
+        before = matcher.num_forced
+        assert matcher.accept((token,)) == 1
+        assert copy.num_forced == matcher.num_forced
+        is_counted = how != "validate only" and position != digit
+        assert matcher.num_forced - before == is_counted, (how, position)
+    assert matcher.ended

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
+from engine.model_runner.model_runner import UnmaskedTokens
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
@@ -17,7 +19,7 @@ from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
 from tests.model_runner.conftest import Driver, SeeingExecutor
-from tests.scheduler.grammar.toy_matcher import ToyGrammar, ToyMatchers
+from tests.scheduler.grammar.toy_matcher import FixedMasks, ToyGrammar, ToyMatchers
 
 NUM_REQS = 6
 
@@ -108,6 +110,9 @@ class Asked:
         self.notes.append(f"before, after batch {len(self.executor.batches)}")
         return None
 
+    def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
+        self.notes.append("unmasked")
+
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks:
         assert token_ids.shape == (1,)
         self.notes.append("after")
@@ -125,3 +130,45 @@ def test_masks_are_asked_for_after_the_forward_pass_and_only_to_sample(make_tiny
     result = driver.runner.launch(driver.plan([(req, 2)]), masks=masks).wait()
     assert np.frombuffer(result.next_token_ids, dtype=np.int32).tolist() == [77]
     assert masks.notes == ["before, after batch 2", "after", "all masks after batch 2"]
+
+
+class Told(FixedMasks):
+    """A `GetMasks` with masks before sampling, that notes what it is told."""
+
+    def __init__(self, masks: TokenMasks | None) -> None:
+        super().__init__(masks, self.note)
+        self.told: list[list[int]] = []
+
+    def note(self, token_ids: npt.NDArray[np.int64]) -> None:
+        self.told.append(token_ids.tolist())
+
+
+def test_the_likeliest_tokens_without_masks_are_told(make_tiny_driver):
+    """Those of the rows with a mask, also where another token is sampled."""
+    driver, alone = make_tiny_driver(), make_tiny_driver()
+    prompts = [[3, 4, 5], [9, 8], [7]]
+    free = []
+    for prompt in prompts:
+        req = alone.start(prompt)
+        alone.step([(req, len(prompt))])
+        free.append(req.output[0])
+    bits = np.zeros((2, 160), dtype=np.uint8)
+    bits[0, 40] = bits[1, 41] = 1
+    packed = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    masks = Told(TokenMasks(np.array([0, 2]), packed))
+
+    reqs = [driver.start(prompt) for prompt in prompts]
+    plan = driver.plan([(req, len(req.tokens)) for req in reqs])
+    result = driver.runner.launch(plan, masks=masks).wait()
+
+    assert np.frombuffer(result.next_token_ids, dtype=np.int32).tolist() == [40, free[1], 41]
+    assert masks.told == [[free[0], free[2]]]
+
+
+def test_a_device_that_is_not_done_tells_when_it_is():
+    """Without a GPU: the result of the fetched tokens, of which those of the rows with a mask are told."""
+    masks = Told(None)
+    unmasked = UnmaskedTokens(torch.tensor([7, 8, 9]), np.array([0, 2]), masks)
+    assert not masks.told
+    unmasked.tell()
+    assert masks.told == [[7, 9]]

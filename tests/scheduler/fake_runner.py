@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.runtime.messages import FinishKind, Logprobs
+from engine.runtime.messages import FinishKind, Logprobs, Overruled
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,
@@ -29,7 +29,7 @@ from engine.runtime.step_plan import (
     to_the_end,
 )
 
-from .grammar.toy_matcher import ToyGrammar, allowed_by
+from .grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, allowed_by
 
 MASK = (1 << 61) - 1
 GARBAGE = -7
@@ -103,6 +103,26 @@ def expected_output(
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
         state = chain(state, token) if memory is None else remembered([*prompt, *output], memory)
+
+
+def expected_overruled(
+    prompt: list[int],
+    sampling: SamplingParams,
+    eos: frozenset[int],
+    output: list[int],
+    grammar: ToyGrammar,
+    memory: int | None = None,
+    start: int = 0,
+) -> list[Overruled]:
+    """The tokens of an output, from `start` on, that are there because the grammar refused others."""
+    found = []
+    for position in range(start, len(output)):
+        before = output[:position]
+        state = remembered([*prompt, *before], memory)
+        wanted = next_token(state, sampling, position, eos, VOCAB_SIZE)
+        if not grammar.is_free(position) and wanted not in grammar.accepted(before):
+            found.append(Overruled(position, wanted, output[position]))
+    return found
 
 
 @dataclass
@@ -308,6 +328,8 @@ class FakeRunner:
             self.here = [True] * len(samples)
         found = masks.before() if late else masks()
         by_row = self.masks_by_row(found)
+        if found is not None:
+            masks.unmasked(np.array(self.peek(plan, drafts_of, {}), dtype=np.int64)[found.indices])
         if not late:
             self.check_masks(plan, drafts_of, by_row)
         if late and any(samples):

@@ -25,15 +25,15 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.grammar.mask_filler import MaskFiller
+from engine.scheduler.grammar.mask_filler import Clock, MaskFiller, no_clock
 from engine.scheduler.grammar.step_masks import MaskMeter, StepMasks
 from engine.scheduler.memory.page_allocator import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
-from engine.scheduler.records.decision_log import DecisionLog, PassRecord
+from engine.scheduler.records.decision_log import DecisionLog, PassRecord, RefusedToken
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
-from .fake_runner import FakeRunner, Launched, expected_output, ints
+from .fake_runner import FakeRunner, Launched, expected_output, expected_overruled, ints
 from .grammar.toy_matcher import ToyGrammar, ToyMatchers
 
 VOCAB_SIZE = 97
@@ -60,6 +60,7 @@ class Answer:
         self.sampling = sampling
         self.rows: list[TokenOutput] = []
         self._tokens, self._num_read = list(delivered), 0
+        self.num_delivered = len(delivered)
 
     @property
     def tokens(self) -> list[int]:
@@ -81,13 +82,13 @@ class NotingMasks(MaskFiller):
         self.scheduler = scheduler
         self.runner = runner
 
-    def fill(self, batch: ScheduleBatch) -> TokenMasks | None:
+    def fill(self, batch: ScheduleBatch, clock: Clock = no_clock) -> TokenMasks | None:
         self.runner.here = self.scheduler.rows_still_here(batch).tolist()
-        return super().fill(batch)
+        return super().fill(batch, clock)
 
-    def fill_unchecked(self, batch: ScheduleBatch) -> TokenMasks | None:
+    def fill_unchecked(self, batch: ScheduleBatch, clock: Clock = no_clock) -> TokenMasks | None:
         self.runner.here = self.scheduler.rows_still_here(batch).tolist()
-        return super().fill_unchecked(batch)
+        return super().fill_unchecked(batch, clock)
 
 
 class Harness:
@@ -122,6 +123,7 @@ class Harness:
         self.eos = frozenset(eos)
         self.memory = memory
         self.matchers = ToyMatchers()
+        self.refused: dict[int, list[RefusedToken]] = {}  # of steps in flight
         self.scheduler = Scheduler(
             SchedulerConfig(overlap=bool(overlap), **config),
             CacheConfig(radix_cache=radix_cache, **(cache or {})),
@@ -213,9 +215,12 @@ class Harness:
         if batch is not None:
             may_continue = partial(self.may_continue, batch)
             masks: GetMasks = no_masks
+            refused: list[RefusedToken] = []
             if batch.has_grammar:
-                masks = StepMasks(self.scheduler.masks, batch, self.settle_all, self.mask_meter)
+                masks = step_masks = StepMasks(self.scheduler.masks, batch, self.settle_all, self.mask_meter)
+                refused = step_masks.refused
             launched = self.runner.launch(batch.plan, may_continue, masks)
+            self.refused[batch.plan.step_id] = refused
             self.in_flight.append((batch, launched))
         idle = batch is None or batch.plan.mode is ForwardMode.IDLE
         while self.in_flight and (len(self.in_flight) > self.overlap or idle):
@@ -244,7 +249,8 @@ class Harness:
     def settle(self) -> None:
         """Settle the oldest step in flight."""
         batch, launched = self.in_flight.pop(0)
-        self.scheduler.settle(batch, launched.wait(), self.now_s)
+        result = launched.wait()
+        self.scheduler.settle(batch, result, self.now_s, self.refused.pop(batch.plan.step_id, ()))
         self.collect()
         self.scheduler.audit()
 
@@ -360,9 +366,29 @@ class Harness:
             num_right = len(answer.tokens)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
                 assert (answer.tokens, answer.finish.kind) == (tokens, kind), rid
+                self.check_overruled(rid, answer, grammar)
             elif grammar is not None and "the grammar cannot continue" in answer.finish.message:
                 # the token at which the grammar failed may have been sampled without a mask
                 assert answer.finish.kind is FinishKind.ERROR and grammar.fault, (rid, answer.finish)
                 assert grammar.fault_at <= num_right <= grammar.fault_at + 1, rid
                 num_right = grammar.fault_at
             assert answer.tokens[:num_right] == tokens[:num_right], rid
+
+    def check_overruled(self, rid: str, answer: Answer, grammar: ToyGrammar | None) -> None:
+        """The usage of a whole answer counts what its grammar refused, once."""
+        usage = answer.rows[-1].usage.grammar
+        if grammar is None or grammar.fault:
+            assert grammar is not None or usage is None, rid
+            return
+        expected = expected_overruled(
+            answer.prompt,
+            answer.sampling,
+            self.eos,
+            answer.tokens,
+            grammar,
+            self.memory,
+            start=answer.num_delivered,
+        )
+        assert usage is not None, rid
+        assert usage.overruled_tokens == len(expected), rid
+        assert usage.first_overruled == (expected[0] if expected else None), rid

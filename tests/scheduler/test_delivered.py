@@ -13,6 +13,7 @@ from engine.runtime.messages import (
     FinishKind,
     GenerateRequest,
     GrammarReady,
+    GrammarUsage,
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
@@ -215,3 +216,54 @@ def test_one_may_wait_for_its_grammar(make_scheduler):
     harness.scheduler.handle(GrammarReady("a"), harness.now_s)
     harness.run_until_idle()
     assert harness.answers["a"].tokens == tokens
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_grammar_refused_before_is_counted_once(make_scheduler, late):
+    """The counts of the delivered tokens come with them; the others are generated, and counted, again."""
+    grammar = ToyGrammar(seed=3, length=30)
+    whole = make_scheduler()
+    whole._fake_runner.late = late
+    whole.submit("a", prompt=PROMPT, grammar=grammar, max_new_tokens=40)
+    whole.run_until_idle()
+    rows = whole.answers["a"].rows
+    total = rows[-1].usage.grammar
+    assert total is not None and total.overruled_tokens > 10
+
+    for num_delivered in (1, 7, 29):
+        before = rows[num_delivered - 1].usage
+        assert before.completion_tokens == num_delivered
+        harness = make_scheduler()
+        harness._fake_runner.late = late
+        tokens = whole.answers["a"].tokens[:num_delivered]
+        harness.submit("a", prompt=PROMPT, grammar=grammar, delivered=tokens, usage=before, max_new_tokens=40)
+        while harness.scheduler.num_unfinished:
+            harness.step()
+        usage = harness.answers["a"].rows[-1].usage.grammar
+        assert usage is not None
+        assert usage.overruled_tokens == total.overruled_tokens
+        assert usage.first_overruled == total.first_overruled
+
+
+def test_the_time_to_compile_is_that_of_all_attempts(make_scheduler):
+    harness = make_scheduler()
+    usage = Usage(len(PROMPT), 1, grammar=GrammarUsage(0.5, 1.0, 2, 3, cut_at=0))
+    tokens = expected_output(
+        PROMPT, SamplingParams(max_new_tokens=4), harness.eos, VOCAB_SIZE, None, ToyGrammar()
+    )[0]
+    harness.submit(
+        "a",
+        prompt=PROMPT,
+        grammar=ToyGrammar(),
+        delivered=tokens[:1],
+        usage=usage,
+        message={"needs_grammar": True},
+    )
+    harness.scheduler.handle(GrammarReady("a", compile_s=0.25), harness.now_s)
+    harness.collect()
+    while harness.scheduler.num_unfinished:
+        harness.step()
+    grammar = harness.answers["a"].rows[-1].usage.grammar
+    assert grammar is not None
+    assert (grammar.compile_s, grammar.forced_tokens, grammar.cut_at) == (0.75, 2, 0)
+    assert grammar.mask_s >= 1.0 and grammar.overruled_tokens >= 3

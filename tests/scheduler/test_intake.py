@@ -69,6 +69,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
         Delivered(b"\1\0\0\0", Usage(6, 1, cached_tokens=1.5)),  # type: ignore[arg-type]
         Delivered(b"\1\0\0\0", Usage(6, 1, queue_s=math.nan)),
         Delivered(b"\1\0\0\0", Usage(6, 1, num_retractions=-1)),
+        Delivered(b"\1\0\0\0", Usage(6, 1, grammar=1)),  # type: ignore[arg-type]
     ],
     "grammar": [5, "x", {}, []],
     "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],

@@ -54,7 +54,7 @@ class SlowDevice:
             found = masks()
             self.note("masks", plan.step_id)
             copied = found and found._replace(bits=found.bits.copy())
-            step.masks, step.here = FixedMasks(copied), self.runner.here
+            step.masks, step.here = FixedMasks(copied, masks.unmasked), self.runner.here
         self.queue.append(step)
         self.work()
         return step

@@ -273,6 +273,7 @@ class Planner:
         )
         mode = conversation.tool_choice.mode
         if mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+            _check_custom_grammars(conversation)
             if self.formats.tools is None:
                 raise RequestError(
                     f"tool_choice is {mode.value}, but the server does not parse tool calls; start it without "
@@ -338,6 +339,21 @@ def callable_tools(conversation: Conversation) -> tuple[Tool, ...]:
     if choice.allowed is not None:
         return tuple(tool for tool in tools if tool.name in choice.allowed)
     return tools
+
+
+def _check_custom_grammars(conversation: Conversation) -> None:
+    """Refuse custom tools with grammars that cannot be enforced, where a tool must be called."""
+    places = {tool.name: index for index, tool in enumerate(conversation.tools)}
+    for tool in callable_tools(conversation):
+        if tool.custom_grammar is not None and tool.custom_grammar.kind is not GrammarKind.REGEX:
+            path = conversation.tool_path.replace(".function", ".custom")
+            place = f"{path.format(places[tool.name])}.format"
+            raise RequestError(
+                f"{place} is a {tool.custom_grammar.kind.value} grammar, which cannot be enforced in a call, but "
+                f"tool_choice demands one; write it as a regex, or set tool_choice to auto",
+                param=place,
+                code="unsupported_value",
+            )
 
 
 def _offered(conversation: Conversation) -> tuple[Tool, ...]:

@@ -40,20 +40,20 @@ def checked_tools(
     path = at if "{}" in at else f"{at}[{{}}]"
     at = path.partition("[")[0]
     if len(tools) > max_tools:
-        raise _refused(f"{len(tools):,} tools were sent, the limit is {max_tools:,}; send fewer", at)
+        raise _refused(f"{at} has {len(tools):,} tools, the limit is {max_tools:,}; send fewer", at)
     seen: dict[str, int] = {}
     num_bytes = 0
     for index, tool in enumerate(tools):
         place = path.format(index)
         if not _NAME.fullmatch(tool.name):
             raise _refused(
-                f"the name of a tool is {tool.name[:160]!r}, but it must match [A-Za-z0-9_.:-]{{1,128}}",
+                f"{place}.name is {tool.name[:160]!r}, but it must match [A-Za-z0-9_.:-]{{1,128}}",
                 f"{place}.name",
             )
         if tool.name in seen:
             raise _refused(
-                f"two tools have the name {tool.name!r}, {path.format(seen[tool.name])} and {place}; names must be "
-                f"unique",
+                f"{place}.name is {tool.name!r}, which is the name of {path.format(seen[tool.name])}, too; names must "
+                f"be unique",
                 f"{place}.name",
             )
         seen[tool.name] = index

@@ -22,8 +22,7 @@ def check_constraint_with_tools(conversation: Conversation, constraint: Constrai
     mode = conversation.tool_choice.mode
     if mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
         raise RequestError(
-            f"{constraint.param} constrains the answer, but with tool_choice {mode.value} the answer is a tool call; "
-            f"send one of them",
+            f"{constraint.param} constrains the answer, but tool_choice demands a tool call; send one of them",
             param="tool_choice",
             code="conflicting_constraints",
         )

@@ -163,12 +163,14 @@ class ChatGeneration:
         generation: the stream below it.
         warnings: of planning.
         plan: how the answers are constrained and parsed.
+        tokenizer: the model's.
     """
 
     def __init__(self, generation: Generation, plan: AnswerPlan, services: Services) -> None:
         self.generation = generation
         self.plan = plan
         self.warnings = plan.warnings
+        self.tokenizer = services.tokenizer
         self._readers: list[_ChoiceReader] = []
         for _ in generation.choices:
             counter = None

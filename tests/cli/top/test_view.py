@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,28 @@ def test_at_80_by_24(snapshot):
         "cmpl-b          waiting    61.0s      -     812       0/400 no_kv (need 4,176, …",
         "cmpl-c          retracted  61.0s      -     812       0/400 retracted 2x; no_kv",
     ]
+
+
+def test_grammars_have_a_line_once_one_was_used():
+    figures: dict[str, Any] = {
+        "grammar_builds_total": 4,
+        "grammar_build_s_total": 0.01,
+        "grammar_masks_total": 2000,
+        "grammar_mask_s_total": 0.05,
+        "step_s_total": 2.0,
+        "overruled_tokens_total": 120,
+        "num_grammar_reqs": 3,
+    }
+    before = Snapshot.from_answers(URL, *answers(sent_s=98.0))
+    after = Snapshot.from_answers(URL, *answers(**figures))
+    lines = screen(after, Rates.between(before, after), width=200)
+    assert [line for line in lines if line.startswith("guided")] == [
+        "guided  1,000 masks/s · 60.0 overruled tok/s · 120 overruled so far · 2.5% of the time of all steps · 4 "
+        "compiled, 2.5 ms each · 3 waiting"
+    ]
+    first = screen(after, None, width=200)
+    assert any(line.startswith("guided  120 overruled so far") for line in first)
+    assert not any(line.startswith("guided") for line in screen(before, width=200))
 
 
 def test_at_200_by_50_ids_and_reasons_are_whole(snapshot):

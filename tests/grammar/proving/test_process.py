@@ -17,7 +17,7 @@ import uvloop
 from engine.grammar.proving.messages import ProofSetup
 from engine.grammar.proving.prover import PROOF_MEMORY_BYTES
 from engine.grammar.proving.worker import ProofWorker, WorkerLostError
-from engine.runtime.grammar_use import GrammarKind, GrammarSpec
+from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import Tokenizer
 
@@ -67,6 +67,26 @@ def test_grammars_are_proved_in_the_process(setup, loop_factory):
         assert "strin" in result.message
 
     run(setup, test, loop_factory)
+
+
+def test_a_grammar_is_measured_where_that_is_asked(setup):
+    closed = {
+        "type": "object",
+        "properties": {"true": {"type": "boolean"}},
+        "required": ["true"],
+        "additionalProperties": False,
+    }
+    compact = GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(closed), Whitespace.COMPACT)
+
+    async def test(worker: ProofWorker) -> None:
+        plain = await worker.prove(compact, TIMEOUT_S)
+        assert plain.compile_s > 0.0 and plain.forced_share is None
+        measured = await worker.prove(compact, TIMEOUT_S, measures=True)
+        assert measured.forced_share is not None and 0.5 < measured.forced_share < 1.0
+        regex = await worker.prove(GrammarSpec(GrammarKind.REGEX, "a+b"), TIMEOUT_S, measures=True)
+        assert regex.forced_share is None and not regex.code
+
+    run(setup, test)
 
 
 def test_a_proof_that_takes_too_long_is_given_up(setup):

@@ -21,6 +21,7 @@ from engine.grammar.proving.prover import (
 from engine.grammar.proving.worker import WorkerLostError
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
+from tests.grammar.proving.virtual_time import VirtualTimeLoop
 
 Answer = ProofResult | Exception
 
@@ -39,12 +40,14 @@ class Bench:
     Attributes:
         may_start: workers wait for it, if it is given.
         asked: texts of the grammars in the order in which workers got them.
+        measured: of each, whether it is to be measured.
         alive, started: numbers of workers.
         now_s: of the clock.
     """
 
     def __init__(self) -> None:
         self.asked: list[str] = []
+        self.measured: list[bool] = []
         self.alive = self.started = 0
         self.now_s = 1000.0
         self.automatic: Callable[[str], Answer] | None = None
@@ -82,7 +85,8 @@ class FakeWorker:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
 
-    async def prove(self, spec: GrammarSpec, timeout_s: float) -> ProofResult:
+    async def prove(self, spec: GrammarSpec, timeout_s: float, *, measures: bool = False) -> ProofResult:
+        self._bench.measured.append(measures)
         return await self._bench.ask(spec.text)
 
     async def kill(self) -> None:
@@ -94,7 +98,7 @@ BAD = ProofResult("invalid_regex", "the regular expression is bad")
 
 
 def run(test: Callable[[Bench], Coroutine[None, None, None]]) -> None:
-    """Run a test on a loop; afterwards no worker is alive."""
+    """Run a test in virtual time; afterwards no worker is alive."""
 
     async def main() -> None:
         bench = Bench()
@@ -104,7 +108,8 @@ def run(test: Callable[[Bench], Coroutine[None, None, None]]) -> None:
             await bench.prover.close()
         assert bench.alive == 0
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())
 
 
 async def settle() -> None:
@@ -288,7 +293,7 @@ def test_a_request_waits_no_longer_than_the_time_limit():
 
 @pytest.mark.parametrize(
     ("answer", "start_s", "code"),
-    [(GOOD, 0.3, "good"), (BAD, 0.3, "invalid_regex"), (None, 0.1, "schema_too_complex")],
+    [(GOOD, 1.2, "good"), (BAD, 1.2, "invalid_regex"), (None, 0.1, "schema_too_complex")],
 )
 def test_the_start_of_a_worker_is_not_time_of_the_grammar(
     answer: ProofResult | None, start_s: float, code: str
@@ -296,7 +301,7 @@ def test_the_start_of_a_worker_is_not_time_of_the_grammar(
     """On a busy machine it takes longer than the time limit, and the first grammar is no bomb because of that."""
 
     async def test(bench: Bench) -> None:
-        bench.prover._timeout_s = 0.2
+        bench.prover._timeout_s = 1.0
         bench.may_start = asyncio.Event()
         if answer is not None:
             bench.automatic = lambda text: answer
@@ -360,6 +365,20 @@ def test_a_request_that_leaves_during_the_start_of_its_worker_ends_it():
         await settle()
         assert not bench.prover._running
         assert bench.started == 0
+
+    run(test)
+
+
+def test_measuring_compiles_a_known_grammar_again():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: ProofResult(compile_s=0.5, forced_share=0.25)
+        assert await outcome(bench, "a") == "good"
+        assert await bench.prover.measure(use("a")) == [ProofResult(compile_s=0.5, forced_share=0.25)]
+        assert bench.asked == ["a", "a"] and bench.measured == [False, True]
+        bench.automatic = lambda text: BAD
+        with pytest.raises(GrammarError, match="bad"):
+            await bench.prover.measure(use("b"))
+        assert await outcome(bench, "b") == "invalid_regex" and len(bench.asked) == 3, "its result is kept"
 
     run(test)
 

@@ -250,6 +250,51 @@ def test_what_no_document_fits_is_refused(schema, text):
     assert text in error.message
 
 
+@pytest.mark.parametrize(
+    ("schema", "at"),
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "/properties/a"),
+        (
+            {
+                "$ref": "#/$defs/node",
+                "$defs": {
+                    "node": {
+                        "type": "object",
+                        "properties": {"n": {"$ref": "#/$defs/node"}},
+                        "required": ["n"],
+                    }
+                },
+            },
+            "/$defs/node",
+        ),
+        (
+            {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+            "/items",
+        ),
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"$ref": "#/$defs/b"}},
+                "required": ["a"],
+                "$defs": {
+                    "b": {"type": "object", "properties": {"c": {"$ref": "#/$defs/c"}}, "required": ["c"]},
+                    "c": {"type": "object", "properties": {"b": {"$ref": "#/$defs/b"}}, "required": ["b"]},
+                },
+            },
+            None,
+        ),
+    ],
+)
+def test_a_schema_that_requires_itself_without_end_is_refused_with_one_reason(schema, at):
+    error = refused(schema, strict=False)
+
+    assert error.code == "unsatisfiable_schema"
+    assert error.message.count("it contains itself without end") == 1
+    assert error.message.count(", but") == 1
+    if at is not None:
+        assert error.at.endswith(at)
+
+
 # ---------------------------------------------------------------- what is not enforced
 
 

@@ -258,9 +258,9 @@ def test_the_time_of_masks_is_that_of_filling_them(built):
     filler = built.pipeline._scheduler.masks
     fill = filler.fill
 
-    def slow(batch: Any) -> Any:
+    def slow(batch: Any, clock: Any) -> Any:
         built.harness.now_s += 0.5
-        return fill(batch)
+        return fill(batch, clock)
 
     filler.fill = slow
     built.submit("a", ToyGrammar(length=4), max_new_tokens=20)

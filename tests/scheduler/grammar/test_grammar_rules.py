@@ -21,7 +21,8 @@ STOP, LENGTH = Finish(FinishKind.STOP, matched=5), Finish(FinishKind.LENGTH)
 
 def req_of(grammar: ToyGrammar, tokens: list[int] | None = None) -> Req:
     params = SamplingParams(max_new_tokens=50, seed=1)
-    req = Req(GenerateRequest("a", np.array(PROMPT, dtype=np.int32).tobytes(), params), 1, 0.0)
+    ids = np.array(PROMPT, dtype=np.int32).tobytes()
+    req = Req(GenerateRequest("a", ids, params, grammar=grammar.use), 1, 0.0)
     req.matcher = ToyMatcher(grammar, tokens or [])
     req.output_len = req.num_matched = len(tokens or [])
     return req
@@ -160,3 +161,15 @@ def test_a_stop_token_ends_it_earlier():
 def test_a_failing_grammar_is_the_servers_error(fault):
     tokens, finish = answer_of(ToyGrammar(fault=fault, fault_at=4), max_new_tokens=30)
     assert len(tokens) == 5 and (finish.kind, finish.status) == (FinishKind.ERROR, 500)
+
+
+def test_the_first_token_of_a_cut_answer_is_kept():
+    grammar = ToyGrammar(length=9)
+    req, tokens = req_of(grammar), next_of(grammar, 4)
+    for position, token in enumerate(tokens):
+        if position == 2:
+            assert isinstance(req.matcher, ToyMatcher)
+            req.matcher.is_cut = True
+        take(req, token, None)
+    assert req.grammar_figures is not None and req.grammar_figures.cut_at == 2
+    assert req.usage().grammar == req.grammar_figures.usage(0)

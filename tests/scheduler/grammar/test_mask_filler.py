@@ -11,6 +11,8 @@ from engine.runtime.step_plan import ForwardMode, StepPlan, TokenMasks
 from engine.scheduler.arrays import EMPTY
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.grammar.mask_filler import MaskFiller
+from engine.scheduler.records.decision_log import RefusedToken
+from engine.scheduler.requests.grammar_figures import GrammarFigures
 from tests.scheduler.grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, ToyMatcher, allowed_by
 
 
@@ -20,6 +22,7 @@ class Requests:
     def __init__(self, matcher: ToyMatcher | None, is_checked_late: bool = True) -> None:
         self.matcher = matcher
         self.is_checked_late = is_checked_late
+        self.grammar_figures = GrammarFigures()
 
 
 class Pool:
@@ -142,8 +145,8 @@ def test_only_refused_tokens_need_a_mask():
     bad = next(token for token in range(VOCAB_SIZE) if token not in first_of(1))
     filler = filler_of(batch)
     assert filler.fill_unchecked(batch) is None
-    assert filler.fill_refused(batch, np.array([*good, 5])) is None
-    assert by_row(filler.fill_refused(batch, np.array([good[0], bad, good[2], 5]))) == {1: first_of(1)}
+    assert filler.fill_refused(batch, np.array([*good, 5]), []) is None
+    assert by_row(filler.fill_refused(batch, np.array([good[0], bad, good[2], 5]), [])) == {1: first_of(1)}
 
 
 def test_rows_that_cannot_be_checked_have_their_mask_before():
@@ -152,13 +155,15 @@ def test_rows_that_cannot_be_checked_have_their_mask_before():
     filler = filler_of(batch, [True, True, False])
     assert by_row(filler.fill_unchecked(batch)) == {1: first_of(1)}
     tokens = np.array([token for seed in range(3) for token in [next(iter(set(range(97)) - first_of(seed)))]])
-    assert by_row(filler.fill_refused(batch, tokens)) == {0: first_of(0)}, "and requests that left have none"
+    assert by_row(filler.fill_refused(batch, tokens, [])) == {0: first_of(0)}, (
+        "and requests that left have none"
+    )
 
 
 def test_free_text_is_not_checked():
     batch = batch_of([ToyMatcher(ToyGrammar(free_until=2))], [0])
     filler = filler_of(batch)
-    assert filler.fill_unchecked(batch) is None and filler.fill_refused(batch, np.array([5])) is None
+    assert filler.fill_unchecked(batch) is None and filler.fill_refused(batch, np.array([5]), []) is None
 
 
 def drafted(*wrong: int) -> tuple[Any, list[int], list[int]]:
@@ -174,13 +179,13 @@ def drafted(*wrong: int) -> tuple[Any, list[int], list[int]]:
 
 def test_drafts_that_were_right_need_no_mask():
     batch, _, tokens = drafted()
-    assert filler_of(batch).fill_refused(batch, np.array(tokens)) is None
+    assert filler_of(batch).fill_refused(batch, np.array(tokens), []) is None
 
 
 @pytest.mark.parametrize("wrong", range(4))
 def test_a_refused_token_among_drafts_has_a_mask_and_so_have_the_rows_after_it(wrong):
     batch, drafts, tokens = drafted(wrong)
-    found = by_row(filler_of(batch).fill_refused(batch, np.array(tokens)))
+    found = by_row(filler_of(batch).fill_refused(batch, np.array(tokens), []))
     assert found == {1 + k: first_of(1, *drafts[:k]) for k in range(wrong, 4)}
     assert batch.reqs[1].matcher.tokens == [], "it looked ahead with a copy"
 
@@ -188,4 +193,48 @@ def test_a_refused_token_among_drafts_has_a_mask_and_so_have_the_rows_after_it(w
 def test_rows_after_a_wrong_draft_are_not_checked():
     batch, drafts, tokens = drafted(2, 3)
     tokens[2] = next(token for token in first_of(1, drafts[0]) if token != drafts[1])
-    assert filler_of(batch).fill_refused(batch, np.array(tokens)) is None
+    assert filler_of(batch).fill_refused(batch, np.array(tokens), []) is None
+
+
+# ------------------------------------------------------------ refused tokens
+
+
+def test_a_token_that_a_mask_does_not_allow_is_refused():
+    batch = batch_of([*toys(2), None, *toys(1)], [0, 1, 2, 3])
+    batch.reqs[0].is_checked_late = False
+    filler = filler_of(batch)
+    bad = [next(token for token in range(VOCAB_SIZE) if token not in first_of(seed)) for seed in range(2)]
+
+    assert list(by_row(filler.fill_unchecked(batch))) == [0]
+    early: list[RefusedToken] = []
+    filler.find_refused([bad[0]], early)
+    filler.find_refused([min(first_of(0))], early)
+    late: list[RefusedToken] = []
+    filler.fill_refused(batch, np.array([bad[0], bad[1], 5, min(first_of(0))]), late)
+
+    assert early == [RefusedToken(0, 0, bad[0])]
+    assert late == [RefusedToken(1, 0, bad[1])]
+
+
+def test_a_refused_token_among_drafts_has_its_place_in_the_run_and_so_have_those_after_it():
+    batch, _, tokens = drafted(1, 3)
+    refused: list[RefusedToken] = []
+    filler_of(batch).fill_refused(batch, np.array(tokens), refused)
+    assert refused == [RefusedToken(1, 1, tokens[2]), RefusedToken(1, 3, tokens[4])]
+
+
+def test_another_split_of_forced_text_is_not_refused():
+    grammar = ToyGrammar(seed=2, forced=((0, 9),))
+    batch = batch_of([ToyMatcher(grammar)], [0])
+    other = min(grammar.accepted([]) - grammar.allowed([]))
+    refused: list[RefusedToken] = []
+    masks = filler_of(batch).fill_refused(batch, np.array([other]), refused)
+    assert list(by_row(masks)) == [0], "the tokenizer's split is sampled"
+    assert refused == []
+
+
+def test_each_request_has_its_own_time():
+    times = iter([0.0, 1.0, 3.0, 7.0])
+    batch = batch_of(toys(3), [0, 1, 2])
+    filler_of(batch).fill(batch, lambda: next(times))
+    assert [req.grammar_figures.mask_s for req in batch.reqs] == [1.0, 2.0, 4.0]

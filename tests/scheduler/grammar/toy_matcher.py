@@ -7,7 +7,7 @@ free, and fail at a position in any way that a matcher can.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -134,6 +134,7 @@ class ToyMatcher:
         return MatcherErrorCode.BUG if self.error else None
 
     is_cut = False
+    num_forced = 0
 
     @property
     def wants_mask(self) -> bool:
@@ -236,16 +237,23 @@ class ToyMatchers:
 
 
 class FixedMasks:
-    """A `GetMasks` that has been asked already."""
+    """A `GetMasks` that has been asked already; `tell`: its `unmasked`."""
 
-    def __init__(self, masks: TokenMasks | None) -> None:
+    def __init__(
+        self, masks: TokenMasks | None, tell: Callable[[npt.NDArray[np.int64]], None] | None = None
+    ) -> None:
         self.masks = masks
+        self.tell = tell
 
     def __call__(self) -> TokenMasks | None:
         return self.masks
 
     def before(self) -> TokenMasks | None:
         return self.masks
+
+    def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
+        if self.tell is not None:
+            self.tell(token_ids)
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.runtime.messages import SchedulerInput
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.journal.recorder import Recorder, make_recorder
+from engine.scheduler.records.decision_log import RefusedToken
 from engine.scheduler.scheduler import Scheduler
 from tests.scheduler.harness import Harness
 
@@ -44,8 +46,10 @@ class RecordedCalls:
         self.recorder.planned(batch)
         return batch
 
-    def settle(self, batch: ScheduleBatch, result: StepResult, now_s: float) -> None:
-        self.scheduler.settle(batch, result, now_s)
+    def settle(
+        self, batch: ScheduleBatch, result: StepResult, now_s: float, refused: Sequence[RefusedToken] = ()
+    ) -> None:
+        self.scheduler.settle(batch, result, now_s, refused)
         self.recorder.settled()
 
     def on_idle(self) -> None:

@@ -26,7 +26,7 @@ from engine.scheduler.journal import replay as replay_module
 from engine.scheduler.journal.log_file import Input, LogFileError, LogRecord, read_runs
 from engine.scheduler.journal.log_writer import LogWriter
 from engine.scheduler.journal.replay import Replay, replay
-from engine.scheduler.records.decision_log import MatcherDrafts, PassRecord, Settled
+from engine.scheduler.records.decision_log import MatcherDrafts, PassRecord, RefusedToken, Settled
 from engine.scheduler.scheduler import Scheduler
 from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness
@@ -210,6 +210,12 @@ def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, dec
     assert any(each.forced for each in said)
     ends = [end for each in records if isinstance(each, Settled) for end in each.grammar_ends.items()]
     assert dict(ends) == {f"r{seed}": "" for seed in range(5)}, "the fifth at its length, too"
+    left = [each for record in records if isinstance(record, Settled) for each in record.left]
+    usages = {rid: answer.rows[-1].usage.grammar for rid, answer in harness.answers.items()}
+    assert {each.rid: each.num_overruled for each in left} == {
+        rid: 0 if usage is None else usage.overruled_tokens for rid, usage in usages.items()
+    }
+    assert sum(each.num_overruled for each in left) > 50
 
     def forget(each: LogRecord) -> LogRecord:
         if isinstance(each, PassRecord):
@@ -255,16 +261,18 @@ def test_a_request_that_its_grammar_ends_before_a_step_ends_in_the_replay(path):
 def test_a_log_without_the_fields_of_grammars_can_be_read():
     """Records are arrays, and these fields are the last ones, so older logs are shorter."""
     encoder = msgspec.msgpack.Encoder()
-    for record_, name in (
-        (Settled(1.0, 2, grammar_ends={"a": ""}), "grammar_ends"),
-        (PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}), "grammar_drafts"),
+    refused = [RefusedToken(0, 1, 2)]
+    for record_, names in (
+        (Settled(1.0, 2, grammar_ends={"a": ""}, refused=refused), ("grammar_ends", "refused")),
+        (PassRecord(1.0, grammar_drafts={"a": MatcherDrafts([1], 2)}), ("grammar_drafts",)),
     ):
         kind = type(record_)
-        assert kind.__struct_fields__[-1] == name
+        assert kind.__struct_fields__[-len(names) :] == names
         values = msgspec.msgpack.decode(encoder.encode(record_))
         assert msgspec.msgpack.decode(encoder.encode(values), type=kind) == record_
-        older = msgspec.msgpack.decode(encoder.encode(values[:-1]), type=kind)
-        assert getattr(older, name) == {} and older.now_s == 1.0
+        for num_missing in range(1, 1 + len(names)):
+            older = msgspec.msgpack.decode(encoder.encode(values[:-num_missing]), type=kind)
+            assert not any(getattr(older, name) for name in names[-num_missing:]) and older.now_s == 1.0
 
 
 def test_a_replay_in_another_process_decides_the_same(path):

@@ -201,6 +201,15 @@ def test_how_long_a_grammar_took_and_that_it_ended_the_answer():
     assert answer.rows[-1][3] == "stop, 7 tokens, ended by its grammar"
 
 
+def test_how_often_a_grammar_overruled_the_model():
+    end = Settled(
+        12.0, 9, left=[Finished("r1", FinishKind.STOP, 70, num_overruled=12)], grammar_ends={"r1": ""}
+    )
+    answer = explain([ARRIVED, a_pass(1, admitted("r1")), end], "r1")
+    assert answer.sentence.endswith("(stop, ended by its grammar; its grammar overruled 12 of its tokens).")
+    assert answer.rows[-1][3].endswith("; its grammar overruled 12 of its tokens")
+
+
 def test_a_grammar_that_failed_says_why_in_its_message():
     end = Settled(
         12.0, 9, left=[Finished("r1", FinishKind.ERROR, 7, "no token")], grammar_ends={"r1": "no token"}

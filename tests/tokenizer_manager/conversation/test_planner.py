@@ -248,6 +248,39 @@ def test_custom_tools_are_functions_of_one_text():
     ]
 
 
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [("tools[{}].function", "tools[1].custom.format"), ("tools[{}]", "tools[1].format")],
+    ids=["chat", "responses"],
+)
+@pytest.mark.parametrize("source", [chat_templates.QWEN3, chat_templates.SMOLLM2], ids=["hermes", "generic"])
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ToolChoice(mode=ChoiceMode.NAMED, name="sql"),
+        ToolChoice(mode=ChoiceMode.REQUIRED),
+        ToolChoice(mode=ChoiceMode.REQUIRED, allowed=("sql",)),
+    ],
+    ids=["named", "required", "allowed"],
+)
+def test_a_grammar_that_cannot_be_enforced_is_refused_where_the_tool_must_be_called(
+    source, choice, path, place
+):
+    lark = Tool(name="sql", custom=True, custom_grammar=GrammarSpec(GrammarKind.LARK, 'start: "a"'))
+    with pytest.raises(RequestError, match="lark grammar, which cannot be enforced in a call") as caught:
+        planned(source, tools=(SHELL, lark), tool_choice=choice, tool_path=path)
+    assert caught.value.param == place and caught.value.message.startswith(f"{place} is")
+
+
+def test_a_grammar_of_a_tool_that_is_not_called_refuses_nothing():
+    lark = Tool(name="sql", custom=True, custom_grammar=GrammarSpec(GrammarKind.LARK, 'start: "a"'))
+    for choice in (
+        ToolChoice(mode=ChoiceMode.NAMED, name=SHELL.name),
+        ToolChoice(mode=ChoiceMode.REQUIRED, allowed=(SHELL.name,)),
+    ):
+        planned(chat_templates.QWEN3, tools=(SHELL, lark), tool_choice=choice)
+
+
 def test_limits_of_tools_are_checked_and_errors_have_the_path_of_the_client():
     with pytest.raises(RequestError, match="names must be unique") as caught:
         planned(chat_templates.QWEN3, tools=(NOW, NOW))

@@ -21,12 +21,12 @@ for _ in range(30_000):
         ([NOW, Tool(name="a b")], {}, "tools[1].name", "must match"),
         ([Tool(name="x" * 129)], {}, "tools[0].name", "must match"),
         ([Tool(name="<tool_call>")], {}, "tools[0].name", "must match"),
-        ([NOW, NOW], {}, "tools[1].name", r"tools\[0\] and tools\[1\]"),
+        ([NOW, NOW], {}, "tools[1].name", r"tools\[1\].name is 'now', which is the name of tools\[0\], too"),
         (
             [Tool(name=f"t{index}") for index in range(513)],
             {},
             "tools",
-            "513 tools were sent, the limit is 512",
+            "tools has 513 tools, the limit is 512",
         ),
         (
             [Tool(name="x", parameters={"type": "array"})],

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....grammar.answer_report import GrammarReport, Truncated
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -42,13 +44,18 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """Token counts; `input_tokens` leaves out those that came from the prefix cache."""
+    """Token counts; `input_tokens` leaves out those that came from the prefix cache.
+
+    `grammar` and `truncated`: for answers with a grammar.
+    """
 
     input_tokens: int
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
     output_tokens: int
     output_tokens_details: OutputTokensDetails
+    grammar: GrammarReport | UnsetType = UNSET
+    truncated: Truncated | UnsetType = UNSET
 
 
 class MessageBody(msgspec.Struct, kw_only=True):

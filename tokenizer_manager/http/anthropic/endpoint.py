@@ -12,7 +12,7 @@ from ...scheduling_options import Scheduling
 from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
 from ..exchange import Exchange
 from ..guards.auth import Caller
-from ..schema.accounting import usage_of
+from ..schema.accounting import truncated_of, usage_of
 from ..schema.field_policy import first_warnings
 from ..services import Services
 from ..surfaces.deltas import merged
@@ -35,7 +35,7 @@ async def messages(exchange: Exchange, services: Services) -> None:
         conversation=read.conversation,
         sampling=read.sampling,
         id_prefix="msg",
-        scheduling=_scheduling(exchange.caller),
+        scheduling=_scheduling(exchange.caller, read.user),
         length_param=LENGTH_PARAM,
         constraint=constraint,
         arrival_s=services.manager.now_s(),
@@ -86,8 +86,8 @@ def _check_model(request: CountTokensRequest, services: Services) -> None:
     services.check_model(request.model)
 
 
-def _scheduling(caller: Caller) -> Scheduling:
-    return Scheduling(tenant=caller.tenant(None), extra_key=caller.namespace(None), owner=caller.owner)
+def _scheduling(caller: Caller, user: str | None) -> Scheduling:
+    return Scheduling(tenant=caller.tenant(user), extra_key=caller.namespace(None), owner=caller.owner)
 
 
 class _Writer:
@@ -147,11 +147,13 @@ class _Writer:
 
 
 def _usage(chat: ChatGeneration) -> MessageUsage:
-    usage = usage_of(chat.generation)
+    usage = usage_of(chat.generation, tokenizer=chat.tokenizer)
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(chat.reasoning_tokens() or 0),
+        grammar=usage.grammar,
+        truncated=truncated_of(chat.generation.choices[0], chat.tokenizer),
     )

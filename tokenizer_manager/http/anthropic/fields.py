@@ -49,6 +49,13 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     temperature: Temperature | None = None
     top_p: Share | None = None
     top_k: TopK | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class Metadata(msgspec.Struct, kw_only=True):
+    """`metadata`; the user is the tenant of the request."""
+
+    user_id: str | None = None
 
 
 class ThinkingFields(msgspec.Struct, kw_only=True):
@@ -87,7 +94,9 @@ _NESTED: Final = {
     "output_config": FieldPolicy(OutputConfig, {}, no_effect={"task_budget"}),
 }
 
-MESSAGES_POLICY: Final = FieldPolicy(MessagesRequest, _NOT_YET, no_effect=_NO_EFFECT, nested=_NESTED)
+MESSAGES_POLICY: Final = FieldPolicy(
+    MessagesRequest, _NOT_YET, no_effect=_NO_EFFECT - {"metadata"}, nested=_NESTED
+)
 COUNT_POLICY: Final = FieldPolicy(
     CountTokensRequest,
     _NOT_YET,

@@ -26,6 +26,7 @@ from .fields import (
     MESSAGES_POLICY,
     CountTokensRequest,
     MessagesRequest,
+    Metadata,
     OutputConfig,
     ThinkingFields,
 )
@@ -65,13 +66,14 @@ prompt would share a prefix with the one before it."""
 
 
 class ReadMessages(NamedTuple):
-    """A checked request."""
+    """A checked request; `user`: its `metadata.user_id`."""
 
     request: MessagesRequest
     conversation: Conversation
     constraint: Constraint | None
     sampling: SamplingParams
     warnings: list[str]
+    user: str | None
 
 
 class ReadCount(NamedTuple):
@@ -105,7 +107,8 @@ def read_messages(body: Body, limits: RequestLimits, answers: EngineConfig, *, s
             min_new_tokens=None,
             keep_stop=False,
         )
-    return ReadMessages(request, conversation, constraint, sampling, notes.warnings)
+    user = convert(request.metadata or {}, Metadata, "metadata").user_id
+    return ReadMessages(request, conversation, constraint, sampling, notes.warnings, user)
 
 
 def read_count(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadCount:

@@ -1,15 +1,23 @@
-"""`POST /v1/grammar/check`: what becomes of a constraint, keyword by keyword, without generating."""
+"""`POST /v1/grammar/check`: what becomes of a constraint, keyword by keyword, without generating.
+
+`engine doctor --schema` makes the same report.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final, NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....grammar.backend import GrammarError
+from ....grammar.proving.messages import ProofResult
 from ....grammar.schema.report import Finding
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarUse
+from ....runtime.model_files.tokenizer import Tokenizer
 from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import GRAMMAR_CODES, Constraint, constraint_of
@@ -48,6 +56,7 @@ class GrammarCheckBody(msgspec.Struct, kw_only=True):
     """Whether a request with this constraint is accepted, and what is enforced.
 
     `kind` is the language of the grammar; `triggered` for grammars inside free text. `keywords` has the first 1,000.
+    `compile_ms` is the time to compile it, `forced_share` the share of forced tokens in a short answer of a schema.
     """
 
     ok: bool
@@ -58,6 +67,8 @@ class GrammarCheckBody(msgspec.Struct, kw_only=True):
     keywords: list[KeywordBody]
     num_keywords: int
     shortest: ShortestBody | None = None
+    compile_ms: float | None = None
+    forced_share: float | None = None
     warnings: list[str]
 
 
@@ -67,17 +78,43 @@ _POLICY: Final = FieldPolicy(GrammarCheckRequest, {})
 async def check_grammar(exchange: Exchange, services: Services) -> None:
     """Check the constraint of a request."""
     checked = await services.read(exchange, lambda body: _read(body, services))
-    shortest = None
-    if checked.constraint is not None and checked.constraint.shortest is not None:
+    async with exchange.abort_on_disconnect():
+        await exchange.send_json(await report(checked, services.tokenizer, services.manager.measure_grammar))
+
+
+Measure = Callable[[GrammarUse], Awaitable[list[ProofResult]]]
+"""See `GrammarProver.measure`."""
+
+
+async def report(checked: CheckedGrammar, tokenizer: Tokenizer | None, measure: Measure) -> GrammarCheckBody:
+    """The report about a constraint.
+
+    Args:
+        checked: the constraint.
+        tokenizer: for the number of tokens of the shortest answer; None leaves it out.
+        measure: compiles the grammars.
+    """
+    results: list[ProofResult] = []
+    if checked.constraint is not None:
+        try:
+            results = await measure(checked.constraint.use)
+        except GrammarError as refused:
+            error = RequestError(refused.message, param=checked.constraint.param, code=refused.code)
+            checked = checked._replace(error=error)
+        except RequestError as busy:
+            checked.warnings.append(f"it was not compiled: {busy.message}")
+    body = _body(checked)
+    if checked.constraint is not None and checked.constraint.shortest is not None and tokenizer is not None:
         text = checked.constraint.shortest
-        [ids] = await services.encoder.encode([text], add_special_tokens=False, param="")
-        shortest = ShortestBody(text=text, tokens=len(ids))
-    # A compiled grammar would add its time here: the checks above compile nothing.
-    await exchange.send_json(_body(checked, shortest))
+        body.shortest = ShortestBody(text=text, tokens=len(tokenizer.encode(text, add_special_tokens=False)))
+    if results:
+        body.compile_ms = round(sum(each.compile_s for each in results) * 1e3, 3)
+        body.forced_share = results[0].forced_share
+    return body
 
 
-class _Checked(NamedTuple):
-    """A checked body.
+class CheckedGrammar(NamedTuple):
+    """A constraint that was checked without compiling it.
 
     Attributes:
         constraint: None if it is refused.
@@ -91,15 +128,24 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Checked:
-    strict = services.config.server.strict
-    warnings = _POLICY.check(body, strict=strict)
+def _read(body: Body, services: Services) -> CheckedGrammar:
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, GrammarCheckRequest)
     services.check_model(request.model)
-    answers, limits = services.config.answers, services.config.limits
+    return checked_grammar(request, services.config, warnings)
+
+
+def checked_grammar(
+    request: GrammarCheckRequest, config: EngineConfig, warnings: list[str]
+) -> CheckedGrammar:
+    """Check a constraint without compiling it; `warnings`: of the request, to which those about it are added.
+
+    Raises:
+        RequestError: there is no constraint, or more than one.
+    """
     constraint, error = None, None
     try:
-        constraint = constraint_of(request, answers, limits, strict_server=strict)
+        constraint = constraint_of(request, config.answers, config.limits, strict_server=config.server.strict)
         if constraint is None:
             raise RequestError(
                 "the request has no constraint; send one, such as response_format",
@@ -111,21 +157,19 @@ def _read(body: Body, services: Services) -> _Checked:
         if refusal.code not in GRAMMAR_CODES:
             raise
         error = refusal
-    return _Checked(constraint, error, _findings(request, services), first_warnings(warnings))
+    return CheckedGrammar(constraint, error, _findings(request, config), first_warnings(warnings))
 
 
-def _findings(request: GrammarCheckRequest, services: Services) -> tuple[Finding, ...]:
+def _findings(request: GrammarCheckRequest, config: EngineConfig) -> tuple[Finding, ...]:
     """Of all keywords: the check above ends at the first that it refuses."""
     try:
-        explained = constraint_of(
-            request, services.config.answers, services.config.limits, strict_server=False, explain=True
-        )
+        explained = constraint_of(request, config.answers, config.limits, strict_server=False, explain=True)
     except RequestError:
         return ()
     return () if explained is None else explained.findings
 
 
-def _body(checked: _Checked, shortest: ShortestBody | None) -> GrammarCheckBody:
+def _body(checked: CheckedGrammar) -> GrammarCheckBody:
     constraint, error = checked.constraint, checked.error
     use = GrammarUse() if constraint is None else constraint.use
     body = GrammarCheckBody(
@@ -142,7 +186,6 @@ def _body(checked: _Checked, shortest: ShortestBody | None) -> GrammarCheckBody:
             for each in checked.findings[:_MAX_KEYWORDS]
         ],
         num_keywords=len(checked.findings),
-        shortest=shortest,
         warnings=checked.warnings,
     )
     if error is not None:
@@ -155,7 +198,7 @@ def _body(checked: _Checked, shortest: ShortestBody | None) -> GrammarCheckBody:
     return body
 
 
-def _place(checked: _Checked) -> str | None:
+def _place(checked: CheckedGrammar) -> str | None:
     if checked.constraint is not None:
         return checked.constraint.param
     return None if checked.error is None else checked.error.param

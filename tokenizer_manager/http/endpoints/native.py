@@ -12,6 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from ....grammar.answer_report import GrammarReport, Truncated
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
@@ -20,6 +21,7 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
@@ -74,6 +76,8 @@ class MetaInfo(msgspec.Struct):
     input_top_logprobs: list[list[LogprobRow] | None] | UnsetType = UNSET
     output_token_logprobs: list[LogprobRow] | UnsetType = UNSET
     output_top_logprobs: list[list[LogprobRow]] | UnsetType = UNSET
+    grammar: GrammarReport | UnsetType = UNSET
+    truncated: Truncated | UnsetType = UNSET
 
 
 class GenerateBody(msgspec.Struct):
@@ -256,6 +260,9 @@ def _body(services: Services, generation: Generation, choice: Choice, collected:
         queue_time=usage.queue_s,
         e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
     )
+    if choice.guided is not None and choice.finish is not None:
+        meta.grammar = choice.guided.report(services.tokenizer) or UNSET
+        meta.truncated = truncated_of(choice, services.tokenizer)
     if collected.prompt_logprobs:
         entries = collected.prompt_logprobs
         first: LogprobRow = (None, *_named(services, choice.prompt_ids[0]))

@@ -47,7 +47,7 @@ def whole_body(
         model=services.served_model,
         system_fingerprint=services.fingerprint,
         choices=choices,
-        usage=usage_of(generation, reasoning_tokens),
+        usage=usage_of(generation, reasoning_tokens, services.tokenizer),
         timings=timings_of(generation),
         warnings=warnings or UNSET,
     )
@@ -101,7 +101,7 @@ class ChunkWriter(Generic[C]):
         return event(chunk)
 
     def _usage(self) -> UsageBody:
-        return usage_of(self._generation, self._reasoning_tokens())
+        return usage_of(self._generation, self._reasoning_tokens(), self._services.tokenizer)
 
     def _chunk(self, choices: list[C]) -> OpenAIBody[C]:
         chunk = self._kind(

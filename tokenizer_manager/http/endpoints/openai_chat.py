@@ -7,15 +7,17 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....grammar.answer_report import Truncated
 from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ...generation import Choice
 from ...scheduling_options import Scheduling
 from ..chat_run import AnswerRow, ChatCall, ChatGeneration, CollectedAnswer, CollectedCall, start_chat
 from ..delivery import DONE
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
-from ..schema.accounting import Timings, UsageBody
+from ..schema.accounting import Timings, UsageBody, truncated_of
 from ..schema.chat_conversation import chat_conversation
 from ..schema.chat_messages import template_messages
 from ..schema.constraints import Constraint, constraint_of
@@ -75,6 +77,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessageBody
     logprobs: ChatLogprobs | None
     finish_reason: str | None
+    truncated: Truncated | UnsetType = UNSET
 
 
 class ChatCompletion(OpenAIBody[ChatChoice], kw_only=True):
@@ -92,6 +95,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: dict[str, Any]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    truncated: Truncated | UnsetType = UNSET
 
 
 class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
@@ -129,8 +133,8 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
             else:
                 answers = await chat.collect()
                 choices = [
-                    _choice(services, index, answer, field, old_form=old_form)
-                    for index, answer in enumerate(answers)
+                    _choice(services, choice, answer, field, old_form=old_form)
+                    for choice, answer in zip(chat.generation.choices, answers, strict=True)
                 ]
                 await exchange.send_json(
                     whole_body(
@@ -208,7 +212,7 @@ async def _stream(exchange: Exchange, chat: ChatGeneration, writer: _ChatStream)
 
 
 def _choice(
-    services: Services, index: int, answer: CollectedAnswer, field: str, *, old_form: bool
+    services: Services, choice: Choice, answer: CollectedAnswer, field: str, *, old_form: bool
 ) -> ChatChoice:
     calls = [_call_body(call) for call in answer.calls]
     message = ChatMessageBody(content=answer.content if answer.content or not calls else None)
@@ -220,10 +224,11 @@ def _choice(
         message.tool_calls = calls
     entries = answer.raw.logprobs
     return ChatChoice(
-        index=index,
+        index=choice.index,
         message=message,
         logprobs=chat_logprobs(entries, services.tokenizer) if entries else None,
         finish_reason=_finish_reason(answer.finish_reason, old_form=old_form),
+        truncated=truncated_of(choice, services.tokenizer),
     )
 
 
@@ -268,7 +273,8 @@ class _ChatStream:
             logprobs = None
         if output.finish is not None:
             reason = _finish_reason(row.finish_reason, old_form=self._old_form)
-            events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason))
+            truncated = truncated_of(row.choice, self._services.tokenizer)
+            events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason, truncated))
         return events
 
     def _delta(self, choice: int, delta: Delta) -> dict[str, Any] | None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from ....grammar.answer_report import Truncated
 from ....runtime.messages import TextOutput
 from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
@@ -37,6 +40,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
+    truncated: Truncated | UnsetType = UNSET
 
 
 class Completion(OpenAIBody[CompletionChoice], kw_only=True):
@@ -155,7 +159,8 @@ class _ChoiceWriter:
                     entries, choice.prompt_ids[0] if self._echo else None
                 )
             text = self.echo(choice) + answer.text
-            choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish)))
+            truncated = self.truncated(choice)
+            choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish), truncated))
         return choices
 
     def part(self, choice: Choice, output: TextOutput, *, first: bool) -> CompletionChoice:
@@ -172,6 +177,10 @@ class _ChoiceWriter:
             if entries or first_id is not None:
                 logprobs = self._logprobs[choice.index].build(entries, first_id)
         return CompletionChoice(choice.index, text, logprobs, None)
+
+    def truncated(self, choice: Choice) -> Truncated | UnsetType:
+        """Where a finished choice was cut and completed."""
+        return truncated_of(choice, self._services.tokenizer)
 
     def echo(self, choice: Choice) -> str:
         """The prompt's text if the answer begins with it, otherwise an empty string."""
@@ -203,9 +212,10 @@ class _CompletionStream:
             events += self._chunks.event(part)
         self._begun.add(index)
         if output.finish is not None:
-            events += self._chunks.finish_event(
-                CompletionChoice(index, "", None, finish_reason(output.finish))
+            last = CompletionChoice(
+                index, "", None, finish_reason(output.finish), self._writer.truncated(choice)
             )
+            events += self._chunks.finish_event(last)
         return events
 
     def closing(self) -> bytes:

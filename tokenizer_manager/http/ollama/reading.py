@@ -125,10 +125,8 @@ def _read(
     notes: Notes,
 ) -> ReadOllama:
     options = convert(request.options or {}, OllamaOptions, "options")
-    if options.num_ctx is not None and options.num_ctx > max_model_len:
-        notes.warn(
-            f"options.num_ctx is {options.num_ctx}, but the context of this server has {max_model_len} tokens"
-        )
+    if options.num_ctx is not None:
+        _check_context(options.num_ctx, max_model_len, notes)
     constraint = _format(request.format, answers)
     if constraint is not None:
         notes.warn(*constraint.warnings)
@@ -235,6 +233,16 @@ def _reasoning(think: bool | str | None) -> ReasoningOptions:
     if isinstance(think, str) and think:
         return effort_options(think, "think")
     return ReasoningOptions(enabled=None if think == "" else think)
+
+
+def _check_context(num_ctx: int, max_model_len: int, notes: Notes) -> None:
+    """The context is a setting of this server, for all requests."""
+    if num_ctx < 1:
+        raise refused("options.num_ctx", f"is {num_ctx}, but it must be at least 1; leave it out")
+    if num_ctx != max_model_len:
+        notes.warn(
+            f"options.num_ctx is {num_ctx}, but the context of this server has {max_model_len} tokens; it has no effect"
+        )
 
 
 def _sampling(options: OllamaOptions, limits: RequestLimits) -> SamplingParams:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....grammar.answer_report import GrammarReport, Truncated
+
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -85,13 +87,14 @@ class OutputDetails(msgspec.Struct):
 
 
 class ResponsesUsage(msgspec.Struct):
-    """Token counts."""
+    """Token counts. `grammar`: for answers with one."""
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
     output_tokens_details: OutputDetails
     total_tokens: int
+    grammar: GrammarReport | UnsetType = UNSET
 
 
 class ResponseError(msgspec.Struct):
@@ -137,6 +140,7 @@ class ResponseBody(msgspec.Struct, kw_only=True):
     usage: ResponsesUsage | None = None
     user: str | None = None
     metadata: dict[str, Any] = {}
+    truncated: Truncated | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
 
 

@@ -13,7 +13,7 @@ from ...scheduling_options import Scheduling, checked_priority, checked_salt, ch
 from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
 from ..exchange import Exchange
 from ..guards.auth import Caller
-from ..schema.accounting import usage_of
+from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..schema.field_policy import first_warnings
 from ..services import Services
@@ -125,6 +125,7 @@ class _Writer:
         """The last events."""
         if self.finish_reason == "abort":
             return self.stream.fail(_ABORTED, _usage(self._chat))
+        self.stream.body.truncated = truncated_of(self._chat.generation.choices[0], self._chat.tokenizer)
         return self.stream.complete(self.finish_reason, _usage(self._chat), int(time.time()))
 
     def fail(self, reply: ErrorReply) -> bytes:
@@ -159,11 +160,12 @@ def _body(services: Services, chat: ChatGeneration, read: ReadResponses) -> Resp
 
 
 def _usage(chat: ChatGeneration) -> ResponsesUsage:
-    usage = usage_of(chat.generation)
+    usage = usage_of(chat.generation, tokenizer=chat.tokenizer)
     return ResponsesUsage(
         usage.prompt_tokens,
         InputDetails(usage.prompt_tokens_details.cached_tokens),
         usage.completion_tokens,
         OutputDetails(chat.reasoning_tokens() or 0),
         usage.total_tokens,
+        usage.grammar,
     )

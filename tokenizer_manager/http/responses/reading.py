@@ -237,7 +237,7 @@ def _tool_name(call: Body, at: str) -> str:
 
 def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConfig) -> Constraint | None:
     """The constraint of `text.format`, or of a field of another engine."""
-    own = None if text.format is None else _format(text.format, config)
+    own = None if text.format is None else _format(text.format, config, request)
     other = constraint_of(request, config.answers, config.limits, strict_server=config.server.strict)
     if own is not None and other is not None:
         raise RequestError(
@@ -248,10 +248,10 @@ def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConf
     return own or other
 
 
-def _format(form: dict[str, Any], config: EngineConfig) -> Constraint | None:
+def _format(form: dict[str, Any], config: EngineConfig, request: ResponsesRequest) -> Constraint | None:
     match one_of(form.get("type"), ("text", "json_object", "json_schema"), f"{FORMAT_PARAM}.type"):
         case "json_object":
-            return json_object(FORMAT_PARAM, config)
+            return json_object(FORMAT_PARAM, config, request)
         case "json_schema":
             return json_schema(
                 form.get("schema"),
@@ -259,6 +259,7 @@ def _format(form: dict[str, Any], config: EngineConfig) -> Constraint | None:
                 f"{FORMAT_PARAM}.schema",
                 config,
                 strict=form.get("strict") is True,
+                fields=request,
             )
         case _:
             return None

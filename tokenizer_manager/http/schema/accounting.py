@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ...generation import Generation
+from ....grammar.answer_report import GrammarReport, Truncated, merged
+from ....runtime.model_files.tokenizer import Tokenizer
+from ...generation import Choice, Generation
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -21,13 +23,14 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class UsageBody(msgspec.Struct):
-    """OpenAI's `usage`. A prompt counts once for all of its answers."""
+    """OpenAI's `usage`. A prompt counts once for all of its answers. `grammar`: for answers with one."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+    grammar: GrammarReport | UnsetType = UNSET
 
 
 class Timings(msgspec.Struct):
@@ -49,13 +52,34 @@ class Timings(msgspec.Struct):
     queue_ms: float
 
 
-def usage_of(generation: Generation, reasoning_tokens: int | None = None) -> UsageBody:
-    """The tokens of a generation so far; `reasoning_tokens`: None for a model that does not reason."""
+def grammar_of(generation: Generation, tokenizer: Tokenizer) -> GrammarReport | UnsetType:
+    """What the grammar of a generation did so far; UNSET for free text, and before the grammar is ready."""
+    guided = [choice.guided for choice in generation.choices if choice.guided is not None]
+    reports = [report for each in guided if (report := each.report(tokenizer)) is not None]
+    return merged(reports) or UNSET
+
+
+def truncated_of(choice: Choice, tokenizer: Tokenizer) -> Truncated | UnsetType:
+    """Where a finished answer was cut and completed; UNSET if it was not."""
+    return (choice.guided.truncated(tokenizer) if choice.guided is not None else None) or UNSET
+
+
+def usage_of(
+    generation: Generation, reasoning_tokens: int | None = None, tokenizer: Tokenizer | None = None
+) -> UsageBody:
+    """The tokens of a generation so far.
+
+    Args:
+        generation: any.
+        reasoning_tokens: None for a model that does not reason.
+        tokenizer: for the part about the grammar; None leaves it out.
+    """
     prompt = sum(len(choice.prompt_ids) for choice in generation.prompt_choices)
     completion = sum(choice.usage.completion_tokens for choice in generation.choices)
     cached = sum(choice.usage.cached_tokens for choice in generation.prompt_choices)
     details = UNSET if reasoning_tokens is None else CompletionTokensDetails(reasoning_tokens)
-    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details)
+    grammar = UNSET if tokenizer is None else grammar_of(generation, tokenizer)
+    return UsageBody(prompt, completion, prompt + completion, PromptTokensDetails(cached), details, grammar)
 
 
 def timings_of(generation: Generation) -> Timings:

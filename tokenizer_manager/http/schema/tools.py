@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from ....grammar.regex_syntax import RegexError, checked_regex
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec
 from ...conversation.conversation import ChoiceMode, Tool, ToolChoice
@@ -145,6 +146,12 @@ def _custom_grammar(value: object, at: str) -> GrammarSpec | None:
     syntax, text = _text(inner, "syntax", place), _text(inner, "definition", place)
     if syntax not in ("lark", "regex"):
         raise _refused(f"{place}.syntax is {show(syntax)}, but it must be lark or regex", f"{place}.syntax")
+    if syntax == "regex":
+        try:
+            checked_regex(text, whole=True)
+        except RegexError as error:
+            param = f"{place}.definition"
+            raise _refused(f"{param}: {error}", param, "invalid_regex") from None
     return GrammarSpec(GrammarKind(syntax), text)
 
 

@@ -20,17 +20,26 @@ _SCHEMA_PATH: Final = "response_format.json_schema.schema"
 _FIELD_PATH: Final = "response_format"
 
 
-def json_object(at: str, config: EngineConfig) -> Constraint:
+def json_object(at: str, config: EngineConfig, fields: ConstraintFields | None = None) -> Constraint:
     """Any JSON object.
 
     Args:
         at: path of the field.
         config: whitespace.
+        fields: of the request, for its options: whitespace, completion. None: the API has none.
     """
-    return _read({"type": "json_object"}, at, at, config)
+    return _read({"type": "json_object"}, at, at, config, fields)
 
 
-def json_schema(schema: object, at: str, schema_at: str, config: EngineConfig, *, strict: bool) -> Constraint:
+def json_schema(
+    schema: object,
+    at: str,
+    schema_at: str,
+    config: EngineConfig,
+    *,
+    strict: bool,
+    fields: ConstraintFields | None = None,
+) -> Constraint:
     """Values of a JSON Schema.
 
     Args:
@@ -39,6 +48,7 @@ def json_schema(schema: object, at: str, schema_at: str, config: EngineConfig, *
         schema_at: path of the schema.
         config: whitespace.
         strict: refuse what cannot be enforced.
+        fields: see `json_object`.
 
     Raises:
         RequestError: it is missing, is no schema, or cannot be enforced.
@@ -46,13 +56,21 @@ def json_schema(schema: object, at: str, schema_at: str, config: EngineConfig, *
     if schema is None:
         raise refused(schema_at, "is missing; the format must have it", "missing_field")
     inner = {"name": "answer", "schema": convert(schema, dict[str, Any], schema_at), "strict": strict}
-    return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config)
+    return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config, fields)
 
 
-def _read(form: dict[str, Any], at: str, schema_at: str, config: EngineConfig) -> Constraint:
+def _read(
+    form: dict[str, Any], at: str, schema_at: str, config: EngineConfig, fields: ConstraintFields | None
+) -> Constraint:
+    options = ConstraintFields() if fields is None else fields
     with _renamed(at, schema_at):
         found = constraint_of(
-            ConstraintFields(response_format=form),
+            ConstraintFields(
+                response_format=form,
+                whitespace_pattern=options.whitespace_pattern,
+                guided_whitespace_pattern=options.guided_whitespace_pattern,
+                complete_json=options.complete_json,
+            ),
             config.answers,
             config.limits,
             strict_server=config.server.strict,

@@ -215,3 +215,16 @@ def test_unknown_fields_of_blocks_are_not_silent():
     with pytest.raises(RequestError) as refused:
         read_messages(wibble | {"max_tokens": 9}, RequestLimits(), EngineConfig(), strict=True)
     assert refused.value.param == "messages[0].content[0].wibble"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "user"), [({}, None), ({"metadata": {}}, None), ({"metadata": {"user_id": "ada"}}, "ada")]
+)
+def test_the_user_is_that_of_the_metadata(metadata, user):
+    assert read(messages=[HI], **metadata).user == user
+
+
+def test_a_user_that_is_no_text_is_refused():
+    with pytest.raises(RequestError) as caught:
+        read(messages=[HI], metadata={"user_id": 7})
+    assert caught.value.param == "metadata.user_id"

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
-from engine.runtime.grammar_use import GrammarKind
+from engine.grammar.backend import GrammarError
+from engine.grammar.proving.messages import ProofResult
+from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.errors import RequestError
+from engine.runtime.grammar_use import GrammarKind, GrammarUse
+from engine.tokenizer_manager.http.endpoints.grammar_check import (
+    GrammarCheckBody,
+    GrammarCheckRequest,
+    checked_grammar,
+    report,
+)
 
 from ...conftest import Serve, Served
-from ...fake_engine import say_all
+from ...fake_engine import TOKENIZER, say_all
 
 PATH = "/v1/grammar/check"
 SCHEMA = {
@@ -112,3 +125,41 @@ def test_max_tokens_below_the_shortest_answer_is_refused(answering: Served):
 
     assert (completion["code"], completion["param"]) == ("max_tokens_too_small", "max_tokens")
     assert (native["code"], native["param"]) == ("max_tokens_too_small", "sampling_params.max_new_tokens")
+
+
+def reported(measure: Any) -> GrammarCheckBody:
+    config = EngineConfig()
+    checked = checked_grammar(GrammarCheckRequest(guided_json=SCHEMA), config, [])
+    return asyncio.run(report(checked, TOKENIZER, measure))
+
+
+def test_the_time_to_compile_and_the_forced_share_are_those_of_a_proof():
+    async def measure(use: GrammarUse) -> list[ProofResult]:
+        assert use.spec is not None
+        return [ProofResult(compile_s=0.0125, forced_share=0.4)]
+
+    body = reported(measure)
+    assert (body.ok, body.compile_ms, body.forced_share) == (True, 12.5, 0.4)
+
+
+def test_what_the_compiler_refuses_is_not_ok():
+    async def measure(use: GrammarUse) -> list[ProofResult]:
+        raise GrammarError("too large", "schema_too_complex")
+
+    body = reported(measure)
+    assert not body.ok and body.error is not None and body.compile_ms is None
+    assert (body.error.code, body.error.param, body.error.message) == (
+        "schema_too_complex",
+        "guided_json",
+        "too large",
+    )
+    assert body.num_keywords > 0, "the keywords are explained too"
+
+
+def test_what_cannot_be_compiled_now_is_a_warning():
+    async def measure(use: GrammarUse) -> list[ProofResult]:
+        raise RequestError("64 grammars wait", code="queue_full", status=429)
+
+    body = reported(measure)
+    assert body.ok and body.compile_ms is None
+    assert body.warnings[-1] == "it was not compiled: 64 grammars wait"

@@ -32,7 +32,7 @@ def test_options_are_sampling_parameters():
         "seed": 5,
         "stop": ["x"],
         "repeat_penalty": 1.2,
-        "num_ctx": 128,
+        "num_ctx": 256,
         "num_thread": 4,
     }
     made = chat(options=options, keep_alive="5m")
@@ -44,9 +44,19 @@ def test_options_are_sampling_parameters():
     assert made.stream
     assert made.warnings == []
     assert chat(options={"num_predict": -1, "top_k": 0}).sampling.max_new_tokens is None
-    assert chat(options={"num_ctx": 9999}).warnings == [
-        "options.num_ctx is 9999, but the context of this server has 256 tokens"
+
+
+@pytest.mark.parametrize("num_ctx", [1, 128, 257, 9999])
+def test_another_context_than_the_server_s_is_a_warning(num_ctx):
+    assert chat(options={"num_ctx": num_ctx}).warnings == [
+        f"options.num_ctx is {num_ctx}, but the context of this server has 256 tokens; it has no effect"
     ]
+
+
+@pytest.mark.parametrize("num_ctx", [0, -1])
+def test_no_context_is_refused(num_ctx):
+    with pytest.raises(RequestError, match=f"options.num_ctx is {num_ctx}, but it must be at least 1"):
+        chat(options={"num_ctx": num_ctx})
 
 
 def test_results_belong_to_the_first_open_call_of_their_tool():

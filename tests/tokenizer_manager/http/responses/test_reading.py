@@ -225,3 +225,26 @@ def test_unknown_fields_of_items_are_not_silent():
     made = read(input=[{"role": "user", "content": "hi", "wibble": 1}])
 
     assert made.warnings == ["unknown field input[0].wibble was ignored"]
+
+
+@pytest.mark.parametrize("name", ["whitespace_pattern", "guided_whitespace_pattern"])
+@pytest.mark.parametrize(
+    "form",
+    [{"type": "json_object"}, {"type": "json_schema", "name": "x", "schema": {"type": "object"}}],
+    ids=["json_object", "json_schema"],
+)
+def test_the_options_of_constraints_are_those_of_the_format_too(name, form):
+    made = read(text={"format": form}, complete_json=False, **{name: " "})
+    assert made.constraint is not None and made.constraint.use.spec is not None
+    assert made.constraint.use.spec.whitespace_pattern == " " and not made.constraint.use.complete
+    with pytest.raises(RequestError) as caught:
+        read(text={"format": form}, **{name: "["})
+    assert (caught.value.param, caught.value.code) == (name, "invalid_regex")
+
+
+def test_a_regex_of_a_custom_tool_is_checked():
+    form = {"type": "grammar", "syntax": "regex", "definition": "(?=a)"}
+    with pytest.raises(RequestError) as caught:
+        read(tools=[{"type": "custom", "name": "c", "format": form}])
+    assert (caught.value.param, caught.value.code) == ("tools[0].format.definition", "invalid_regex")
+    assert caught.value.message.startswith("tools[0].format.definition: ")
