@@ -42,6 +42,8 @@ from .prompts import as_params, as_prompts, checked_token_ids
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or the fields of `SamplingParams` that differ from `LLM.get_default_sampling_params()`."""
 ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
@@ -117,8 +119,16 @@ class LLM:
             max_schema_kb=limits.max_schema_kb,
             check_schema=ToolSchemas(limits),
         )
+        self._sampling_defaults = prepared.sampling_defaults
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without any: those of the model's files, unless `sampling_defaults` is "openai".
+
+        Change them with `msgspec.structs.replace`, or pass a dict of the fields that differ instead of them.
+        """
+        return self._sampling_defaults.params()
 
     # ------------------------------------------------------------ generating
 
@@ -126,7 +136,7 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
@@ -137,7 +147,7 @@ class LLM:
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
@@ -148,7 +158,7 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[True],
         progress_bar: bool = False,
@@ -158,7 +168,7 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
         progress_bar: bool = False,
@@ -169,7 +179,8 @@ class LLM:
         Args:
             prompts: one prompt or a list of prompts, each a text or a list of token ids. Arrays and tensors of integers
                 are lists of token ids; one of two dimensions has a prompt in each row.
-            params: for all prompts, or one per prompt; None: the defaults.
+            params: for all prompts, or one per prompt; None: the defaults. A dict has the fields that differ from the
+                defaults; a `SamplingParams` is taken as it is.
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
             options: how the requests are scheduled, see `CallOptions`.
@@ -190,7 +201,7 @@ class LLM:
         return outputs[0] if is_single else outputs
 
     def sample(
-        self, prompt: Prompt, n: int, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+        self, prompt: Prompt, n: int, params: Params | None = None, **options: Unpack[CallOptions]
     ) -> list[GenerationOutput]:
         """n answers to one prompt, which is computed once; answer i has the seed of the first one plus i.
 
@@ -198,7 +209,7 @@ class LLM:
             RequestError: n is below 1, or as for `generate`.
         """
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
-        (sampling,) = as_params(params, 1)
+        (sampling,) = as_params(params, 1, self._sampling_defaults)
         scheduling = checked_options(options)
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
@@ -222,7 +233,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -232,7 +243,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
@@ -241,7 +252,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
@@ -250,7 +261,7 @@ class LLM:
 
         Args:
             messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
-            params: the sampling parameters; None: the defaults.
+            params: the sampling parameters, or a dict, as for `generate`; None: the defaults.
             stream: return an iterator of chunks instead.
             options: see `ChatOptions`: tools, reasoning, and what the answer must match.
 
@@ -258,7 +269,7 @@ class LLM:
             RequestError: a message the template refuses, or as for `generate`.
         """
         scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
-        (sampling,) = as_params(params, 1)
+        (sampling,) = as_params(params, 1, self._sampling_defaults)
         constraint = checked_constraint(options, self.config)
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
@@ -339,7 +350,7 @@ class LLM:
     def _prepare(
         self,
         prompts: Sequence[object],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         options: CallOptions,
         *,
         add_special_tokens: bool,
@@ -349,7 +360,8 @@ class LLM:
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
         requests: list[CheckedRequest] = []
-        for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):
+        all_params = as_params(params, len(prompts), self._sampling_defaults)
+        for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
             try:
                 self._check_room(constraint, own)
                 requests.append(

@@ -215,7 +215,7 @@ def _path(text: str, usage: str) -> Path:
 
 def _value(value: object) -> str:
     if value is None:
-        return "none"
+        return "default"
     if isinstance(value, tuple):
         return ", ".join(map(repr, value)) or "none"
     return str(value)

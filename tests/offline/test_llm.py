@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import threading
 from array import array
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -93,6 +96,29 @@ def test_the_engines_seed_is_for_requests_without_one(tiny_model):
     assert first.token_ids == second.token_ids
 
 
+def test_the_models_sampling_defaults_are_for_calls_without_parameters(tiny_model, tmp_path):
+    folder = tmp_path / "greedy"
+    shutil.copytree(tiny_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "temperature": 3}))
+    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_total_tokens": 512}
+    with LLM(str(folder), **settings) as llm:
+        defaults = llm.get_default_sampling_params()
+        assert (defaults.top_k, defaults.temperature, defaults.top_p) == (1, 3.0, 1.0)
+        some = {"max_new_tokens": 12, "ignore_eos": True}
+        greedy = llm.generate("Hello", GREEDY).token_ids
+        assert llm.generate("Hello", some).token_ids == greedy
+        assert llm.sample("Hello", 2, some)[1].token_ids == greedy
+        own = llm.generate(["Hello"] * 4, [some | {"top_k": -1}] * 4)
+        assert len({tuple(output.token_ids) for output in own}) > 1
+        hello = [{"role": "user", "content": "Hello"}]
+        answers = {tuple(llm.chat(hello, {"max_new_tokens": 4}).token_ids) for _ in range(3)}
+        assert len(answers) == 1
+        free = llm.generate("Hello", SamplingParams(max_new_tokens=12, ignore_eos=True, seed=1))
+        assert free.token_ids != greedy  # a SamplingParams is taken as it is
+    with LLM(str(folder), sampling_defaults="openai", **settings) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_stop_strings_end_the_text_before_them(llm):
     free = llm.generate("Hello", SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True))
     stop = next(c for c in free.text[8:] if c.isascii() and c.isprintable())
@@ -167,13 +193,9 @@ def test_bad_messages_are_refused(llm, messages, message):
             "max_new_tokens is 2.5, but it must be an int",
         ),
         ("x", msgspec.structs.replace(GREEDY, stop_token_ids=(272,)), r"token ids in \[0, 272\)"),
-        (
-            "x",
-            {"max_new_tokens": 4},
-            "params is {'max_new_tokens': 4}, but it must be a SamplingParams .* not a dict",
-        ),
-        ("x", 4, "params is 4, but it must be a SamplingParams or a list of them"),
-        (["a", "b"], [GREEDY, {}], "params is {}, but it must be a SamplingParams, not a dict"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens is 0, but it must be at least 1"),
+        ("x", 4, "params is 4, but it must be a SamplingParams, a dict of its fields or a list of them"),
+        (["a", "b"], [GREEDY, 4], "params is 4, but it must be a SamplingParams, a dict of its fields"),
         (b"ab", None, "prompts is b'ab', but it must be a text .* decode bytes"),
         (bytearray(b"ab"), None, "prompts is bytearray"),
         ([b"ab"], None, "prompt is b'ab', but it must be a text or a list of token ids; decode bytes"),

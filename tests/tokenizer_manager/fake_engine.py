@@ -54,6 +54,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
@@ -279,6 +280,8 @@ def make_services(
     scheduler: dict[str, Any] | None = None,
     answers: dict[str, Any] | None = None,
     prover: GrammarProver | None = None,
+    model: dict[str, Any] | None = None,
+    of_model: SamplingDefaults = OPENAI_DEFAULTS,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -286,7 +289,7 @@ def make_services(
     encoder = PromptEncoder(TOKENIZER, capacity.vocab_size)
     metrics = Metrics()
     config = EngineConfig(
-        model=ModelConfig(served_model_name=MODEL, dtype="float32"),
+        model=ModelConfig(**({"served_model_name": MODEL, "dtype": "float32"} | (model or {}))),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
@@ -338,6 +341,7 @@ def make_services(
             max_position_embeddings=256,
             tie_word_embeddings=True,
             torch_dtype="float32",
+            sampling_defaults=of_model,
         ),
         served_model=MODEL,
         created_s=1_700_000_000,

@@ -11,6 +11,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..all_processes import AllProcesses
 from ..conversation.conversation import Conversation
 from ..conversation.planner import AnswerPlan, Planner
@@ -72,6 +73,11 @@ class Services:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.encoder.tokenizer
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests without their own."""
+        return effective_defaults(self.config.model.sampling_defaults, self.spec.sampling_defaults)
 
     @property
     def fingerprint(self) -> str:

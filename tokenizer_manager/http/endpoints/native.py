@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
+from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
@@ -141,7 +142,12 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         )
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     generation_request, wanted, is_batch = _generation_request(
-        request, sampling, caller, services.config.limits, services.manager.capacity.max_model_len
+        request,
+        sampling,
+        caller,
+        services.config.limits,
+        services.sampling_defaults,
+        services.manager.capacity.max_model_len,
     )
     constraint = constraint_of(
         sampling,
@@ -165,6 +171,7 @@ def _generation_request(
     sampling: NativeSampling,
     caller: Caller,
     limits: RequestLimits,
+    defaults: SamplingDefaults,
     max_prompt_len: int,
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """The generation request, the numbers of answers, and whether the client sent a list of prompts.
@@ -199,6 +206,7 @@ def _generation_request(
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,
+                defaults,
                 max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,

@@ -178,6 +178,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
         sampling = request.sampling(
             limits,
+            services.sampling_defaults,
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,

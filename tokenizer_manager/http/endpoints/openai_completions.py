@@ -94,6 +94,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     with renamed_fields(_names(wanted)):
         sampling = request.sampling(
             limits,
+            services.sampling_defaults,
             max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,

@@ -46,6 +46,7 @@ def _read(reader: Callable[..., ReadOllama], body: dict[str, Any], services: Ser
         body,
         limits,
         answers,
+        services.sampling_defaults,
         max_model_len=services.manager.capacity.max_model_len,
         strict=services.config.server.strict,
     )

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..schema.field_policy import FieldPolicy, NotYet
-from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, Temperature, TopK
+from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, TopK, WideTemperature
 
 Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
 Think = Annotated[bool | str | None, Meta(description="Whether to reason, or an effort.")]
@@ -19,7 +19,7 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
     num_predict: Int | None = None
     num_ctx: Int | None = None
-    temperature: Temperature | None = None
+    temperature: WideTemperature | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
