@@ -130,6 +130,14 @@ def test_stop_strings_end_the_text_before_them(llm):
     assert idle(llm).kept_tokens == 0
 
 
+def test_a_control_token_is_a_stop_string(llm):
+    params = {"max_new_tokens": 6, "ignore_eos": True, "logit_bias": {1: 100}}
+    for more in ({}, {"skip_special_tokens": False}):
+        output = llm.generate("a", params | more | {"stop": "<|im_start|>"})
+        assert (output.text, output.finish_reason, output.stop) == ("", "stop", "<|im_start|>")
+        assert output.token_ids == [1]
+
+
 def test_logprobs_come_with_their_tokens(llm):
     output = llm.generate(
         "Hello",

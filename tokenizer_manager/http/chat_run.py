@@ -24,10 +24,10 @@ from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
 from .delivery import Collected
 from .exchange import Exchange
+from .logprobs.entries import int32s
 from .schema.chat_grammar import chat_grammar, check_constraint_with_tools
 from .schema.constraints import Constraint, check_room
 from .schema.errors import renamed_fields
-from .schema.logprobs import int32s
 from .services import Services
 
 _NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})

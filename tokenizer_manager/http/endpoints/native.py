@@ -21,12 +21,12 @@ from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..logprobs.entries import TokenLogprob
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert
-from ..schema.logprobs import TokenLogprob
 from ..schema.protocol import NativeRequest, NativeSampling, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
