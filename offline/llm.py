@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -34,11 +35,14 @@ from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from ..tokenizer_manager.http.schema.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
+from ..tokenizer_manager.prompt_encoder import second_bos
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .prompts import as_params, as_prompts, checked_token_ids
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
@@ -140,6 +144,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput: ...
 
@@ -151,6 +156,7 @@ class LLM:
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]: ...
 
@@ -162,6 +168,7 @@ class LLM:
         *,
         stream: Literal[True],
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
 
@@ -172,6 +179,7 @@ class LLM:
         *,
         stream: bool = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
         """Continue one or many prompts; many run in one batch.
@@ -183,6 +191,7 @@ class LLM:
                 defaults; a `SamplingParams` is taken as it is.
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
+            add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
             options: how the requests are scheduled, see `CallOptions`.
 
         Returns:
@@ -194,14 +203,20 @@ class LLM:
             EngineDeadError: the engine has ended.
         """
         items, is_single = as_prompts(prompts)
-        batch = self._prepare(items, params, options, add_special_tokens=True)
+        batch = self._prepare(items, params, options, add_special_tokens=add_special_tokens)
         if stream:
             return batch.chunks()
         outputs = batch.run(progress_bar=progress_bar)
         return outputs[0] if is_single else outputs
 
     def sample(
-        self, prompt: Prompt, n: int, params: Params | None = None, **options: Unpack[CallOptions]
+        self,
+        prompt: Prompt,
+        n: int,
+        params: Params | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]:
         """n answers to one prompt, which is computed once; answer i has the seed of the first one plus i.
 
@@ -214,7 +229,8 @@ class LLM:
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
         self._check_room(constraint, sampling)
-        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=True)
+        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=add_special_tokens)
+        self._warn_of_second_bos([prompt], [first], add_special_tokens)
         seed = first.sampling.seed
         assert seed is not None
         siblings = [
@@ -376,7 +392,18 @@ class LLM:
                     code=error.code,
                     status=error.status,
                 ) from None
+        self._warn_of_second_bos(prompts, requests, add_special_tokens)
         return Batch(self._engine, self.tokenizer, requests, scheduling)
+
+    def _warn_of_second_bos(
+        self, prompts: Sequence[object], requests: Sequence[CheckedRequest], add_special_tokens: bool
+    ) -> None:
+        if add_special_tokens:
+            encoded = (request.token_ids for request in requests)
+            found = second_bos(self.tokenizer, prompts, encoded, "prompt", "pass add_special_tokens=False")
+            if found:
+                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+                logger.warning("%s%s", found[0], more)
 
     def _prepare_one(
         self,

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -179,7 +179,30 @@ def _json_of(ids: array[int]) -> bytes:
     return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]"
 
 
-def prompt_name(prompts: Sequence[Prompt], index: int, param: str) -> str:
+def second_bos(
+    tokenizer: Tokenizer, prompts: Sequence[object], encoded: Iterable[Sequence[int]], param: str, fix: str
+) -> list[str]:
+    """Warnings for texts that begin with the BOS that tokenization has put before them: the model sees two.
+
+    Args:
+        tokenizer: of the model.
+        prompts: as they were sent; those that are token ids are left out.
+        encoded: the token ids of each, with special tokens added.
+        param: the request's field.
+        fix: what to do, as an imperative.
+    """
+    added = tokenizer.encode("")
+    if not added:
+        return []
+    bos = tokenizer.token_bytes(added[0]).decode(errors="replace")
+    return [
+        f"{prompt_name(prompts, i, param)} begins with {bos}, and tokenization adds another one; {fix}"
+        for i, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True))
+        if isinstance(prompt, str) and list(ids[:2]) == [added[0]] * 2
+    ]
+
+
+def prompt_name(prompts: Sequence[object], index: int, param: str) -> str:
     """The name of one prompt of the field `param` in errors."""
     return f"{param}[{index}]" if len(prompts) > 1 else param
 

@@ -138,6 +138,37 @@ def test_a_control_token_is_a_stop_string(llm):
         assert output.token_ids == [1]
 
 
+def test_a_second_bos_is_warned_of_and_can_be_avoided(tiny_model, tmp_path, caplog):
+    folder = tmp_path / "with-bos"
+    shutil.copytree(tiny_model, folder)
+    core = json.loads((folder / "tokenizer.json").read_text())
+    bos = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+    core["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": bos},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(core))
+    with LLM(str(folder), dtype="float32", num_threads=1, max_total_tokens=512) as llm:
+        one = {"max_new_tokens": 1}
+        assert llm.generate("a", one).prompt_token_ids[0] == 1
+        assert llm.generate([[1, 1, 5]], one)[0].prompt_token_ids == [1, 1, 5]
+        once = llm.generate("<|im_start|>a", one, add_special_tokens=False)
+        sampled = llm.sample("<|im_start|>a", 1, one, add_special_tokens=False)
+        assert once.prompt_token_ids == sampled[0].prompt_token_ids == llm.generate("a", one).prompt_token_ids
+        assert not caplog.records
+        twice = llm.generate(["a", "<|im_start|>a", "<|im_start|>b"], one)
+        assert twice[1].prompt_token_ids[:2] == [1, 1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompt[1] begins with <|im_start|>, and tokenization adds another one; pass add_special_tokens=False "
+        "(and 1 more)"
+    ]
+
+
 def test_logprobs_come_with_their_tokens(llm):
     output = llm.generate(
         "Hello",

@@ -176,11 +176,15 @@ class ChatGeneration:
                 counter = plan.reasoning_counter(services.tokenizer.token_bytes)
             self._readers.append(_ChoiceReader(plan.parser(), counter))
 
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning of all choices so far; None if the answers have no reasoning block."""
+    def reasoning_tokens(self, left_out: int | None = None) -> int | None:
+        """Tokens of reasoning of all choices so far, but for one; None if the answers have no reasoning block."""
         if self.plan.reasoning is None:
             return None
-        return sum(reader.counter.count for reader in self._readers if reader.counter is not None)
+        return sum(
+            reader.counter.count
+            for index, reader in enumerate(self._readers)
+            if reader.counter is not None and index != left_out
+        )
 
     def __aiter__(self) -> Self:
         return self

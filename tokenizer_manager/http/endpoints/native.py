@@ -32,18 +32,19 @@ from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 
 _DEFAULT_MAX_NEW_TOKENS: Final = 128
+_NO_BOS: Final = "send add_special_tokens: false"
 _POLICY: Final = FieldPolicy(
     NativeRequest,
     {
-        "audio_data": ([],),
-        "image_data": ([],),
+        "audio_data": (),
+        "image_data": (),
         "input_embeds": (),
         "lora_path": (),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
         "session_params": (),
         "token_ids_logprob": (),
-        "video_data": ([],),
+        "video_data": (),
     },
     no_effect={"log_metrics"},
     nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
@@ -95,6 +96,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_OUR_NAMES):
             generation = await services.start(exchange, made.generation)
         with generation:
+            warnings += services.second_bos(generation, made.generation, _NO_BOS)
             if request.stream:
                 writer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
@@ -179,6 +181,10 @@ def _generation_request(
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
     """
+    if request.text is not None and request.input_ids is not None:  # an empty one asks for nothing
+        request = msgspec.structs.replace(
+            request, text=request.text or None, input_ids=request.input_ids or None
+        )
     if (request.text is None) == (request.input_ids is None):
         raise RequestError(
             "text and input_ids are two forms of the prompt; send exactly one",
@@ -216,6 +222,7 @@ def _generation_request(
             n=wanted.generated,
             id_prefix="gen",
             scheduling=scheduling_of(request, caller),
+            add_special_tokens=request.add_special_tokens is not False,
             prompt_param=param,
         )
     return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)

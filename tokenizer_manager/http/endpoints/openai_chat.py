@@ -23,7 +23,7 @@ from ..schema.chat_conversation import chat_conversation
 from ..schema.chat_messages import template_messages
 from ..schema.constraints import Constraint, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
-from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy, first_warnings
 from ..schema.generation_fields import StreamOptions
 from ..schema.json_body import Body, convert
 from ..schema.protocol import ChatRequest
@@ -31,7 +31,10 @@ from ..services import Services
 from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _POLICY: Final = FieldPolicy(
-    ChatRequest, CHAT_NOT_YET, nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())}
+    ChatRequest,
+    CHAT_NOT_YET,
+    no_effect=CHAT_NO_EFFECT,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
 )
 
 
@@ -121,7 +124,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     async with exchange.abort_on_disconnect():
         with await start_chat(exchange, services, call) as chat:
             warnings = first_warnings(checked.warnings + chat.warnings)
-            old_form = checked.request.functions is not None
+            old_form = bool(checked.request.functions)
             field = services.config.answers.reasoning_field
             placements = [_placement(services, chat, checked.sampling) for _ in chat.generation.choices]
             if checked.options is not None:
@@ -286,7 +289,7 @@ class _ChatStream:
         if index not in self._begun:
             self._begun.add(index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            events += self._chunks.event(ChatChunkChoice(index, role))
+            events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
         placed = self._placements[index].add(entries, output.text, output.finish)
         logprobs = chat_logprobs(placed, self._services.tokenizer) if placed else None

@@ -24,6 +24,7 @@ from .best_of import Wanted, best_answers, wanted_answers
 from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
+_NO_BOS: Final = "send add_special_tokens: false"
 _POLICY: Final = FieldPolicy(
     CompletionRequest,
     COMPLETION_NOT_YET,
@@ -54,6 +55,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_names(wanted)):
             generation = await services.start(exchange, made.generation)
         with generation:
+            made.warnings.extend(services.second_bos(generation, made.generation, _NO_BOS))
             writer = _ChoiceWriter(services, generation, made)
             if made.options is not None:
                 chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)

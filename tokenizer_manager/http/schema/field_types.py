@@ -61,7 +61,7 @@ TokenId = Annotated[Int, _documented(minimum=0)]
 StopString = Annotated[str, _documented(minLength=1)]
 Priority = Annotated[
     Annotated[Int, _between(-MAX_PRIORITY, MAX_PRIORITY)]
-    | Annotated[str, _documented(enum=list(PRIORITY_CLASSES))],
+    | Annotated[str, _documented(enum=[*PRIORITY_CLASSES, ""])],
     Meta(
         description="Larger is scheduled earlier by some policies; 'high', 'normal' and 'low' are 20, 0 and -20, "
         "further apart than the 10 levels by which a request must exceed a running one to preempt it."
@@ -116,8 +116,8 @@ PromptsOrNone = Annotated[
     _documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
-Effort = Annotated[str, _documented(enum=["none", "minimal", "low", "medium", "high", "xhigh", "max"])]
-_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", None]}
+Effort = Annotated[str, _documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
+_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "", None]}
 ToolChoiceField = Annotated[
     Any,
     _documented(

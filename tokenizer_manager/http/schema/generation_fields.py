@@ -61,7 +61,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     top_k: TopK | None = None
     min_p: Share | None = None
     seed: Int | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: str | list[StopString] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     frequency_penalty: Penalty | None = None
@@ -103,7 +103,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
         """
         if self.temperature is not None:
             check_number("temperature", self.temperature, 0.0, self.max_temperature)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if self.stop and isinstance(self.stop, str) else tuple(self.stop or ())
         check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
         longest = max(map(len, stop), default=0)
         check_limit("stop", longest, "characters in a string", limits.max_stop_chars, "max_stop_chars")
@@ -164,7 +164,7 @@ class GenerationFields(SamplingFields, kw_only=True):
         """
         if self.stream:
             return self.stream_options or StreamOptions()
-        if self.stream_options is not None:
+        if self.stream_options is not None and any(msgspec.structs.astuple(self.stream_options)):
             raise RequestError(
                 "stream_options is set, but stream is not true; leave it out or stream",
                 param="stream_options",

@@ -130,6 +130,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
 
     text: PromptsOrNone = None
     input_ids: PromptsOrNone = None
+    add_special_tokens: bool | None = None
     sampling_params: SamplingObject | None = None
     stream: bool | None = None
     incremental: bool | None = None  # chunks have the new text instead of all text so far

@@ -33,7 +33,7 @@ def test_honored_fields_and_those_without_effect_pass_silently():
     [
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content"}),
+        ("web_search_options", {}),  # an empty object asks for a search with its defaults
         ("echo", True),
         ("repeat_penalty", True),  # 1 is neutral, true is nonsense
     ],
