@@ -35,11 +35,12 @@ from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from ..tokenizer_manager.http.schema.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
-from ..tokenizer_manager.prompt_encoder import second_bos
+from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
+from .own_names import own_names
 from .prompts import as_params, as_prompts, checked_token_ids
 
 logger = logging.getLogger(__name__)
@@ -172,6 +173,7 @@ class LLM:
         **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
 
+    @own_names()
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
@@ -209,6 +211,7 @@ class LLM:
         outputs = batch.run(progress_bar=progress_bar)
         return outputs[0] if is_single else outputs
 
+    @own_names()
     def sample(
         self,
         prompt: Prompt,
@@ -265,6 +268,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> Iterator[GenerationChunk]: ...
 
+    @own_names()
     def chat(
         self,
         messages: Sequence[ChatMessage],
@@ -299,6 +303,7 @@ class LLM:
         batch = Batch(self._engine, self.tokenizer, [request], scheduling)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
 
+    @own_names()
     def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer.
 
@@ -322,6 +327,7 @@ class LLM:
         """Drop cached prefixes; for measurements."""
         return self._engine.flush_cache()
 
+    @own_names()
     def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "") -> PinDone:
         """Keep the cached part of a prompt for `ttl` seconds, within the quota; 0 unpins.
 
@@ -434,6 +440,10 @@ class LLM:
             check_room(constraint, sampling.max_new_tokens, "max_new_tokens", self.tokenizer)
 
     def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return checked_token_ids(prompt, self._engine.capacity.vocab_size)
+        vocab_size = self._engine.capacity.vocab_size
+        if not isinstance(prompt, str):
+            return checked_token_ids(prompt, vocab_size)
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if max(token_ids, default=0) >= vocab_size:
+            raise unknown_to_model(self.tokenizer, token_ids, "prompt", vocab_size)
+        return token_ids

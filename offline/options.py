@@ -15,9 +15,10 @@ from ..tokenizer_manager.http.schema.chat_conversation import chat_conversation
 from ..tokenizer_manager.http.schema.chat_messages import template_messages
 from ..tokenizer_manager.http.schema.constraint_fields import ConstraintFields
 from ..tokenizer_manager.http.schema.constraints import Constraint, constraint_of
+from ..tokenizer_manager.http.schema.errors import renamed_fields
 from ..tokenizer_manager.http.schema.json_body import convert
 from ..tokenizer_manager.http.schema.protocol import ChatRequest
-from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_timeout
+from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
 
 
 class CallOptions(TypedDict, total=False):
@@ -124,7 +125,7 @@ def checked_options(
     return Scheduling(
         priority=checked_priority(values.get("priority")),
         tenant=values.get("tenant", ""),
-        extra_key=values.get("cache_salt", ""),
+        extra_key=checked_salt(values.get("cache_salt", "")) or "",
         queue_timeout_s=checked_timeout(values.get("queue_timeout"), "queue_timeout"),
         timeout_s=checked_timeout(values.get("timeout"), "timeout"),
     )
@@ -141,8 +142,9 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         given["guided_choice"] = given.pop("choice")
     if not given:
         return None
-    fields = convert(given, ConstraintFields)
-    return constraint_of(fields, config.answers, config.limits, strict_server=config.server.strict)
+    with renamed_fields({"guided_choice": "choice"}):
+        fields = convert(given, ConstraintFields)
+        return constraint_of(fields, config.answers, config.limits, strict_server=config.server.strict)
 
 
 _CONSTRAINTS = ("response_format", "json_schema", "regex", "choice", "grammar")

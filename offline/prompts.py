@@ -55,7 +55,8 @@ def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
 
 
 def as_params(params: object, num_prompts: int, defaults: SamplingDefaults) -> Sequence[SamplingParams]:
-    """The parameters of each prompt, from none, one for all, or a list; a dict has fields beside the `defaults`.
+    """The parameters of each prompt, from none, one for all, or a list; a dict has fields beside the `defaults`,
+    and None in it is the default.
 
     Raises:
         TypeError: a dict has a key that is no field.
@@ -83,7 +84,8 @@ def _one(params: object, defaults: SamplingDefaults) -> SamplingParams:
         case SamplingParams():
             return params
         case Mapping():
-            return defaults.params({str(name): value for name, value in params.items()})
+            given = {str(name): value for name, value in params.items() if value is not None}
+            return defaults.params(given)
         case _:
             raise wrong_type("params", params, _PARAMS + _hint(params))
 

@@ -241,7 +241,23 @@ _OTHER_NAMES: Final = {
 """What the OpenAI API and other engines call a field."""
 
 
+_ADVICE: Final = {
+    "n": "several answers to one prompt come from LLM.sample(prompt, n)",
+    "best_of": "several answers to one prompt come from LLM.sample(prompt, n)",
+    "stream": "pass it to the call",
+    "guided_json": "pass json_schema to the call",
+    "guided_regex": "pass regex to the call",
+    "guided_choice": "pass choice to the call",
+    "guided_grammar": "pass grammar to the call",
+    "structured_outputs": "pass json_schema, regex, choice or grammar to the call",
+    **dict.fromkeys(("json_schema", "regex", "choice", "grammar", "response_format"), "pass it to the call"),
+}
+"""Where to say what other engines have among the sampling parameters."""
+
+
 def _unknown_field(name: str, fields: tuple[str, ...]) -> str:
+    if name in _ADVICE:
+        return f"SamplingParams has no field {name!r}; {_ADVICE[name]}"
     near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, fields, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
     return f"SamplingParams has no field {name!r}; {hint}"

@@ -70,7 +70,9 @@ class PromptEncoder:
         highest = iter(job.highest)
         for i in range(len(prompts)):
             if i not in ids and next(highest) >= self._vocab_size:
-                raise self._unknown_to_model(result[i], prompt_name(prompts, i, param))
+                raise unknown_to_model(
+                    self.tokenizer, result[i], prompt_name(prompts, i, param), self._vocab_size
+                )
         return result
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool, param: str) -> str:
@@ -127,16 +129,6 @@ class PromptEncoder:
             )
         return ids
 
-    def _unknown_to_model(self, ids: array[int], name: str) -> RequestError:
-        token_id = next(token_id for token_id in ids if token_id >= self._vocab_size)
-        token = self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        return RequestError(
-            f"{name} has the token {token!r}, which is {token_id} for the tokenizer, but the model's ids lie in "
-            f"[0, {self._vocab_size}); leave it out",
-            param=name,
-            code="invalid_value",
-        )
-
 
 class _Job:
     """Texts to tokenize.
@@ -177,6 +169,18 @@ def _highest(ids: array[int]) -> int:
 def _json_of(ids: array[int]) -> bytes:
     parts = [ids[begin : begin + _IDS_AT_ONCE].tolist() for begin in range(0, len(ids), _IDS_AT_ONCE)]
     return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]"
+
+
+def unknown_to_model(tokenizer: Tokenizer, ids: Iterable[int], name: str, vocab_size: int) -> RequestError:
+    """The error for a text with a token that the tokenizer has and the model does not."""
+    token_id = next(token_id for token_id in ids if token_id >= vocab_size)
+    token = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    return RequestError(
+        f"{name} has the token {token!r}, which is {token_id} for the tokenizer, but the model's ids lie in "
+        f"[0, {vocab_size}); leave it out",
+        param=name,
+        code="invalid_value",
+    )
 
 
 def second_bos(

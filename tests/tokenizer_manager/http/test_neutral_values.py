@@ -226,7 +226,7 @@ def _kinds(info: Any) -> set[type]:
     return {type(info)}
 
 
-@pytest.mark.parametrize(("path", "fields"), fields_with_empty_values())
+@pytest.mark.parametrize(("path", "fields"), list(fields_with_empty_values()))
 def test_in_every_field_of_every_request(app: App, path: str, fields: dict[str, Any]):
     check_accepted(app, path, VALID[path] | fields)
 
@@ -259,8 +259,6 @@ def test_in_every_member_of_an_object_inside(
     ("path", "fields"),
     [
         (CHAT, {"response_format": {"type": "text", "json_schema": None}}),
-        (CHAT, {"response_format": {}}),
-        (CHAT, {"response_format": {"type": None}}),
         (CHAT, {"prediction": {"type": "content", "content": "hello"}}),  # cannot change the answer
         (
             CHAT,

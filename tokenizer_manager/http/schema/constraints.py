@@ -203,8 +203,6 @@ def _of_response_format(
 ) -> _Asked | None:
     value = without_nulls(value)
     kind = value.get("type")
-    if not value:
-        return None
     if kind not in _FORMATS:
         raise RequestError(
             f"{param}.type is {show(kind)}, but it must be one of {', '.join(_FORMATS)}",

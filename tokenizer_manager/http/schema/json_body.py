@@ -9,6 +9,7 @@ and object, and `--max-json-items` bounds the strings.
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 import re
 from collections import Counter
@@ -148,7 +149,8 @@ def _decoded(text: str) -> object:
 
 
 def convert(value: object, target: type[T], at: str = "") -> T:
-    """`value` as a struct, strictly: a string is no number, a boolean is no integer. A null member counts as missing.
+    """`value` as a struct, strictly: a string is no number, a boolean is no integer. A null member counts as
+    missing where it may be.
 
     Args:
         value: plain data from `parse_object`.
@@ -159,7 +161,8 @@ def convert(value: object, target: type[T], at: str = "") -> T:
         RequestError: a field is missing or of the wrong type.
     """
     if isinstance(value, dict) and msgspec.inspect.is_struct_type(target):
-        value = without_nulls(value)
+        required = _required(target)
+        value = {key: member for key, member in value.items() if member is not None or key in required}
     try:
         return msgspec.convert(value, target)
     except msgspec.ValidationError as error:
@@ -170,6 +173,12 @@ def convert(value: object, target: type[T], at: str = "") -> T:
             param=at or None,
             code="invalid_value",
         ) from None
+
+
+@functools.cache
+def _required(target: type[msgspec.Struct]) -> frozenset[str]:
+    """The fields of a struct without a default, whose null is an error."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(target) if field.required)
 
 
 def without_nulls(value: Body) -> Body:

@@ -5,9 +5,9 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.http.schema.field_policy import (
+    CHAT_NO_EFFECT,
     CHAT_NOT_YET,
     COMPLETION_NOT_YET,
-    NO_EFFECT,
     FieldPolicy,
 )
 from engine.tokenizer_manager.http.schema.protocol import ChatRequest, CompletionRequest
@@ -101,6 +101,6 @@ OPENAI_COMPLETION_FIELDS = """
     ],
 )
 def test_every_documented_field_of_openai_is_known(struct, not_yet, documented):
-    known = {field.encode_name for field in msgspec.structs.fields(struct)} | not_yet.keys() | NO_EFFECT
+    known = {field.encode_name for field in msgspec.structs.fields(struct)} | not_yet.keys() | CHAT_NO_EFFECT
 
     assert set(documented.split()) <= known
