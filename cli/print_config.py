@@ -9,17 +9,25 @@ from collections.abc import Mapping
 from ..runtime.config.config_fields import AUTO, SECRETS, config_fields
 from ..runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ..runtime.config.engine_config import EngineConfig
+from ..runtime.sampling_defaults import NAMES, OPENAI_DEFAULTS, OPENAI_SOURCE, SamplingDefaults
+from ..runtime.sampling_params import SamplingParams
 
 _COMMENT_COLUMN = 44
 
 
-def render_config(effective: EngineConfig, merged: MergedConfig, notes: Mapping[str, str]) -> str:
+def render_config(
+    effective: EngineConfig,
+    merged: MergedConfig,
+    notes: Mapping[str, str],
+    sampling: SamplingDefaults = OPENAI_DEFAULTS,
+) -> str:
     """The text of `--print-config`.
 
     Args:
         effective: the resolved configuration.
         merged: the configuration before resolving, with its origins.
         notes: why `resolve` chose what it chose.
+        sampling: the parameters of requests without their own; no settings, so they are comments.
     """
     lines: list[str] = []
     group = ""
@@ -34,7 +42,20 @@ def render_config(effective: EngineConfig, merged: MergedConfig, notes: Mapping[
             lines.append(f"  # {field.name} is set and not shown ({comment})")
         else:
             lines.append(f"{f'  {field.name}: {_yaml(value)}':<{_COMMENT_COLUMN}}  # {comment}")
+        if field.name == "sampling_defaults":
+            lines += _sampling_lines(sampling)
     return "\n".join(lines)
+
+
+def _sampling_lines(sampling: SamplingDefaults) -> list[str]:
+    """Each sampling default with its source."""
+    found, usual = sampling.values(), SamplingParams()
+    lines = []
+    for name in NAMES:
+        value = found.get(name, getattr(usual, name))
+        source = sampling.source if name in found else OPENAI_SOURCE
+        lines.append(f"{f'  #   {name}: {_yaml(value)}':<{_COMMENT_COLUMN}}  # {source}")
+    return lines
 
 
 def _origin(written: object, origin: str, note: str | None) -> str:

@@ -64,7 +64,7 @@ def serve(
 
         with StartupDisplay() as display:
             prepared = prepare(merged, on_step=display.step, on_download=display.download)
-        typer.echo(render_config(prepared.config, merged, prepared.notes))
+        typer.echo(render_config(prepared.config, merged, prepared.notes, prepared.sampling_defaults))
         return 0
     if merged.config.parallel.node_rank > 0:
         return _run_node(merged)

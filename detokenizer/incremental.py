@@ -59,6 +59,10 @@ class IncrementalDecoder:
             data = b"".join([table.token_bytes(i) for i in token_ids])
         return self._utf8.decode(data)
 
+    def prints(self, token_id: int) -> bool:
+        """Whether the token's bytes are part of the text."""
+        return not self._skip_special_tokens or not self._table.is_special(token_id) or token_id in self._kept
+
     def flush(self) -> str:
         """The remaining text when no more tokens come: U+FFFD for an incomplete character, usually empty."""
         return self._utf8.decode(b"", final=True)

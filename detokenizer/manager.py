@@ -113,7 +113,7 @@ class Detokenizer:
 class _RequestText:
     """The text of one request: decoder and stop strings with the text they hold back."""
 
-    __slots__ = ("_decoder", "_stops")
+    __slots__ = ("_decoder", "_keeps_stop", "_stops", "_strings", "_table")
 
     def __init__(self, table: TokenTable, options: TextOptions) -> None:
         self._decoder = IncrementalDecoder(
@@ -121,6 +121,9 @@ class _RequestText:
             skip_special_tokens=options.skip_special_tokens,
             keep_special_ids=options.keep_special_ids,
         )
+        self._table = table
+        self._strings = options.stop
+        self._keeps_stop = options.include_stop_str_in_output
         self._stops: StopMatcher | None = None
         if options.stop:
             self._stops = StopMatcher(options.stop, include_match=options.include_stop_str_in_output)
@@ -136,6 +139,8 @@ class _RequestText:
     def print_row(self, row: TokenOutput) -> TextOutput:
         """One row as text. It is finished if the scheduler's row is, or if a stop string is complete."""
         token_ids = _ids_of(row.token_ids)
+        if self._stops is not None and any(map(self._special_stop, token_ids)):
+            return self._print_with_stops(row, token_ids, self._stops)
         if _ends_with_stop_token(row.finish, token_ids):
             token_ids = token_ids[:-1]  # it ends the text and is not part of it
         if self._stops is None:
@@ -145,14 +150,26 @@ class _RequestText:
             return _text_row(row, text)
         return self._print_with_stops(row, token_ids, self._stops)
 
+    def _special_stop(self, token_id: int) -> str | None:
+        """The stop string that this control token is, if it is one: it ends the text whether it is printed or not."""
+        if not self._table.is_special(token_id):
+            return None
+        text = self._table.token_bytes(token_id).decode(errors="replace")
+        return text if text in self._strings else None
+
     def _print_with_stops(
         self, row: TokenOutput, token_ids: tuple[int, ...], stops: StopMatcher
     ) -> TextOutput:
         """Token by token, because the token that completes a stop string is the last one that counts."""
         text = ""
         for i, token_id in enumerate(token_ids):
-            released, matched = stops.push(self._decoder.push((token_id,)))
+            special = None if self._decoder.prints(token_id) else self._special_stop(token_id)
+            new_text = self._decoder.push((token_id,)) if special is None else self._decoder.flush()
+            released, matched = stops.push(new_text)
             text += released
+            if matched is None and special is not None:
+                text += stops.flush() + (special if self._keeps_stop else "")
+                matched = special
             if matched is not None:
                 return _stopped_row(row, text, matched, num_tokens=i + 1)
         if row.finish is not None:

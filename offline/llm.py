@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -34,14 +35,20 @@ from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
+from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import Batch, CheckedRequest
 from .build import start_engine
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
+from .own_names import own_names
 from .prompts import as_params, as_prompts, checked_token_ids
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or the fields of `SamplingParams` that differ from `LLM.get_default_sampling_params()`."""
 ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
@@ -117,8 +124,16 @@ class LLM:
             max_schema_kb=limits.max_schema_kb,
             check_schema=ToolSchemas(limits),
         )
+        self._sampling_defaults = prepared.sampling_defaults
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a call without any: those of the model's files, unless `sampling_defaults` is "openai".
+
+        Change them with `msgspec.structs.replace`, or pass a dict of the fields that differ instead of them.
+        """
+        return self._sampling_defaults.params()
 
     # ------------------------------------------------------------ generating
 
@@ -126,10 +141,11 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput: ...
 
@@ -137,10 +153,11 @@ class LLM:
     def generate(
         self,
         prompts: list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[False] = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]: ...
 
@@ -148,20 +165,23 @@ class LLM:
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: Literal[True],
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> Iterator[GenerationChunk]: ...
 
+    @own_names()
     def generate(
         self,
         prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
         progress_bar: bool = False,
+        add_special_tokens: bool = True,
         **options: Unpack[CallOptions],
     ) -> GenerationOutput | list[GenerationOutput] | Iterator[GenerationChunk]:
         """Continue one or many prompts; many run in one batch.
@@ -169,9 +189,11 @@ class LLM:
         Args:
             prompts: one prompt or a list of prompts, each a text or a list of token ids. Arrays and tensors of integers
                 are lists of token ids; one of two dimensions has a prompt in each row.
-            params: for all prompts, or one per prompt; None: the defaults.
+            params: for all prompts, or one per prompt; None: the defaults. A dict has the fields that differ from the
+                defaults; a `SamplingParams` is taken as it is.
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
+            add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
             options: how the requests are scheduled, see `CallOptions`.
 
         Returns:
@@ -183,14 +205,21 @@ class LLM:
             EngineDeadError: the engine has ended.
         """
         items, is_single = as_prompts(prompts)
-        batch = self._prepare(items, params, options, add_special_tokens=True)
+        batch = self._prepare(items, params, options, add_special_tokens=add_special_tokens)
         if stream:
             return batch.chunks()
         outputs = batch.run(progress_bar=progress_bar)
         return outputs[0] if is_single else outputs
 
+    @own_names()
     def sample(
-        self, prompt: Prompt, n: int, params: SamplingParams | None = None, **options: Unpack[CallOptions]
+        self,
+        prompt: Prompt,
+        n: int,
+        params: Params | None = None,
+        *,
+        add_special_tokens: bool = True,
+        **options: Unpack[CallOptions],
     ) -> list[GenerationOutput]:
         """n answers to one prompt, which is computed once; answer i has the seed of the first one plus i.
 
@@ -198,12 +227,13 @@ class LLM:
             RequestError: n is below 1, or as for `generate`.
         """
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
-        (sampling,) = as_params(params, 1)
+        (sampling,) = as_params(params, 1, self._sampling_defaults)
         scheduling = checked_options(options)
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
         self._check_room(constraint, sampling)
-        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=True)
+        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=add_special_tokens)
+        self._warn_of_second_bos([prompt], [first], add_special_tokens)
         seed = first.sampling.seed
         assert seed is not None
         siblings = [
@@ -222,7 +252,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[False] = False,
         **options: Unpack[ChatOptions],
@@ -232,16 +262,17 @@ class LLM:
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: Literal[True],
         **options: Unpack[ChatOptions],
     ) -> Iterator[GenerationChunk]: ...
 
+    @own_names()
     def chat(
         self,
         messages: Sequence[ChatMessage],
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         stream: bool = False,
         **options: Unpack[ChatOptions],
@@ -250,7 +281,7 @@ class LLM:
 
         Args:
             messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
-            params: the sampling parameters; None: the defaults.
+            params: the sampling parameters, or a dict, as for `generate`; None: the defaults.
             stream: return an iterator of chunks instead.
             options: see `ChatOptions`: tools, reasoning, and what the answer must match.
 
@@ -258,7 +289,7 @@ class LLM:
             RequestError: a message the template refuses, or as for `generate`.
         """
         scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
-        (sampling,) = as_params(params, 1)
+        (sampling,) = as_params(params, 1, self._sampling_defaults)
         constraint = checked_constraint(options, self.config)
         spec = None if constraint is None else constraint.use.spec
         conversation = conversation_of(messages, options, self.config.limits, spec)
@@ -272,6 +303,7 @@ class LLM:
         batch = Batch(self._engine, self.tokenizer, [request], scheduling)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
 
+    @own_names()
     def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:
         """The token ids of a conversation, up to the beginning of the answer.
 
@@ -296,6 +328,7 @@ class LLM:
         """Drop cached prefixes; for measurements."""
         return self._engine.flush_cache()
 
+    @own_names()
     def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "") -> PinDone:
         """Keep the cached part of a prompt for `ttl` seconds, within the quota; 0 unpins.
 
@@ -340,7 +373,7 @@ class LLM:
     def _prepare(
         self,
         prompts: Sequence[object],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Params | Sequence[Params] | None,
         options: CallOptions,
         *,
         add_special_tokens: bool,
@@ -350,7 +383,8 @@ class LLM:
         constraint = checked_constraint(options, self.config)
         grammar = None if constraint is None else constraint.use
         requests: list[CheckedRequest] = []
-        for index, (prompt, own) in enumerate(zip(prompts, as_params(params, len(prompts)), strict=True)):
+        all_params = as_params(params, len(prompts), self._sampling_defaults)
+        for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
             try:
                 self._check_room(constraint, own)
                 requests.append(
@@ -365,7 +399,18 @@ class LLM:
                     code=error.code,
                     status=error.status,
                 ) from None
+        self._warn_of_second_bos(prompts, requests, add_special_tokens)
         return Batch(self._engine, self.tokenizer, requests, scheduling)
+
+    def _warn_of_second_bos(
+        self, prompts: Sequence[object], requests: Sequence[CheckedRequest], add_special_tokens: bool
+    ) -> None:
+        if add_special_tokens:
+            encoded = (request.token_ids for request in requests)
+            found = second_bos(self.tokenizer, prompts, encoded, "prompt", "pass add_special_tokens=False")
+            if found:
+                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+                logger.warning("%s%s", found[0], more)
 
     def _prepare_one(
         self,
@@ -396,6 +441,10 @@ class LLM:
             check_room(constraint, sampling.max_new_tokens, "max_new_tokens", self.tokenizer)
 
     def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return checked_token_ids(prompt, self._engine.capacity.vocab_size)
+        vocab_size = self._engine.capacity.vocab_size
+        if not isinstance(prompt, str):
+            return checked_token_ids(prompt, vocab_size)
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if max(token_ids, default=0) >= vocab_size:
+            raise unknown_to_model(self.tokenizer, token_ids, "prompt", vocab_size)
+        return token_ids

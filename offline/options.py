@@ -18,7 +18,7 @@ from ..tokenizer_manager.http.schema.constraints import Constraint, constraint_o
 from ..tokenizer_manager.http.schema.errors import renamed_fields
 from ..tokenizer_manager.http.schema.json_body import convert
 from ..tokenizer_manager.http.schema.protocol import ChatRequest
-from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_timeout
+from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
 
 
 class CallOptions(TypedDict, total=False):
@@ -125,7 +125,7 @@ def checked_options(
     return Scheduling(
         priority=checked_priority(values.get("priority")),
         tenant=values.get("tenant", ""),
-        extra_key=values.get("cache_salt", ""),
+        extra_key=checked_salt(values.get("cache_salt", "")) or "",
         queue_timeout_s=checked_timeout(values.get("queue_timeout"), "queue_timeout"),
         timeout_s=checked_timeout(values.get("timeout"), "timeout"),
     )

@@ -7,10 +7,12 @@ from typing import Any, Final
 
 from ..runtime.errors import RequestError
 from ..runtime.request_checks import are_plain, plain, shown, wrong_type
+from ..runtime.sampling_defaults import SamplingDefaults
 from ..runtime.sampling_params import SamplingParams
 
 _PROMPT: Final = "a text or a list of token ids"
 _PROMPTS: Final = f"{_PROMPT}, or a list of these"
+_PARAMS: Final = "a SamplingParams, a dict of its fields"
 _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
 """Can be iterated over, and are no lists of prompts or token ids. Bytes would pass as token ids."""
 
@@ -52,30 +54,40 @@ def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
     return checked
 
 
-def as_params(params: object, num_prompts: int) -> Sequence[SamplingParams]:
-    """The parameters of each prompt, from none, one for all, or a list.
+def as_params(params: object, num_prompts: int, defaults: SamplingDefaults) -> Sequence[SamplingParams]:
+    """The parameters of each prompt, from none, one for all, or a list; a dict has fields beside the `defaults`,
+    and None in it is the default.
 
     Raises:
-        RequestError: another type, or another number of them than prompts.
+        TypeError: a dict has a key that is no field.
+        RequestError: another type, a bad value in a dict, or another number of them than prompts.
     """
     if params is None:
-        return [SamplingParams()] * num_prompts
-    if isinstance(params, SamplingParams):
-        return [params] * num_prompts
+        return [defaults.params()] * num_prompts
+    if isinstance(params, SamplingParams | Mapping):
+        return [_one(params, defaults)] * num_prompts
     items = _as_list(params)
     if items is None:
-        raise wrong_type("params", params, "a SamplingParams or a list of them" + _hint(params))
+        raise wrong_type("params", params, f"{_PARAMS} or a list of them" + _hint(params))
     if len(items) != num_prompts:
         message = (
             f"there are {num_prompts} prompts and {len(items)} params; pass one for all or one per prompt"
         )
         raise RequestError(message, param="params")
-    checked: list[SamplingParams] = []
-    for item in items:
-        if not isinstance(item, SamplingParams):
-            raise wrong_type("params", item, "a SamplingParams" + _hint(item))
-        checked.append(item)
-    return checked
+    return [_one(item, defaults) for item in items]
+
+
+def _one(params: object, defaults: SamplingDefaults) -> SamplingParams:
+    match params:
+        case None:
+            return defaults.params()
+        case SamplingParams():
+            return params
+        case Mapping():
+            given = {str(name): value for name, value in params.items() if value is not None}
+            return defaults.params(given)
+        case _:
+            raise wrong_type("params", params, _PARAMS + _hint(params))
 
 
 def _as_list(values: object) -> list[object] | None:

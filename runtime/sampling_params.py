@@ -29,6 +29,7 @@ from .request_checks import (
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
 """Of tokens: above any context length and vocabulary size; fits into int32 and into every message."""
+MAX_TEMPERATURE: Final = 100.0
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 1024
 MAX_STOP_STRING_CHARS: Final = 65_536
@@ -73,9 +74,11 @@ class SamplingParams(
             delayed: one that appears earlier ends the output.
         temperature: 0 is greedy (exact argmax, first of equals); in [0, 100].
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
-        top_p: keep the smallest set with at least this probability mass, in (0, 1].
+        top_p: keep the smallest set with at least this probability mass, in [0, 1]; 0 keeps the
+            most likely token only.
         min_p: drop tokens below `min_p` times the largest probability, in [0, 1].
-        seed: start of the position-keyed noise; None: the front end draws one, so that it can be reported and reused.
+        seed: start of the position-keyed noise, of 63 bits; the constructor cuts the sign of a negative one. None:
+            the front end draws one, so that it can be reported and reused.
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; > 0.
         frequency_penalty: subtracted once per occurrence in the output; [-2, 2].
         presence_penalty: subtracted once if the token is in the output; [-2, 2].
@@ -111,7 +114,7 @@ class SamplingParams(
     @property
     def greedy(self) -> bool:
         """Whether the next token is the exact argmax of the (penalized, biased) logits."""
-        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
 
     def verify(self, vocab_size: int) -> None:
         """Check type, range and finiteness of every value.
@@ -128,9 +131,9 @@ class SamplingParams(
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             rule = f"must not exceed max_new_tokens ({self.max_new_tokens})"
             raise refused("min_new_tokens", self.min_new_tokens, rule)
-        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         check_integer("top_k", self.top_k, -1, MAX_COUNT, "must be -1 or 0 (keep all) or a positive count")
-        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_number("top_p", self.top_p, 0.0, 1.0)
         check_number("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
@@ -198,7 +201,9 @@ def _too_long(field: str, count: int, limit: str) -> RequestError:
 
 
 def _plain_texts(value: object) -> object:
-    return () if value is None else (value,) if isinstance(value, str) else plain_items(value)
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return () if value is None else plain_items(value)
 
 
 def _plain_token_ids(value: object) -> object:
@@ -213,12 +218,19 @@ def _plain_entries(value: object) -> object:
     return {plain(token_id): plain(bias) for token_id, bias in value.items()}
 
 
+def _plain_seed(value: object) -> object:
+    """A seed without its sign: OpenAI's has 64 bits with a sign, of which 63 are kept."""
+    value = plain(value)
+    return value & MAX_SEED if type(value) is int and -MAX_SEED - 1 <= value < 0 else value
+
+
 _CONVERSIONS: Final[dict[str, Callable[[object], object]]] = {
     "stop": _plain_texts,
     "stop_token_ids": _plain_token_ids,
     "logit_bias": _plain_entries,
+    "seed": _plain_seed,
 }
-"""Of the fields that hold several values; the others go through `plain`."""
+"""The other fields go through `plain`."""
 _OTHER_NAMES: Final = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
@@ -229,7 +241,23 @@ _OTHER_NAMES: Final = {
 """What the OpenAI API and other engines call a field."""
 
 
+_ADVICE: Final = {
+    "n": "several answers to one prompt come from LLM.sample(prompt, n)",
+    "best_of": "several answers to one prompt come from LLM.sample(prompt, n)",
+    "stream": "pass it to the call",
+    "guided_json": "pass json_schema to the call",
+    "guided_regex": "pass regex to the call",
+    "guided_choice": "pass choice to the call",
+    "guided_grammar": "pass grammar to the call",
+    "structured_outputs": "pass json_schema, regex, choice or grammar to the call",
+    **dict.fromkeys(("json_schema", "regex", "choice", "grammar", "response_format"), "pass it to the call"),
+}
+"""Where to say what other engines have among the sampling parameters."""
+
+
 def _unknown_field(name: str, fields: tuple[str, ...]) -> str:
+    if name in _ADVICE:
+        return f"SamplingParams has no field {name!r}; {_ADVICE[name]}"
     near = [_OTHER_NAMES[name]] if name in _OTHER_NAMES else difflib.get_close_matches(name, fields, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"the fields are {', '.join(fields)}"
     return f"SamplingParams has no field {name!r}; {hint}"

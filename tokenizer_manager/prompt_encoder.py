@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -70,7 +70,9 @@ class PromptEncoder:
         highest = iter(job.highest)
         for i in range(len(prompts)):
             if i not in ids and next(highest) >= self._vocab_size:
-                raise self._unknown_to_model(result[i], prompt_name(prompts, i, param))
+                raise unknown_to_model(
+                    self.tokenizer, result[i], prompt_name(prompts, i, param), self._vocab_size
+                )
         return result
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool, param: str) -> str:
@@ -127,16 +129,6 @@ class PromptEncoder:
             )
         return ids
 
-    def _unknown_to_model(self, ids: array[int], name: str) -> RequestError:
-        token_id = next(token_id for token_id in ids if token_id >= self._vocab_size)
-        token = self.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
-        return RequestError(
-            f"{name} has the token {token!r}, which is {token_id} for the tokenizer, but the model's ids lie in "
-            f"[0, {self._vocab_size}); leave it out",
-            param=name,
-            code="invalid_value",
-        )
-
 
 class _Job:
     """Texts to tokenize.
@@ -179,7 +171,42 @@ def _json_of(ids: array[int]) -> bytes:
     return b"[" + b",".join(msgspec.json.encode(part)[1:-1] for part in parts) + b"]"
 
 
-def prompt_name(prompts: Sequence[Prompt], index: int, param: str) -> str:
+def unknown_to_model(tokenizer: Tokenizer, ids: Iterable[int], name: str, vocab_size: int) -> RequestError:
+    """The error for a text with a token that the tokenizer has and the model does not."""
+    token_id = next(token_id for token_id in ids if token_id >= vocab_size)
+    token = tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+    return RequestError(
+        f"{name} has the token {token!r}, which is {token_id} for the tokenizer, but the model's ids lie in "
+        f"[0, {vocab_size}); leave it out",
+        param=name,
+        code="invalid_value",
+    )
+
+
+def second_bos(
+    tokenizer: Tokenizer, prompts: Sequence[object], encoded: Iterable[Sequence[int]], param: str, fix: str
+) -> list[str]:
+    """Warnings for texts that begin with the BOS that tokenization has put before them: the model sees two.
+
+    Args:
+        tokenizer: of the model.
+        prompts: as they were sent; those that are token ids are left out.
+        encoded: the token ids of each, with special tokens added.
+        param: the request's field.
+        fix: what to do, as an imperative.
+    """
+    added = tokenizer.encode("")
+    if not added:
+        return []
+    bos = tokenizer.token_bytes(added[0]).decode(errors="replace")
+    return [
+        f"{prompt_name(prompts, i, param)} begins with {bos}, and tokenization adds another one; {fix}"
+        for i, (prompt, ids) in enumerate(zip(prompts, encoded, strict=True))
+        if isinstance(prompt, str) and list(ids[:2]) == [added[0]] * 2
+    ]
+
+
+def prompt_name(prompts: Sequence[object], index: int, param: str) -> str:
     """The name of one prompt of the field `param` in errors."""
     return f"{param}[{index}]" if len(prompts) > 1 else param
 

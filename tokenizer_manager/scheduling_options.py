@@ -48,7 +48,7 @@ def checked_priority(value: int | str | None, param: str = "priority") -> int:
     Raises:
         RequestError: out of range, or no class.
     """
-    if isinstance(value, str):
+    if isinstance(value, str) and value:
         if value not in PRIORITY_CLASSES:
             words = ", ".join(f'"{name}" ({level})' for name, level in PRIORITY_CLASSES.items())
             shown = value if len(value) <= _MAX_TENANT_CHARS else value[:_MAX_TENANT_CHARS] + "…"
@@ -58,14 +58,14 @@ def checked_priority(value: int | str | None, param: str = "priority") -> int:
                 code="invalid_value",
             )
         return PRIORITY_CLASSES[value]
-    if value is not None and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
+    if isinstance(value, int) and not -MAX_PRIORITY <= value <= MAX_PRIORITY:
         raise RequestError(
             f"{param} is {value}, but it must lie in [{-MAX_PRIORITY}, {MAX_PRIORITY}]; 0 is usual, larger ones go "
             f"first",
             param=param,
             code="invalid_value",
         )
-    return value or 0
+    return value if isinstance(value, int) else 0
 
 
 def checked_timeout(value: float | None, param: str) -> float | None:

@@ -97,14 +97,20 @@ def chat(
     temperature: Annotated[
         Text,
         _sampling(
-            "Sampling temperature; 0 is greedy  [default: 0.3]", "--temperature", "-t", metavar="NUMBER"
+            "Sampling temperature; 0 is greedy  [default: the model's]",
+            "--temperature",
+            "-t",
+            metavar="NUMBER",
         ),
     ] = None,
     top_p: Annotated[
-        Text, _sampling("Probability mass of nucleus sampling  [default: 0.9]", "--top-p", metavar="NUMBER")
+        Text,
+        _sampling(
+            "Probability mass of nucleus sampling  [default: the model's]", "--top-p", metavar="NUMBER"
+        ),
     ] = None,
     top_k: Annotated[
-        Text, _sampling("Most likely tokens to sample from  [default: all]", "--top-k", metavar="INT")
+        Text, _sampling("Most likely tokens to sample from  [default: the model's]", "--top-k", metavar="INT")
     ] = None,
     min_p: Annotated[
         Text,

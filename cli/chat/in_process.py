@@ -58,7 +58,7 @@ class InProcessBackend:
             options["response_format"] = response_format
         if self._form.tools:
             options["tools"] = self._form.tools
-        for chunk in self._llm.chat(messages, settings.sampling(), stream=True, **options):
+        for chunk in self._llm.chat(messages, settings.params(), stream=True, **options):
             if chunk.error is not None:
                 raise EngineError(chunk.error)
             usage = chunk.usage

@@ -19,10 +19,14 @@ _NONE_WORDS: Final = frozenset({"none", "auto", "default", "off"})
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """Sampling parameters by the names of the OpenAI API; None uses the engine's default."""
+    """Sampling parameters by the names of the OpenAI API; None leaves the choice to the model's defaults.
 
-    temperature: float = 0.3  # small models, such as the default one, lose the topic above it
-    top_p: float = 0.9
+    Raises:
+        RequestError: an invalid value.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     max_tokens: int | None = None
@@ -33,37 +37,22 @@ class ChatSettings:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.sampling()
-
-    def sampling(self) -> SamplingParams:
-        """Convert them to the engine's `SamplingParams`.
-
-        Raises:
-            RequestError: an invalid value.
-        """
         from ...tokenizer_manager.http.schema.errors import OPENAI_NAMES, renamed_fields
 
         with renamed_fields(OPENAI_NAMES):
-            return self._sampling()
+            SamplingParams(**self.params())
 
-    def _sampling(self) -> SamplingParams:
-        return SamplingParams(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=-1 if self.top_k is None else self.top_k,
-            min_p=self.min_p or 0.0,
-            max_new_tokens=self.max_tokens,
-            seed=self.seed,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            presence_penalty=self.presence_penalty or 0.0,
-            stop=self.stop,
-        )
+    def params(self) -> dict[str, Any]:
+        """The parameters that are set, as fields of the engine's `SamplingParams`."""
+        return {"max_new_tokens" if name == "max_tokens" else name: v for name, v in self._given().items()}
 
     def body(self) -> dict[str, Any]:
         """The fields of a request to `/v1/chat/completions`; only the set ones, because servers differ."""
+        return {name: list(v) if name == "stop" else v for name, v in self._given().items()}
+
+    def _given(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in PARAMETERS}
-        return {name: list(v) if name == "stop" else v for name, v in values.items() if v not in (None, ())}
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
     def changed(self, name: str, text: str) -> ChatSettings:
         """A copy with one parameter set from text; `none` takes it back to its default.

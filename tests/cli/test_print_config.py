@@ -9,6 +9,7 @@ import yaml
 from engine.cli.print_config import render_config
 from engine.runtime.config.config_fields import config_fields
 from engine.runtime.config.config_sources import from_flags, from_yaml_file, merge
+from engine.runtime.sampling_defaults import SamplingDefaults
 
 
 def render(notes=None, effective=None, **flags):
@@ -63,3 +64,14 @@ def test_what_a_preset_sets_has_the_preset_as_its_origin(tmp_path):
     path = tmp_path / "engine.yaml"
     path.write_text(text)
     assert merge(from_yaml_file(path)).config == merged.config
+
+
+def test_each_sampling_default_is_shown_with_its_source():
+    merged = merge()
+    text = render_config(
+        merged.config, merged, {}, SamplingDefaults(top_k=20, source="generation_config.json")
+    )
+    lines = {line.split(":")[0].strip("# "): line for line in text.splitlines()}
+    assert lines["top_k"].split()[2:] == ["20", "#", "generation_config.json"]
+    assert lines["temperature"].split()[2:] == ["1.0", "#", "OpenAI's", "default"]
+    assert yaml.safe_load(text)["model"].keys() >= {"sampling_defaults", "seed"}

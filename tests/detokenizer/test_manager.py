@@ -130,6 +130,51 @@ def test_a_visible_stop_token_gives_no_text(detokenizer):
     assert request.text == "ab"
 
 
+SHOWN = [{}, {"skip_special_tokens": False}, {"keep_special_ids": (1001,)}]
+"""Control tokens are not printed, all are, and the one in question is."""
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("stop", [("<tool>",), ("nowhere", "<tool>"), ("bx", "<tool>")])
+def test_a_stop_string_that_is_a_control_token_ends_the_text(make_tokens, shown, keeps, num_rows, stop):
+    tokens = make_tokens(LETTERS)
+    detokenizer = Detokenizer(tokens)
+    request = Request(detokenizer, stop=stop, include_stop_str_in_output=keeps, **shown)
+
+    ids = [*spell("ab"), tokens.tool, *spell("cd")]
+    for part in [ids] if num_rows == 1 else [[each] for each in ids[:3]]:
+        request.send(part)
+
+    assert request.text == ("ab<tool>" if keeps else "ab")
+    assert request.token_ids == ids[:3]
+    assert request.rows[-1].finish == Finish(FinishKind.STOP, matched="<tool>")
+    assert request.rows[-1].usage.completion_tokens == 3
+    assert request.rows[-1].ended_by_detokenizer
+
+
+@pytest.mark.parametrize("shown", SHOWN)
+def test_an_end_of_text_that_is_also_a_stop_string_is_reported_as_the_string(make_tokens, shown):
+    tokens = make_tokens(LETTERS)
+    request = Request(Detokenizer(tokens), stop=("<eos>",), **shown)
+
+    request.send([*spell("ab"), tokens.eos], Finish(FinishKind.STOP, matched=tokens.eos))
+
+    assert request.text == "ab"
+    assert request.rows[-1].finish == Finish(FinishKind.STOP, matched="<eos>")
+    assert not request.rows[-1].ended_by_detokenizer
+
+
+def test_a_cut_character_before_a_control_token_is_shown(make_tokens):
+    tokens = make_tokens([b"a\xe2\x82"])
+    request = Request(Detokenizer(tokens), stop=("<tool>",))
+
+    request.send([0, tokens.tool])
+
+    assert request.text == "a\ufffd"
+
+
 @pytest.mark.parametrize("finish", [LENGTH, ABORT, Finish(FinishKind.STOP, matched=1000)])
 def test_held_back_text_is_flushed_when_the_request_ends(detokenizer, finish):
     request = Request(detokenizer, stop=("stop",))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import threading
 from array import array
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -93,6 +96,29 @@ def test_the_engines_seed_is_for_requests_without_one(tiny_model):
     assert first.token_ids == second.token_ids
 
 
+def test_the_models_sampling_defaults_are_for_calls_without_parameters(tiny_model, tmp_path):
+    folder = tmp_path / "greedy"
+    shutil.copytree(tiny_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"top_k": 1, "temperature": 3}))
+    settings: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_total_tokens": 512}
+    with LLM(str(folder), **settings) as llm:
+        defaults = llm.get_default_sampling_params()
+        assert (defaults.top_k, defaults.temperature, defaults.top_p) == (1, 3.0, 1.0)
+        some = {"max_new_tokens": 12, "ignore_eos": True}
+        greedy = llm.generate("Hello", GREEDY).token_ids
+        assert llm.generate("Hello", some).token_ids == greedy
+        assert llm.sample("Hello", 2, some)[1].token_ids == greedy
+        own = llm.generate(["Hello"] * 4, [some | {"top_k": -1}] * 4)
+        assert len({tuple(output.token_ids) for output in own}) > 1
+        hello = [{"role": "user", "content": "Hello"}]
+        answers = {tuple(llm.chat(hello, {"max_new_tokens": 4}).token_ids) for _ in range(3)}
+        assert len(answers) == 1
+        free = llm.generate("Hello", SamplingParams(max_new_tokens=12, ignore_eos=True, seed=1))
+        assert free.token_ids != greedy  # a SamplingParams is taken as it is
+    with LLM(str(folder), sampling_defaults="openai", **settings) as llm:
+        assert llm.get_default_sampling_params() == SamplingParams()
+
+
 def test_stop_strings_end_the_text_before_them(llm):
     free = llm.generate("Hello", SamplingParams(temperature=0, max_new_tokens=64, ignore_eos=True))
     stop = next(c for c in free.text[8:] if c.isascii() and c.isprintable())
@@ -102,6 +128,45 @@ def test_stop_strings_end_the_text_before_them(llm):
     assert cut.text == free.text[: free.text.index(stop)]
     assert (cut.finish_reason, cut.stop) == ("stop", stop)
     assert idle(llm).kept_tokens == 0
+
+
+def test_a_control_token_is_a_stop_string(llm):
+    params = {"max_new_tokens": 6, "ignore_eos": True, "logit_bias": {1: 100}}
+    for more in ({}, {"skip_special_tokens": False}):
+        output = llm.generate("a", params | more | {"stop": "<|im_start|>"})
+        assert (output.text, output.finish_reason, output.stop) == ("", "stop", "<|im_start|>")
+        assert output.token_ids == [1]
+
+
+def test_a_second_bos_is_warned_of_and_can_be_avoided(tiny_model, tmp_path, caplog):
+    folder = tmp_path / "with-bos"
+    shutil.copytree(tiny_model, folder)
+    core = json.loads((folder / "tokenizer.json").read_text())
+    bos = {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}
+    core["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|im_start|>": bos},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(core))
+    with LLM(str(folder), dtype="float32", num_threads=1, max_total_tokens=512) as llm:
+        one = {"max_new_tokens": 1}
+        assert llm.generate("a", one).prompt_token_ids[0] == 1
+        assert llm.generate([[1, 1, 5]], one)[0].prompt_token_ids == [1, 1, 5]
+        once = llm.generate("<|im_start|>a", one, add_special_tokens=False)
+        sampled = llm.sample("<|im_start|>a", 1, one, add_special_tokens=False)
+        assert once.prompt_token_ids == sampled[0].prompt_token_ids == llm.generate("a", one).prompt_token_ids
+        assert not caplog.records
+        twice = llm.generate(["a", "<|im_start|>a", "<|im_start|>b"], one)
+        assert twice[1].prompt_token_ids[:2] == [1, 1]
+    assert [record.getMessage() for record in caplog.records] == [
+        "prompt[1] begins with <|im_start|>, and tokenization adds another one; pass add_special_tokens=False "
+        "(and 1 more)"
+    ]
 
 
 def test_logprobs_come_with_their_tokens(llm):
@@ -167,13 +232,9 @@ def test_bad_messages_are_refused(llm, messages, message):
             "max_new_tokens is 2.5, but it must be an int",
         ),
         ("x", msgspec.structs.replace(GREEDY, stop_token_ids=(272,)), r"token ids in \[0, 272\)"),
-        (
-            "x",
-            {"max_new_tokens": 4},
-            "params is {'max_new_tokens': 4}, but it must be a SamplingParams .* not a dict",
-        ),
-        ("x", 4, "params is 4, but it must be a SamplingParams or a list of them"),
-        (["a", "b"], [GREEDY, {}], "params is {}, but it must be a SamplingParams, not a dict"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens is 0, but it must be at least 1"),
+        ("x", 4, "params is 4, but it must be a SamplingParams, a dict of its fields or a list of them"),
+        (["a", "b"], [GREEDY, 4], "params is 4, but it must be a SamplingParams, a dict of its fields"),
         (b"ab", None, "prompts is b'ab', but it must be a text .* decode bytes"),
         (bytearray(b"ab"), None, "prompts is bytearray"),
         ([b"ab"], None, "prompt is b'ab', but it must be a text or a list of token ids; decode bytes"),

@@ -49,7 +49,7 @@ def test_counts_fit_into_every_message_and_array(field):
         ),
         ({"top_k": -2}, "top_k", "must be -1 or 0"),
         ({"temperature": float("nan")}, "temperature", r"must lie in \[0, 100\]"),
-        ({"top_p": 0.0}, "top_p", r"must lie in \(0, 1\]"),
+        ({"top_p": -0.1}, "top_p", r"must lie in \[0, 1\]"),
         ({"seed": 2**63}, "seed", "must lie in"),
         ({"logprobs": 21}, "logprobs", r"must lie in \[0, 20\]"),
         ({"logit_bias": {100: 1.0}}, "logit_bias", r"token ids in \[0, 100\)"),
@@ -101,9 +101,9 @@ BAD_VALUES: Final[dict[str, list[Any]]] = {
     "min_new_tokens": [*_NO_INTEGER, None, -1, MAX_COUNT + 1],
     "temperature": [*_NO_NUMBER, None, -0.1, 100.5, 10**400],
     "top_k": [*_NO_INTEGER, None, -2, MAX_COUNT + 1],
-    "top_p": [*_NO_NUMBER, None, 0.0, 1.5],
+    "top_p": [*_NO_NUMBER, None, -0.1, 1.5],
     "min_p": [*_NO_NUMBER, None, -0.5, 1.5],
-    "seed": [*_NO_INTEGER, -1, 2**63],
+    "seed": [*_NO_INTEGER, -(2**63) - 1, 2**63],
     "repetition_penalty": [*_NO_NUMBER, None, 0.0, 10.5],
     "frequency_penalty": [*_NO_NUMBER, None, -2.5, 2.5],
     "presence_penalty": [*_NO_NUMBER, None, -2.5, 2.5],
@@ -114,7 +114,13 @@ BAD_VALUES: Final[dict[str, list[Any]]] = {
     ],
     "stop": [
         *(5, b"END", object(), {"END": 1}, {"END"}, ("END", 5), ("END", None), ("END", b"x"), [["END"]]),
-        *("", ("END", ""), "\ud800", ("x" * (MAX_STOP_STRING_CHARS + 1),), ("x",) * (MAX_STOP_STRINGS + 1)),
+        *(
+            ("",),
+            ("END", ""),
+            "\ud800",
+            ("x" * (MAX_STOP_STRING_CHARS + 1),),
+            ("x",) * (MAX_STOP_STRINGS + 1),
+        ),
     ],
     "stop_token_ids": [
         *(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.child.control import ForAll, StartProfile, StopProfile
@@ -54,6 +54,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
@@ -85,13 +86,17 @@ LENGTH = Finish(FinishKind.LENGTH)
 Script = Callable[[GenerateRequest], Iterable[TextOutput]]
 
 
-def make_tokenizer() -> Tokenizer:
-    """One token per byte, and two special tokens."""
+def make_tokenizer(*, adds_bos: bool = False) -> Tokenizer:
+    """One token per byte, and two special tokens, the first of which is put before texts if `adds_bos`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = CoreTokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in ("<|im_start|>", "<|im_end|>")])
+    if adds_bos:
+        core.post_processor = processors.TemplateProcessing(
+            "<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
+        )
     return Tokenizer(
         core,
         special_tokens={"eos_token": "<|im_end|>"},
@@ -279,14 +284,17 @@ def make_services(
     scheduler: dict[str, Any] | None = None,
     answers: dict[str, Any] | None = None,
     prover: GrammarProver | None = None,
+    model: dict[str, Any] | None = None,
+    of_model: SamplingDefaults = OPENAI_DEFAULTS,
+    tokenizer: Tokenizer = TOKENIZER,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
     clock = clock or FakeClock()
-    encoder = PromptEncoder(TOKENIZER, capacity.vocab_size)
+    encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     metrics = Metrics()
     config = EngineConfig(
-        model=ModelConfig(served_model_name=MODEL, dtype="float32"),
+        model=ModelConfig(**({"served_model_name": MODEL, "dtype": "float32"} | (model or {}))),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
@@ -338,6 +346,7 @@ def make_services(
             max_position_embeddings=256,
             tie_word_embeddings=True,
             torch_dtype="float32",
+            sampling_defaults=of_model,
         ),
         served_model=MODEL,
         created_s=1_700_000_000,

@@ -30,7 +30,12 @@ def test_numbers_in_range_are_priorities(value):
     assert checked_priority(value) == value
 
 
-@pytest.mark.parametrize("value", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, "High", "", "x" * 10_000])
+@pytest.mark.parametrize("value", [None, ""])
+def test_no_priority_is_the_usual_one(value):
+    assert checked_priority(value) == 0
+
+
+@pytest.mark.parametrize("value", [MAX_PRIORITY + 1, -MAX_PRIORITY - 1, "High", "x" * 10_000])
 def test_other_priorities_are_refused_with_value_and_rule(value):
     with pytest.raises(RequestError, match="^importance is .*larger ones go first$") as caught:
         checked_priority(value, "importance")

@@ -25,9 +25,9 @@ from ..scheduling_options import Scheduling
 from .chat_grammar import chat_grammar, check_constraint_with_tools
 from .delivery import Collected
 from .exchange import Exchange
+from .logprobs.entries import int32s
 from .schema.constraints import Constraint, check_room
 from .schema.errors import renamed_fields
-from .schema.logprobs import int32s
 from .services import Services
 
 _NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
@@ -178,11 +178,15 @@ class ChatGeneration:
                 counter = plan.reasoning_counter(services.tokenizer.token_bytes)
             self._readers.append(_ChoiceReader(plan.parser(), counter))
 
-    def reasoning_tokens(self) -> int | None:
-        """Tokens of reasoning of all choices so far; None if the answers have no reasoning block."""
+    def reasoning_tokens(self, left_out: int | None = None) -> int | None:
+        """Tokens of reasoning of all choices so far, but for one; None if the answers have no reasoning block."""
         if self.plan.reasoning is None:
             return None
-        return sum(reader.counter.count for reader in self._readers if reader.counter is not None)
+        return sum(
+            reader.counter.count
+            for index, reader in enumerate(self._readers)
+            if reader.counter is not None and index != left_out
+        )
 
     def __aiter__(self) -> Self:
         return self

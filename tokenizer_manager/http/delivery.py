@@ -7,10 +7,10 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ...runtime.messages import Finish, FinishKind, TextOutput
+from ...runtime.messages import Finish, TextOutput
 from ..generation import Generation, Row
 from .exchange import Exchange
-from .schema.logprobs import TokenLogprob, int32s, unpack
+from .logprobs.entries import TokenLogprob, int32s, unpack
 
 _encoder: Final = msgspec.json.Encoder()
 DONE: Final = b"data: [DONE]\n\n"
@@ -71,7 +71,7 @@ class Collected:
     def __init__(self) -> None:
         self.text = ""
         self.token_ids = int32s(b"")
-        self.finish = Finish(FinishKind.ABORT)
+        self.finish: Finish | None = None
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
 

@@ -19,6 +19,7 @@ from ...runtime.errors import RequestError
 from .guards.auth import Caller
 from .guards.body_budget import BodyReservation
 from .schema.errors import ErrorReply
+from .schema.json_body import encoded_body
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -85,9 +86,12 @@ class Exchange:
             reservation: grows with the bytes that arrive.
 
         Raises:
-            RequestError: 413, or 429 when the budget of bodies is used up.
+            RequestError: 415 for a body with a Content-Encoding, 413, or 429 when the budget of bodies is used up.
             ClientGone: the client disconnected.
         """
+        encoding = self.headers.get(b"content-encoding", b"").strip().lower()
+        if encoding not in (b"", b"identity"):
+            raise encoded_body(f"Content-Encoding is {encoding.decode('ascii', 'backslashreplace')[:60]}")
         declared = self.headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)

@@ -27,6 +27,7 @@ _FAILURES: Final = {
     408: "the request did not arrive in time",
     409: "it conflicts with the current state of the server",
     413: "the body is too large",
+    415: "the body is compressed",
     429: "there is no room for it now; see Retry-After",
     431: "the request's head is too large",
     500: "this request failed alone",
@@ -35,7 +36,7 @@ _FAILURES: Final = {
     504: "it did not end within its timeout",
 }
 _EVERYWHERE: Final = (400, 401, 403, 408, 431, 500, 503)
-_WITH_BODY: Final = (413, 429)
+_WITH_BODY: Final = (413, 415, 429)
 _STREAMS: Final = {
     "text/event-stream": "events whose data are each a {name}; in OpenAI's older APIs [DONE] follows",
     "application/x-ndjson": "lines that are each a {name}",

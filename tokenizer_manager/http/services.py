@@ -11,6 +11,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..all_processes import AllProcesses
 from ..conversation.conversation import Conversation
 from ..conversation.planner import AnswerPlan, Planner
@@ -18,7 +19,7 @@ from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
 from ..metrics import Metrics
-from ..prompt_encoder import PromptEncoder
+from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
 from .body_reader import BodyReader
 from .exchange import Exchange
@@ -74,6 +75,11 @@ class Services:
         return self.encoder.tokenizer
 
     @property
+    def sampling_defaults(self) -> SamplingDefaults:
+        """The sampling parameters of requests without their own."""
+        return effective_defaults(self.config.model.sampling_defaults, self.spec.sampling_defaults)
+
+    @property
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same seed may give a different text."""
         return f"engine-{self.version}-{self.config.model.dtype}"
@@ -118,13 +124,20 @@ class Services:
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 
+    def second_bos(self, generation: Generation, request: GenerationRequest, fix: str) -> list[str]:
+        """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""
+        if not request.add_special_tokens:
+            return []
+        encoded = [choice.prompt_ids for choice in generation.prompt_choices]
+        return second_bos(self.tokenizer, request.prompts, encoded, request.prompt_param, fix)
+
     def check_model(self, model: str | None) -> None:
         """Check that a request names the served model, or none; any name is accepted if the server is set so.
 
         Raises:
             RequestError: 404 for any other.
         """
-        if model is not None and model != self.served_model and not self.any_model_name:
+        if model and model != self.served_model and not self.any_model_name:
             raise unknown_model(model, self.served_model)
 
     async def plan_chat(

@@ -19,6 +19,7 @@ from ..quantization import QuantizationSpec
 from .gguf_file import GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
+from .gguf_sampling import read_gguf_sampling
 
 _MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
     "llama": "llama",  # and Mistral; its files do not mention a window
@@ -86,6 +87,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        sampling_defaults=read_gguf_sampling(file),
         **_family_facts(fields, arch, num_heads, hidden_size),
     )
     spec = structs.replace(

@@ -21,6 +21,7 @@ from ..quantization import read_quantization
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_rope import MAX_POSITIONS
+from .hf_sampling import read_hf_sampling
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 _WITH_IMAGES: Final = {"gemma3": "gemma3_text"}
@@ -62,6 +63,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
         eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         quantization=read_quantization(folder, fields),
+        sampling_defaults=read_hf_sampling(folder),
         **family.read(fields),
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)

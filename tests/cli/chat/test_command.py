@@ -63,7 +63,7 @@ def test_figures_go_to_stderr_when_asked_for(tiny_model):
     ("arguments", "code", "message"),
     [
         (["Hi", "--temperature", "hot"], 2, "engine: temperature is 'hot', but it must be a number"),
-        (["Hi", "--top-p", "7"], 2, "engine: top_p is 7.0, but it must lie in (0, 1]"),
+        (["Hi", "--top-p", "7"], 2, "engine: top_p is 7.0, but it must lie in [0, 1]"),
         (["Hi", "--model", "/no/such"], 2, "engine: /no/such: there is no such folder or .gguf file"),
         (["Hi", "--url", "127.0.0.1:9"], 3, "engine: no server answers at http://127.0.0.1:9"),
         (["Hi", "--url", "127.0.0.1:9", "--dtype", "auto"], 2, "engine: --dtype has no effect on a server"),

@@ -108,8 +108,6 @@ def test_an_answer_is_streamed_with_its_usage(server):
             "messages": QUESTION,
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-            "temperature": 0.3,
-            "top_p": 0.9,
             "seed": 5,
             "stop": ["x"],
         }

@@ -9,6 +9,7 @@ import pytest
 from engine.cli.chat.session import ChatSession
 from engine.cli.chat.settings import DEFAULTS, PARAMETERS, ChatSettings
 from engine.runtime.errors import RequestError
+from engine.runtime.sampling_params import SamplingParams
 
 
 @pytest.fixture
@@ -104,8 +105,7 @@ def test_settings_change_one_by_one():
     settings = ChatSettings().changed("temperature", "0").changed("max_tokens", "5")
     assert (settings.temperature, settings.max_tokens) == (0.0, 5)
     assert settings.changed("temperature", "none").temperature == DEFAULTS.temperature
-    assert settings.sampling().greedy
-    assert settings.sampling().max_new_tokens == 5
+    assert settings.params() == {"temperature": 0.0, "max_new_tokens": 5}
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_settings_change_one_by_one():
         ("zzz", "1", "unknown parameter 'zzz'; there are temperature, top_p"),
         ("temperature", "hot", "temperature is 'hot', but it must be a number"),
         ("top_k", "1.5", "top_k is '1.5', but it must be a whole number"),
-        ("top_p", "2", r"top_p is 2.0, but it must lie in \(0, 1\]"),
+        ("top_p", "2", r"top_p is 2.0, but it must lie in \[0, 1\]"),
         ("temperature", "nan", "temperature is nan"),
     ],
 )
@@ -130,11 +130,11 @@ def test_every_parameter_reaches_engine_and_server():
     for name, value in values.items():
         settings = settings.changed(name, value)
     assert settings.body() == dict.fromkeys(PARAMETERS, 1) | {"stop": ["x"]}
-    sampling = settings.sampling()
+    sampling = SamplingParams(**settings.params())
     assert (sampling.top_k, sampling.seed, sampling.min_p, sampling.stop) == (1, 1, 1.0, ("x",))
     assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (
         1.0,
         1.0,
         1.0,
     )
-    assert ChatSettings().body() == {"temperature": DEFAULTS.temperature, "top_p": DEFAULTS.top_p}
+    assert ChatSettings().body() == ChatSettings().params() == {}  # the model's defaults hold

@@ -74,7 +74,7 @@ def test_set_shows_changes_and_resets(run, chat):
     assert run("/set max-tokens=7") == "max_tokens = 7\n"
     assert run("/set temperature") == "temperature = 0.9\n"
     assert (chat.session.settings.temperature, chat.session.settings.max_tokens) == (0.9, 7)
-    assert run("/set max_tokens none") == "max_tokens = none\n"
+    assert run("/set max_tokens none") == "max_tokens = default\n"
     assert "top_p is 3.0" in run("/set top_p 3")
     assert "temperature         0.9  (set)" in run("/show")
     assert run("/set") == run("/show")

@@ -102,7 +102,53 @@ def test_usage_in_every_chunk_on_demand(serve: Serve):
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     chunks = events(served.client.post(PATH, json=HI | options).text)
 
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2]
+    usages = [chunk["usage"] for chunk in chunks]
+    assert [usage["completion_tokens"] for usage in usages] == [0, 1, 2, 2]  # the role chunk has no token
+    assert all(
+        usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"] for usage in usages
+    )
+
+
+def test_the_role_chunk_counts_the_tokens_of_other_answers(serve: Serve):
+    served = serve()
+    options = {"stream": True, "n": 2, "stream_options": {"continuous_usage_stats": True}}
+    reply = served.post_later(PATH, json=HI | options)
+    first, second = served.engine.next_request(), served.engine.next_request()
+    served.engine.say(row(second, "xy"))
+    served.engine.say(row(first, "abc"))
+    served.engine.say(row(second, "", total=2, token_ids=[], finish=LENGTH))
+    served.engine.say(row(first, "", total=3, token_ids=[], finish=LENGTH))
+    chunks = events(reply.result(WAIT_S).text)
+
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [0, 2, 2, 5, 5, 5]
+
+
+@pytest.mark.parametrize("path", [PATH, "/v1/completions"])
+@pytest.mark.parametrize(
+    ("options", "in_chunks", "at_end"),
+    [
+        ({}, False, False),
+        ({"include_usage": True}, None, True),
+        ({"include_usage": False}, False, False),
+        ({"continuous_usage_stats": True}, True, False),
+        ({"include_usage": True, "continuous_usage_stats": True}, True, True),
+        ({"include_usage": False, "continuous_usage_stats": True}, False, False),
+        ({"include_usage": False, "continuous_usage_stats": None}, False, False),
+    ],
+)
+def test_which_chunks_have_usage(
+    serve: Serve, path: str, options: dict[str, Any], in_chunks: Any, at_end: bool
+):
+    body = HI if path == PATH else {"prompt": "hi"}
+    reply = serve(say_all("a", "b")).client.post(
+        path, json=body | {"stream": True, "stream_options": options}
+    )
+    chunks = events(reply.text)
+
+    assert (chunks[-1]["choices"] == []) is at_end
+    for chunk in chunks[:-1] if at_end else chunks:
+        kind = False if "usage" not in chunk else None if chunk["usage"] is None else True
+        assert kind is in_chunks
 
 
 def test_n_answers_are_interleaved_by_index(serve: Serve):

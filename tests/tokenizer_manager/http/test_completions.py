@@ -134,14 +134,14 @@ def test_streamed_logprobs_are_the_same_in_parts(serve: Serve):
         assert [value for part in logprobs for value in part[field]] == values
 
 
-def test_logprobs_zero_gives_no_alternatives(serve: Serve):
+def test_logprobs_zero_gives_the_sampled_token_alone(serve: Serve):
     def script(request):
         yield row(request, "a", logprobs=Logprobs(floats(-0.5)), finish=LENGTH)
 
     served = serve(script)
     choice = served.client.post(PATH, json={"prompt": "x", "logprobs": 0}).json()["choices"][0]
 
-    assert choice["logprobs"]["top_logprobs"] is None
+    assert choice["logprobs"]["top_logprobs"] == [{"a": -0.5}]
     assert choice["logprobs"]["token_logprobs"] == [-0.5]
 
 

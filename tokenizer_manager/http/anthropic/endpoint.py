@@ -70,7 +70,7 @@ async def count_tokens(exchange: Exchange, services: Services) -> None:
 
 def _read(body: dict[str, Any], services: Services) -> ReadMessages:
     config = services.config
-    read = read_messages(body, config.limits, config, strict=config.server.strict)
+    read = read_messages(body, config.limits, config, services.sampling_defaults, strict=config.server.strict)
     _check_model(read.request, services)
     return read
 

@@ -75,7 +75,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
 
 _NOT_YET: Final[NotYet] = {
     "container": (),
-    "mcp_servers": ([],),
+    "mcp_servers": (),
     "output_format": (),  # an early name of `output_config.format`
 }
 _NO_EFFECT: Final = {

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
+from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
 from ..schema.constraints import Constraint
@@ -84,8 +85,10 @@ class ReadCount(NamedTuple):
     warnings: list[str]
 
 
-def read_messages(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadMessages:
-    """Check a request of `/v1/messages`.
+def read_messages(
+    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
+) -> ReadMessages:
+    """Check a request of `/v1/messages`; `defaults`: for the sampling fields that it leaves out.
 
     Raises:
         RequestError: a field is refused; names its path.
@@ -97,12 +100,13 @@ def read_messages(body: Body, limits: RequestLimits, answers: EngineConfig, *, s
     fields = SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k or None,
+        top_k=request.top_k,
         stop=request.stop_sequences,
     )
     with renamed_fields(NAMES):
         sampling = fields.sampling(
             limits,
+            defaults,
             max_new_tokens=at_least_one(request.max_tokens, LENGTH_PARAM),
             min_new_tokens=None,
             keep_stop=False,

@@ -74,6 +74,8 @@ def _read(body: Body, services: Services) -> _Checked:
             param="ttl",
             code="invalid_value",
         )
+    if request.prompt is not None and not request.messages:  # an empty list asks for nothing
+        request.messages = None
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(
             "prompt and messages are two forms of the prefix; send exactly one",

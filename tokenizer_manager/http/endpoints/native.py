@@ -16,35 +16,37 @@ from ....grammar.answer_report import GrammarReport, Truncated
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
+from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..logprobs.entries import TokenLogprob
 from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert
-from ..schema.logprobs import TokenLogprob
 from ..schema.protocol import NativeRequest, NativeSampling, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 
 _DEFAULT_MAX_NEW_TOKENS: Final = 128
+_NO_BOS: Final = "send add_special_tokens: false"
 _POLICY: Final = FieldPolicy(
     NativeRequest,
     {
-        "audio_data": ([],),
-        "image_data": ([],),
+        "audio_data": (),
+        "image_data": (),
         "input_embeds": (),
         "lora_path": (),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
         "session_params": (),
         "token_ids_logprob": (),
-        "video_data": ([],),
+        "video_data": (),
     },
     no_effect={"log_metrics"},
     nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
@@ -98,6 +100,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_OUR_NAMES):
             generation = await services.start(exchange, made.generation)
         with generation:
+            warnings += services.second_bos(generation, made.generation, _NO_BOS)
             if request.stream:
                 writer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
@@ -145,7 +148,12 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         )
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
     generation_request, wanted, is_batch = _generation_request(
-        request, sampling, caller, services.config.limits, services.manager.capacity.max_model_len
+        request,
+        sampling,
+        caller,
+        services.config.limits,
+        services.sampling_defaults,
+        services.manager.capacity.max_model_len,
     )
     constraint = constraint_of(
         sampling,
@@ -169,6 +177,7 @@ def _generation_request(
     sampling: NativeSampling,
     caller: Caller,
     limits: RequestLimits,
+    defaults: SamplingDefaults,
     max_prompt_len: int,
 ) -> tuple[GenerationRequest, Wanted, bool]:
     """The generation request, the numbers of answers, and whether the client sent a list of prompts.
@@ -176,6 +185,10 @@ def _generation_request(
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
     """
+    if request.text is not None and request.input_ids is not None:  # an empty one asks for nothing
+        request = msgspec.structs.replace(
+            request, text=request.text or None, input_ids=request.input_ids or None
+        )
     if (request.text is None) == (request.input_ids is None):
         raise RequestError(
             "text and input_ids are two forms of the prompt; send exactly one",
@@ -203,6 +216,7 @@ def _generation_request(
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,
+                defaults,
                 max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,
@@ -212,6 +226,7 @@ def _generation_request(
             n=wanted.generated,
             id_prefix="gen",
             scheduling=scheduling_of(request, caller),
+            add_special_tokens=request.add_special_tokens is not False,
             prompt_param=param,
         )
     return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)

@@ -67,9 +67,19 @@ class ChunkWriter(Generic[C]):
         generation: Generation,
         options: StreamOptions,
         warnings: list[str],
-        reasoning_tokens: Callable[[], int | None] = lambda: None,
+        reasoning_tokens: Callable[[int | None], int | None] = lambda _unsent: None,
     ) -> None:
-        """Take the parts; `reasoning_tokens`: those of all choices so far, None for a model that does not reason."""
+        """Take the parts.
+
+        Args:
+            kind: of the events.
+            services: of the server.
+            generation: that is streamed.
+            options: of the stream.
+            warnings: for the first event.
+            reasoning_tokens: those of all choices so far, but for the choice of this index; None for a model that does
+                not reason.
+        """
         self._reasoning_tokens = reasoning_tokens
         self._kind = kind
         self._services = services
@@ -82,6 +92,10 @@ class ChunkWriter(Generic[C]):
     def event(self, choice: C) -> bytes:
         """An event with new text of a choice."""
         return event(self._chunk([choice]))
+
+    def begin_event(self, choice: C, unsent: int) -> bytes:
+        """The event before the first text of the choice with the index `unsent`, which does not count its tokens."""
+        return event(self._chunk([choice], unsent))
 
     def finish_event(self, choice: C) -> bytes:
         """The event that finishes a choice; once per choice."""
@@ -100,10 +114,15 @@ class ChunkWriter(Generic[C]):
         chunk.timings = timings_of(self._generation)
         return event(chunk)
 
-    def _usage(self) -> UsageBody:
-        return usage_of(self._generation, self._reasoning_tokens(), self._services.tokenizer)
+    def _usage(self, unsent: int | None = None) -> UsageBody:
+        usage = usage_of(self._generation, self._reasoning_tokens(unsent), self._services.tokenizer)
+        if unsent is not None:
+            num_unsent = self._generation.choices[unsent].usage.completion_tokens
+            usage.completion_tokens -= num_unsent
+            usage.total_tokens -= num_unsent
+        return usage
 
-    def _chunk(self, choices: list[C]) -> OpenAIBody[C]:
+    def _chunk(self, choices: list[C], unsent: int | None = None) -> OpenAIBody[C]:
         chunk = self._kind(
             id=self._generation.id,
             created=self._created,
@@ -111,8 +130,8 @@ class ChunkWriter(Generic[C]):
             system_fingerprint=self._services.fingerprint,
             choices=choices,
         )
-        if self._options.continuous_usage_stats:
-            chunk.usage = self._usage()
+        if self._options.continuous_usage_stats and self._options.include_usage is not False:
+            chunk.usage = self._usage(unsent)
         elif self._options.include_usage:
             chunk.usage = None
         if self._warnings:

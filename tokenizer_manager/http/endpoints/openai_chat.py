@@ -17,21 +17,26 @@ from ..chat_run import AnswerRow, ChatCall, ChatGeneration, CollectedAnswer, Col
 from ..delivery import DONE
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..logprobs.chat import ChatLogprobs, chat_logprobs
+from ..logprobs.entries import int32s, unpack
+from ..logprobs.placement import AnswerPlacement
 from ..schema.accounting import Timings, UsageBody, truncated_of
 from ..schema.chat_conversation import chat_conversation
 from ..schema.chat_messages import template_messages
 from ..schema.constraints import Constraint, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
-from ..schema.field_policy import CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy, first_warnings
 from ..schema.generation_fields import StreamOptions
 from ..schema.json_body import Body, convert
-from ..schema.logprobs import ChatLogprobs, chat_logprobs, int32s, unpack
 from ..schema.protocol import ChatRequest
 from ..services import Services
 from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _POLICY: Final = FieldPolicy(
-    ChatRequest, CHAT_NOT_YET, nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())}
+    ChatRequest,
+    CHAT_NOT_YET,
+    no_effect=CHAT_NO_EFFECT,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
 )
 
 
@@ -123,18 +128,23 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
     async with exchange.abort_on_disconnect():
         with await start_chat(exchange, services, call) as chat:
             warnings = first_warnings(checked.warnings + chat.warnings)
-            old_form = checked.request.functions is not None
+            old_form = bool(checked.request.functions)
             field = services.config.answers.reasoning_field
+            placements = [_placement(services, chat, checked.sampling) for _ in chat.generation.choices]
             if checked.options is not None:
                 chunks = ChunkWriter(
                     ChatChunk, services, chat.generation, checked.options, warnings, chat.reasoning_tokens
                 )
-                await _stream(exchange, chat, _ChatStream(services, chunks, field, old_form=old_form))
+                await _stream(
+                    exchange, chat, _ChatStream(services, chunks, placements, field, old_form=old_form)
+                )
             else:
                 answers = await chat.collect()
                 choices = [
-                    _choice(services, choice, answer, field, old_form=old_form)
-                    for choice, answer in zip(chat.generation.choices, answers, strict=True)
+                    _choice(services, choice, answer, placements[index], field, old_form=old_form)
+                    for index, (choice, answer) in enumerate(
+                        zip(chat.generation.choices, answers, strict=True)
+                    )
                 ]
                 await exchange.send_json(
                     whole_body(
@@ -182,6 +192,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
     with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
         sampling = request.sampling(
             limits,
+            services.sampling_defaults,
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
@@ -211,8 +222,23 @@ async def _stream(exchange: Exchange, chat: ChatGeneration, writer: _ChatStream)
     await exchange.end_events(writer.closing() + DONE)
 
 
+def _placement(services: Services, chat: ChatGeneration, sampling: SamplingParams) -> AnswerPlacement:
+    return AnswerPlacement(
+        services.tokenizer,
+        skip_special_tokens=sampling.skip_special_tokens,
+        keep_special_ids=chat.plan.keep_special_ids,
+        has_stop_strings=bool(sampling.stop),
+    )
+
+
 def _choice(
-    services: Services, choice: Choice, answer: CollectedAnswer, field: str, *, old_form: bool
+    services: Services,
+    choice: Choice,
+    answer: CollectedAnswer,
+    placement: AnswerPlacement,
+    field: str,
+    *,
+    old_form: bool,
 ) -> ChatChoice:
     calls = [_call_body(call) for call in answer.calls]
     message = ChatMessageBody(content=answer.content if answer.content or not calls else None)
@@ -222,11 +248,12 @@ def _choice(
         message.function_call = FunctionBody(answer.calls[0].name, answer.calls[0].arguments)
     elif calls:
         message.tool_calls = calls
-    entries = answer.raw.logprobs
+    raw = answer.raw
+    placed = placement.add(raw.logprobs, raw.text, raw.finish)
     return ChatChoice(
         index=choice.index,
         message=message,
-        logprobs=chat_logprobs(entries, services.tokenizer) if entries else None,
+        logprobs=chat_logprobs(placed, services.tokenizer) if raw.logprobs else None,
         finish_reason=_finish_reason(answer.finish_reason, old_form=old_form),
         truncated=truncated_of(choice, services.tokenizer),
     )
@@ -246,9 +273,16 @@ class _ChatStream:
     """Writes a role chunk, chunks of reasoning, content and calls, and a finish chunk for each choice."""
 
     def __init__(
-        self, services: Services, chunks: ChunkWriter[ChatChunkChoice], field: str, *, old_form: bool
+        self,
+        services: Services,
+        chunks: ChunkWriter[ChatChunkChoice],
+        placements: list[AnswerPlacement],
+        field: str,
+        *,
+        old_form: bool,
     ) -> None:
         self._services = services
+        self._placements = placements
         self._chunks = chunks
         self._field = field
         self._old_form = old_form
@@ -262,9 +296,10 @@ class _ChatStream:
         if index not in self._begun:
             self._begun.add(index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            events += self._chunks.event(ChatChunkChoice(index, role))
+            events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
-        logprobs = chat_logprobs(entries, self._services.tokenizer) if entries else None
+        placed = self._placements[index].add(entries, output.text, output.finish)
+        logprobs = chat_logprobs(placed, self._services.tokenizer) if placed else None
         bodies = [body for delta in row.deltas if (body := self._delta(index, delta)) is not None]
         if logprobs is not None and not bodies:
             bodies = [{"content": ""}]

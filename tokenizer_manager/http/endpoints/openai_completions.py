@@ -13,19 +13,21 @@ from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
 from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
+from ..logprobs.completions import CompletionLogprobs, CompletionLogprobsBuilder
+from ..logprobs.placement import AnswerPlacement
 from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions, at_least_one
 from ..schema.json_body import Body, convert
-from ..schema.logprobs import CompletionLogprobs, CompletionLogprobsBuilder, TokenLogprob, int32s, unpack
 from ..schema.protocol import CompletionRequest, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
 _DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
+_NO_BOS: Final = "send add_special_tokens: false"
 _POLICY: Final = FieldPolicy(
     CompletionRequest,
     COMPLETION_NOT_YET,
@@ -57,7 +59,8 @@ async def completions(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_names(wanted)):
             generation = await services.start(exchange, made.generation)
         with generation:
-            writer = _ChoiceWriter(services, generation, made.request, made.prompts)
+            made.warnings.extend(services.second_bos(generation, made.generation, _NO_BOS))
+            writer = _ChoiceWriter(services, generation, made)
             if made.options is not None:
                 chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)
                 await stream(exchange, generation, _CompletionStream(writer, chunks))
@@ -98,6 +101,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     with renamed_fields(_names(wanted)):
         sampling = request.sampling(
             limits,
+            services.sampling_defaults,
             max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
@@ -135,52 +139,69 @@ class _ChoiceWriter:
         self,
         services: Services,
         generation: Generation,
-        request: CompletionRequest,
-        prompts: list[Prompt],
+        made: _Checked,
     ) -> None:
         self._services = services
         self._generation = generation
-        self._echo = bool(request.echo)
-        self._prompts = prompts
-        self._skip_special_tokens = request.skip_special_tokens is not False
+        self._echo = bool(made.request.echo)
+        self._prompts = made.prompts
+        self._sent_as_ids = [isinstance(prompt, list) for prompt in made.prompts]
+        sampling = made.generation.sampling
+        self._skip_special_tokens = sampling.skip_special_tokens
         self._logprobs: list[CompletionLogprobsBuilder] | None = None
-        if request.logprobs is not None:
-            top = request.logprobs
-            self._logprobs = [CompletionLogprobsBuilder(services.tokenizer, top) for _ in generation.choices]
+        if made.request.logprobs is not None:
+            self._logprobs = [
+                CompletionLogprobsBuilder(
+                    services.tokenizer,
+                    AnswerPlacement(
+                        services.tokenizer,
+                        skip_special_tokens=sampling.skip_special_tokens,
+                        has_stop_strings=bool(sampling.stop),
+                    ),
+                )
+                for _ in generation.choices
+            ]
 
     def choices(self, answers: list[tuple[Choice, Collected]]) -> list[CompletionChoice]:
         """Whole choices for these answers, in their order."""
-        choices: list[CompletionChoice] = []
-        for index, (choice, answer) in enumerate(answers):
-            logprobs = None
-            if self._logprobs is not None:
-                entries = answer.prompt_logprobs + answer.logprobs
-                logprobs = self._logprobs[choice.index].build(
-                    entries, choice.prompt_ids[0] if self._echo else None
-                )
-            text = self.echo(choice) + answer.text
-            truncated = self.truncated(choice)
-            choices.append(CompletionChoice(index, text, logprobs, finish_reason(answer.finish), truncated))
-        return choices
+        return [
+            CompletionChoice(
+                index,
+                self.echo(choice) + answer.text,
+                self._logprobs_of(choice, answer, first=True, whole=True),
+                finish_reason(answer.finish),
+                self.truncated(choice),
+            )
+            for index, (choice, answer) in enumerate(answers)
+        ]
 
     def part(self, choice: Choice, output: TextOutput, *, first: bool) -> CompletionChoice:
         """The part of a choice that a row adds; the first part has the echo."""
+        row = Collected()
+        row.add(output, choice.prompt_ids)
         text = (self.echo(choice) if first else "") + output.text
-        logprobs = None
-        if self._logprobs is not None:
-            entries: list[TokenLogprob] = []
-            if output.prompt_logprobs is not None:
-                entries += unpack(output.prompt_logprobs, choice.prompt_ids[1:])
-            if output.logprobs is not None:
-                entries += unpack(output.logprobs, int32s(output.token_ids))
-            first_id = choice.prompt_ids[0] if first and self._echo else None
-            if entries or first_id is not None:
-                logprobs = self._logprobs[choice.index].build(entries, first_id)
+        logprobs = self._logprobs_of(choice, row, first=first)
         return CompletionChoice(choice.index, text, logprobs, None)
 
     def truncated(self, choice: Choice) -> Truncated | UnsetType:
         """Where a finished choice was cut and completed."""
         return truncated_of(choice, self._services.tokenizer)
+
+    def _logprobs_of(
+        self, choice: Choice, answer: Collected, *, first: bool, whole: bool = False
+    ) -> CompletionLogprobs | None:
+        """The log-probabilities of new rows, with those of the prompt if they are the first; None for no token."""
+        if self._logprobs is None:
+            return None
+        builder, echoed = self._logprobs[choice.index], None
+        if first and self._echo:
+            skipped = self._skip_special_tokens and self._sent_as_ids[choice.index // self._generation.n]
+            echoed = builder.prompt(
+                self.echo(choice), choice.prompt_ids, answer.prompt_logprobs, skipped=skipped
+            )
+        if whole and echoed is None:
+            echoed = CompletionLogprobs([], [], [], [])
+        return builder.answer(answer.logprobs, answer.text, answer.finish, echoed)
 
     def echo(self, choice: Choice) -> str:
         """The prompt's text if the answer begins with it, otherwise an empty string."""

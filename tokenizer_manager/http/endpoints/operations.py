@@ -13,6 +13,7 @@ from msgspec import UNSET
 from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
+from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
 from ...metrics import CONTENT_TYPE
@@ -27,6 +28,7 @@ from ..schema.answers import (
     LiveRequestsBody,
     ModelBody,
     ModelsBody,
+    SamplingDefaultsBody,
     ServerInfoBody,
     WhyBody,
 )
@@ -167,6 +169,20 @@ def _model(services: Services) -> ModelBody:
         id=services.served_model,
         created=services.created_s,
         max_model_len=services.manager.capacity.max_model_len,
+        sampling_defaults=_sampling_defaults(services),
+    )
+
+
+def _sampling_defaults(services: Services) -> SamplingDefaultsBody:
+    defaults = services.sampling_defaults
+    params = defaults.params()
+    return SamplingDefaultsBody(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        source=defaults.source or OPENAI_SOURCE,
     )
 
 

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....runtime.errors import RequestError
+from ...prompt_encoder import second_bos
 from ..exchange import Exchange
 from ..schema.answers import TextBody, TokensBody
 from ..schema.chat_conversation import rendered_conversation
@@ -38,13 +39,16 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             text = request.prompt or ""
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
         [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        warnings = made.warnings
+        if add_special_tokens:
+            warnings += second_bos(services.tokenizer, [text], [ids], param, "send add_special_tokens: false")
         await exchange.send_json(
             _EncodedTokensBody(
                 tokens=msgspec.Raw(await services.encoder.json_of(ids)),
                 count=len(ids),
                 max_model_len=services.manager.capacity.max_model_len,
                 prompt=text,
-                warnings=made.warnings or UNSET,
+                warnings=warnings or UNSET,
             )
         )
 
@@ -75,6 +79,8 @@ def _read(body: Body, services: Services) -> _Checked:
     warnings = _TOKENIZE_POLICY.check(body, strict=strict)
     request = convert(body, TokenizeRequest)
     services.check_model(request.model)
+    if request.prompt is not None and not request.messages:  # an empty list asks for nothing
+        request.messages = None
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(
             "prompt and messages are two forms of the input; send exactly one",

@@ -46,6 +46,7 @@ def _read(reader: Callable[..., ReadOllama], body: dict[str, Any], services: Ser
         body,
         limits,
         answers,
+        services.sampling_defaults,
         max_model_len=services.manager.capacity.max_model_len,
         strict=services.config.server.strict,
     )
@@ -108,6 +109,7 @@ async def _answer_raw(exchange: Exchange, services: Services, read: ReadOllama, 
     deltas: list[Delta] = []
     reason: str | None = None
     with generation:
+        warnings = read.warnings + services.second_bos(generation, request, "leave it out of the prompt")
         async for rows in generation:
             lines = b""
             for row in rows:
@@ -123,9 +125,9 @@ async def _answer_raw(exchange: Exchange, services: Services, read: ReadOllama, 
                     await exchange.start_events(CONTENT_TYPE)
                 await exchange.send_events(lines)
         if read.stream:
-            await exchange.end_events(stream.complete(*ending(generation, reason), read.warnings))
+            await exchange.end_events(stream.complete(*ending(generation, reason), warnings))
         else:
-            await exchange.send_json(stream.whole(merged(deltas), *ending(generation, reason), read.warnings))
+            await exchange.send_json(stream.whole(merged(deltas), *ending(generation, reason), warnings))
 
 
 class _Writer:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from ..schema.field_policy import FieldPolicy, NotYet
-from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, Temperature, TopK
+from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, TopK, WideTemperature
 
 Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
 Think = Annotated[bool | str | None, Meta(description="Whether to reason, or an effort.")]
@@ -19,12 +19,12 @@ class OllamaOptions(msgspec.Struct, kw_only=True):
 
     num_predict: Int | None = None
     num_ctx: Int | None = None
-    temperature: Temperature | None = None
+    temperature: WideTemperature | None = None
     top_k: TopK | None = None
     top_p: Share | None = None
     min_p: Share | None = None
     seed: Int | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: str | list[StopString] | None = None
     repeat_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -64,9 +64,9 @@ class OllamaShowRequest(msgspec.Struct, kw_only=True):
 
 _NO_EFFECT: Final = {"keep_alive"}
 _NOT_YET: Final[NotYet] = {
-    "images": ([],),
+    "images": (),
     "logprobs": (False,),
-    "template": ("",),
+    "template": (),
     "top_logprobs": (0,),
 }
 _OPTIONS_POLICY: Final = FieldPolicy(
@@ -102,7 +102,7 @@ CHAT_POLICY: Final = FieldPolicy(
 )
 GENERATE_POLICY: Final = FieldPolicy(
     OllamaGenerateRequest,
-    _NOT_YET | {"context": ([],), "suffix": ("",), "width": (0,), "height": (0,), "steps": (0,)},
+    _NOT_YET | {"context": (), "suffix": (), "width": (0,), "height": (0,), "steps": (0,)},
     no_effect=_NO_EFFECT,
     nested={"options": _OPTIONS_POLICY},
 )

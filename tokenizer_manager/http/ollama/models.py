@@ -30,6 +30,7 @@ _VERSION: Final = "0.14.1"
 """The release of Ollama with the endpoints that are served here, `/v1/responses` and `/v1/messages` too. Clients refuse
 servers with a lower version than the first that has what they use."""
 _NEVER: Final = "9999-12-31T23:59:59Z"
+_OPTIONS: Final = {"repetition_penalty": "repeat_penalty"}
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -89,6 +90,7 @@ async def show(exchange: Exchange, services: Services) -> None:
     await exchange.send_json(
         ShowBody(
             modelfile=f"FROM {services.served_model}\n",
+            parameters=_parameters(services),
             template="" if services.renderer is None else services.renderer.template.source,
             details=_details(services),
             model_info={
@@ -121,6 +123,12 @@ def unavailable(path: str, why: str) -> Callable[[Exchange, Services], Awaitable
 
     answer.__name__ = "ollama" + path.replace("/", "_")
     return answer
+
+
+def _parameters(services: Services) -> str:
+    """The sampling defaults of the model's files under Ollama's names, one a line."""
+    values = services.sampling_defaults.values()
+    return "\n".join(f"{_OPTIONS.get(name, name):<24} {value:g}" for name, value in values.items())
 
 
 def _capabilities(services: Services) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
-from ....runtime.sampling_params import SamplingParams
+from ....runtime.sampling_defaults import SamplingDefaults
+from ....runtime.sampling_params import MAX_TEMPERATURE, SamplingParams
 from ...conversation.conversation import Conversation, ReasoningOptions, Tool
 from ..schema.constraints import Constraint
 from ..schema.errors import renamed_fields
@@ -71,7 +72,13 @@ class ReadOllama(NamedTuple):
 
 
 def read_chat(
-    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
+    body: Body,
+    limits: RequestLimits,
+    answers: EngineConfig,
+    defaults: SamplingDefaults,
+    *,
+    max_model_len: int,
+    strict: bool,
 ) -> ReadOllama:
     """Check a request of `/api/chat`.
 
@@ -87,11 +94,19 @@ def read_chat(
     for at, message in objects(messages, "messages"):
         notes.check(_MESSAGE, message, at)
         _read_message(message, at, history, calls)
-    return _read(request, history, _tools(request.tools or []), None, limits, answers, max_model_len, notes)
+    return _read(
+        request, history, _tools(request.tools or []), None, limits, answers, defaults, max_model_len, notes
+    )
 
 
 def read_generate(
-    body: Body, limits: RequestLimits, answers: EngineConfig, *, max_model_len: int, strict: bool
+    body: Body,
+    limits: RequestLimits,
+    answers: EngineConfig,
+    defaults: SamplingDefaults,
+    *,
+    max_model_len: int,
+    strict: bool,
 ) -> ReadOllama:
     """Check a request of `/api/generate`.
 
@@ -111,7 +126,7 @@ def read_generate(
         if request.system:
             history.system(request.system)
         history.user(request.prompt)
-    return _read(request, history, (), raw, limits, answers, max_model_len, notes)
+    return _read(request, history, (), raw, limits, answers, defaults, max_model_len, notes)
 
 
 def _read(
@@ -121,6 +136,7 @@ def _read(
     raw: str | None,
     limits: RequestLimits,
     answers: EngineConfig,
+    defaults: SamplingDefaults,
     max_model_len: int,
     notes: Notes,
 ) -> ReadOllama:
@@ -142,7 +158,7 @@ def _read(
         conversation,
         raw,
         constraint,
-        _sampling(options, limits),
+        _sampling(options, limits, defaults),
         notes.warnings,
     )
 
@@ -245,7 +261,13 @@ def _check_context(num_ctx: int, max_model_len: int, notes: Notes) -> None:
         )
 
 
-def _sampling(options: OllamaOptions, limits: RequestLimits) -> SamplingParams:
+class _OllamaSampling(SamplingFields, kw_only=True):
+    """The fields with the engine's range of temperatures; this API has none."""
+
+    max_temperature: ClassVar[float] = MAX_TEMPERATURE
+
+
+def _sampling(options: OllamaOptions, limits: RequestLimits, defaults: SamplingDefaults) -> SamplingParams:
     num_predict = options.num_predict
     if num_predict is not None and num_predict < 1:
         if num_predict not in (-1, -2):
@@ -253,9 +275,9 @@ def _sampling(options: OllamaOptions, limits: RequestLimits) -> SamplingParams:
                 LENGTH_PARAM, f"is {num_predict}, but it must be at least 1, or -1 or -2 for no limit"
             )
         num_predict = None
-    fields = SamplingFields(
+    fields = _OllamaSampling(
         temperature=options.temperature,
-        top_k=options.top_k or None,  # 0: all
+        top_k=options.top_k,
         top_p=options.top_p,
         min_p=options.min_p,
         seed=options.seed,
@@ -265,4 +287,6 @@ def _sampling(options: OllamaOptions, limits: RequestLimits) -> SamplingParams:
         frequency_penalty=options.frequency_penalty,
     )
     with renamed_fields(NAMES):
-        return fields.sampling(limits, max_new_tokens=num_predict, min_new_tokens=None, keep_stop=False)
+        return fields.sampling(
+            limits, defaults, max_new_tokens=num_predict, min_new_tokens=None, keep_stop=False
+        )

@@ -81,7 +81,9 @@ async def response_input_tokens(exchange: Exchange, services: Services) -> None:
 
 def _read(body: dict[str, Any], services: Services) -> ReadResponses:
     config = services.config
-    read = read_responses(body, config.limits, config, strict=config.server.strict)
+    read = read_responses(
+        body, config.limits, config, services.sampling_defaults, strict=config.server.strict
+    )
     services.check_model(read.request.model)
     return read
 

@@ -74,7 +74,7 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
 
 _NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "background": (False,),
-    "context_management": ([],),
+    "context_management": (),
     "conversation": (),
     "moderation": (),
     "previous_response_id": (),

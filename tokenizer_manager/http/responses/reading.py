@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
+from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation, ReasoningOptions, Tool
 from ...conversation.parsing.emitter import CUSTOM_INPUT
@@ -81,9 +82,9 @@ class ReadResponses(NamedTuple):
 
 
 def read_responses(
-    body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool
+    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
 ) -> ReadResponses:
-    """Check a request.
+    """Check a request; `defaults`: for the sampling fields that it leaves out.
 
     Raises:
         RequestError: a field is refused; names its path.
@@ -117,6 +118,7 @@ def read_responses(
     with renamed_fields(NAMES):
         sampling = request.sampling(
             limits,
+            defaults,
             max_new_tokens=at_least_one(request.max_output_tokens, LENGTH_PARAM),
             min_new_tokens=request.min_tokens,
             keep_stop=False,

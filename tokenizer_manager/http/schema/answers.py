@@ -23,6 +23,17 @@ class HealthBody(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
+class SamplingDefaultsBody(msgspec.Struct, kw_only=True):
+    """The sampling parameters of requests without their own, and the source of those that the model's files set."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    source: str
+
+
 class ModelBody(msgspec.Struct, kw_only=True):
     """A model, in OpenAI's format."""
 
@@ -31,6 +42,7 @@ class ModelBody(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "engine"
     max_model_len: int
+    sampling_defaults: SamplingDefaultsBody
 
 
 class ModelsBody(msgspec.Struct, kw_only=True):

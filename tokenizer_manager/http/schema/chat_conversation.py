@@ -38,7 +38,7 @@ def chat_conversation(
         messages=messages,
         tools=tools,
         tool_choice=choice,
-        tool_path="tools[{}].function" if request.functions is None else "functions[{}]",
+        tool_path="functions[{}]" if request.functions else "tools[{}].function",
         spec=spec,
         reasoning=reasoning_options(request),
         variables=checked_template_variables(request.chat_template_kwargs),
@@ -70,8 +70,8 @@ def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice
     Raises:
         RequestError: they are invalid, or given in both forms.
     """
-    old = request.functions is not None or request.function_call is not None
-    if old and (request.tools is not None or request.tool_choice is not None):
+    old = bool(request.functions or request.function_call)
+    if old and (request.tools or request.tool_choice):
         raise RequestError(
             "functions and function_call are the old form of tools and tool_choice; send only one form",
             param="functions",
@@ -96,8 +96,8 @@ def reasoning_options(request: ChatRequest) -> ReasoningOptions:
     """
     thinking, reasoning = request.thinking or {}, request.reasoning or {}
     efforts: dict[str, object] = {
-        "reasoning_effort": request.reasoning_effort,
-        "reasoning.effort": reasoning.get("effort"),
+        "reasoning_effort": request.reasoning_effort or None,
+        "reasoning.effort": reasoning.get("effort") or None,
     }
     budgets: dict[str, object] = {
         "thinking_token_budget": request.thinking_token_budget,
@@ -105,7 +105,7 @@ def reasoning_options(request: ChatRequest) -> ReasoningOptions:
         "reasoning.max_tokens": reasoning.get("max_tokens"),
     }
     enabled = None
-    kind = thinking.get("type")
+    kind = thinking.get("type") or None
     if kind is not None:
         if kind not in ("enabled", "adaptive", "disabled"):
             raise RequestError(

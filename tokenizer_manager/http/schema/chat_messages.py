@@ -10,7 +10,7 @@ import msgspec
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from .field_policy import FieldPolicy, first_warnings
-from .json_body import Body, convert, show
+from .json_body import Body, convert, show, without_nulls
 from .limits import check_limit
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
@@ -137,7 +137,7 @@ def _checked_role(role: str, at: str) -> str:
 def _tool_calls(message: ChatMessage, role: str, at: str) -> list[dict[str, Any]]:
     """The calls of an assistant's message, in OpenAI's form."""
     raw = message.tool_calls or []
-    if message.function_call is not None:
+    if message.function_call:
         raw = [*raw, {"type": "function", "function": message.function_call}]
     if raw and role != "assistant":
         raise RequestError(
@@ -148,7 +148,7 @@ def _tool_calls(message: ChatMessage, role: str, at: str) -> list[dict[str, Any]
     calls = []
     for i, value in enumerate(raw):
         place = f"{at}.tool_calls[{i}]"
-        call = convert(value, _ToolCall, place)
+        call = convert(_without_nulls_inside(value), _ToolCall, place)
         if call.custom is not None:
             name, arguments = call.custom.name, json.dumps({"input": call.custom.input}, ensure_ascii=False)
         elif call.function is not None:
@@ -164,6 +164,11 @@ def _tool_calls(message: ChatMessage, role: str, at: str) -> list[dict[str, Any]
             {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
         )
     return calls
+
+
+def _without_nulls_inside(call: Body) -> Body:
+    """A tool call whose function or custom tool has no null members."""
+    return {name: without_nulls(part) if isinstance(part, dict) else part for name, part in call.items()}
 
 
 def _text_of(message: ChatMessage, role: str, at: str) -> str:

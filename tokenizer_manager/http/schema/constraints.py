@@ -32,10 +32,11 @@ from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whites
 from ....runtime.model_files.tokenizer import Tokenizer
 from .constraint_fields import ConstraintFields
 from .field_policy import first_warnings
-from .json_body import show
+from .json_body import show, without_nulls
 
 _FORMATS: Final = ("text", "json_object", "json_schema", "structural_tag")
 _STRUCTURED: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_NOTHING: Final[tuple[object, ...]] = (None, "", [])
 _OPTIONS: Final = (
     "whitespace_pattern",
     "disable_any_whitespace",
@@ -177,7 +178,7 @@ def _asked(fields: ConstraintFields, prefix: str, warnings: list[str], *, strict
         ("structural_tag", "structural_tag"),
     ):
         value = getattr(fields, name)
-        if value is not None and value != "":
+        if value not in _NOTHING:
             found.append(_Asked(kind, value, prefix + name))
     if fields.response_format is not None:
         asked = _of_response_format(
@@ -200,6 +201,7 @@ def _asked(fields: ConstraintFields, prefix: str, warnings: list[str], *, strict
 def _of_response_format(
     value: dict[str, Any], param: str, warnings: list[str], *, strict: bool
 ) -> _Asked | None:
+    value = without_nulls(value)
     kind = value.get("type")
     if kind not in _FORMATS:
         raise RequestError(
@@ -225,6 +227,7 @@ def _of_response_format(
         inner = f"{param}.json_schema"
         if not isinstance(nested, dict):
             raise _missing(nested, inner, "an object with a schema")
+        nested = without_nulls(nested)
         _check_names(nested, ("name", "schema", "strict", "description"), inner, warnings, strict)
     if nested.get("schema") is None:
         raise _missing(None, f"{inner}.schema", "a JSON Schema")
@@ -234,6 +237,7 @@ def _of_response_format(
 def _of_structured_outputs(
     value: dict[str, Any], param: str, warnings: list[str], *, strict: bool
 ) -> Iterator[_Asked]:
+    value = without_nulls(value)
     _check_names(value, (*_STRUCTURED, *_OPTIONS), param, warnings, strict)
     if _flag(value, "disable_additional_properties", param):
         name = f"{param}.disable_additional_properties"
@@ -248,7 +252,7 @@ def _of_structured_outputs(
         if kind == "json_object":
             if _flag(value, kind, param):
                 yield _Asked(kind, None, path)
-        elif inner is not None and inner != "":
+        elif inner not in _NOTHING:
             wanted = {
                 "json": (dict | str | bool, "a JSON Schema, as an object or a string"),
                 "structural_tag": (dict | str, "an object or a string with JSON"),

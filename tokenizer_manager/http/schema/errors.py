@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS: Final = 2000  # messages name fields and paths, which clients choose
 _MAX_PARAM_CHARS: Final = 200
+_FIRST_NAME: Final = re.compile(r"\w+")
 POSITION_HEADER: Final = b"x-engine-queue-position"
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error", 404: "invalid_request_error"}
 
@@ -108,7 +109,9 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
             error.message = re.sub(pattern, client_name.replace("\\", r"\\"), error.message)
         error.args = (error.message,)
         if error.param is not None:
-            error.param = names.get(error.param, error.param)
+            first = _FIRST_NAME.match(error.param)
+            usual = first[0] if first else error.param
+            error.param = names.get(usual, usual) + error.param[len(usual) :]
         raise
 
 

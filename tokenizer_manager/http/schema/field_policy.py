@@ -19,7 +19,7 @@ from ....runtime.errors import RequestError
 from .json_body import Body, shortened, show
 
 NotYet = dict[str, tuple[Any, ...]]
-"""Field -> its neutral values, which have no effect; null is always neutral."""
+"""Field -> its neutral values, which have no effect; null and empty strings and lists always are."""
 
 NO_EFFECT: Final = frozenset(
     {
@@ -37,8 +37,8 @@ NO_EFFECT: Final = frozenset(
 )
 
 SAMPLING_NOT_YET: Final[NotYet] = {
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "bad_words": (),
     "beam_width": (1,),
     "custom_logit_processor": (),
     "custom_params": ({},),
@@ -47,7 +47,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "early_stopping": (False,),
     "guided_decoding_backend": (),
     "length_penalty": (1,),
-    "logits_processors": ([],),
+    "logits_processors": (),
     "lora_path": (),
     "mirostat": (0,),
     "repeat_penalty": (1,),
@@ -55,7 +55,7 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "stop_regex": ([], ""),
+    "stop_regex": (),
     "tfs_z": (1,),
     "top_a": (0,),
     "truncate_prompt_tokens": (),
@@ -64,13 +64,14 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "xtc_probability": (0,),
 }
 
+CHAT_NO_EFFECT: Final = NO_EFFECT | {"prediction"}
+"""`prediction` is a guess at the answer, which only makes it faster."""
 CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "audio": (),
     "chat_template": (),
     "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
-    "prediction": (),
     "prompt_logprobs": (),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -79,10 +80,11 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "suffix": ("",),
+    "suffix": (),
 }
 
 
+_NOTHING: Final[tuple[object, ...]] = (None, "", [])
 _MAX_WARNINGS: Final = 16
 _MAX_NAME_CHARS: Final = 100
 
@@ -153,7 +155,7 @@ class FieldPolicy:
 
     def _is_neutral(self, field: str, value: object) -> bool:
         # `1 == True` in Python, so booleans are compared by type too.
-        return value is None or any(
+        return value in _NOTHING or any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self._not_yet[field]
         )

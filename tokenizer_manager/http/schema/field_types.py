@@ -10,10 +10,12 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
-from ....runtime.sampling_params import MAX_COUNT
+from ....runtime.sampling_params import MAX_COUNT, MAX_TEMPERATURE
 from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
 
 MAX_TTL_S: Final = 86_400.0
+MAX_OPENAI_TEMPERATURE: Final = 2.0
+"""Of OpenAI's APIs; `SamplingParams` goes up to 100."""
 MAX_PROFILE_S: Final = 3600.0
 MIN_PROFILE_HZ: Final = 1.0
 MAX_PROFILE_HZ: Final = 1000.0
@@ -43,7 +45,8 @@ Count = Annotated[Int, _between(1, MAX_COUNT)]
 CountOrNone = Annotated[Int, _between(0, MAX_COUNT)]
 TopK = Annotated[Int, _between(-1, MAX_COUNT)]
 Share = Annotated[float, _between(0, 1)]
-Temperature = Annotated[float, _between(0, 100)]
+Temperature = Annotated[float, _between(0, MAX_OPENAI_TEMPERATURE)]
+WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
 Penalty = Annotated[float, _between(-2, 2)]
 RepetitionPenalty = Annotated[float, _documented(exclusiveMinimum=0, maximum=10)]
 LogitBias = Annotated[
@@ -58,7 +61,7 @@ TokenId = Annotated[Int, _documented(minimum=0)]
 StopString = Annotated[str, _documented(minLength=1)]
 Priority = Annotated[
     Annotated[Int, _between(-MAX_PRIORITY, MAX_PRIORITY)]
-    | Annotated[str, _documented(enum=list(PRIORITY_CLASSES))],
+    | Annotated[str, _documented(enum=[*PRIORITY_CLASSES, ""])],
     Meta(
         description="Larger is scheduled earlier by some policies; 'high', 'normal' and 'low' are 20, 0 and -20, "
         "further apart than the 10 levels by which a request must exceed a running one to preempt it."
@@ -113,8 +116,8 @@ PromptsOrNone = Annotated[
     _documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
-Effort = Annotated[str, _documented(enum=["none", "minimal", "low", "medium", "high", "xhigh", "max"])]
-_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", None]}
+Effort = Annotated[str, _documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
+_CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "", None]}
 ToolChoiceField = Annotated[
     Any,
     _documented(

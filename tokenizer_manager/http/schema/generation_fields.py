@@ -5,15 +5,18 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
-from ....runtime.sampling_params import MAX_SEED, SamplingParams
+from ....runtime.request_checks import check_number
+from ....runtime.sampling_defaults import SamplingDefaults
+from ....runtime.sampling_params import SamplingParams
 from .constraint_fields import ConstraintFields
 from .field_types import (
+    MAX_OPENAI_TEMPERATURE,
     Count,
     CountOrNone,
     Int,
@@ -44,7 +47,13 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(ConstraintFields, kw_only=True):
-    """The sampling fields that have the same name everywhere, and the constraints of answers."""
+    """The sampling fields that have the same name everywhere, and the constraints of answers.
+
+    Attributes:
+        max_temperature: 2 in the APIs that have OpenAI's range; the engine's own APIs go further.
+    """
+
+    max_temperature: ClassVar[float] = MAX_OPENAI_TEMPERATURE
 
     n: Count | None = None
     temperature: Temperature | None = None
@@ -52,7 +61,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     top_k: TopK | None = None
     min_p: Share | None = None
     seed: Int | None = None
-    stop: StopString | list[StopString] | None = None
+    stop: str | list[StopString] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     frequency_penalty: Penalty | None = None
@@ -74,6 +83,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
     def sampling(
         self,
         limits: RequestLimits,
+        defaults: SamplingDefaults,
         *,
         max_new_tokens: int | None,
         min_new_tokens: int | None,
@@ -83,10 +93,17 @@ class SamplingFields(ConstraintFields, kw_only=True):
     ) -> SamplingParams:
         """The sampling parameters; errors use the names of their fields, which `renamed_fields` changes.
 
+        Args:
+            limits: of the server.
+            defaults: for the fields that the request leaves out.
+            max_new_tokens, min_new_tokens, keep_stop, logprobs, prompt_logprobs: fields with other names or forms.
+
         Raises:
             RequestError: a bad key in `logit_bias`, a value out of range, or a limit is exceeded.
         """
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if self.temperature is not None:
+            check_number("temperature", self.temperature, 0.0, self.max_temperature)
+        stop = (self.stop,) if self.stop and isinstance(self.stop, str) else tuple(self.stop or ())
         check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
         longest = max(map(len, stop), default=0)
         check_limit("stop", longest, "characters in a string", limits.max_stop_chars, "max_stop_chars")
@@ -97,27 +114,27 @@ class SamplingFields(ConstraintFields, kw_only=True):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
-        return SamplingParams(
-            max_new_tokens=max_new_tokens,
-            min_new_tokens=_or(min_new_tokens, 0),
-            temperature=_or(self.temperature, 1.0),
-            # OpenAI's range includes 0, which keeps the most likely token only; `SamplingParams` excludes it.
-            top_p=_or(self.top_p, 1.0) if self.top_p != 0 else 1.0,
-            top_k=_or(self.top_k, -1) if self.top_p != 0 else 1,
-            min_p=_or(self.min_p, 0.0),
-            seed=None if self.seed is None else self.seed & MAX_SEED,  # OpenAI accepts negative ones
-            repetition_penalty=_or(self.repetition_penalty, 1.0),
-            frequency_penalty=_or(self.frequency_penalty, 0.0),
-            presence_penalty=_or(self.presence_penalty, 0.0),
-            logit_bias=_logit_bias(self.logit_bias),
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=_or(self.skip_special_tokens, True),
-            include_stop_str_in_output=bool(keep_stop),
-        )
+        given = {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": _logit_bias(self.logit_bias),
+            "stop": stop,
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": keep_stop,
+        }
+        return defaults.params({name: value for name, value in given.items() if value is not None})
 
 
 class GenerationFields(SamplingFields, kw_only=True):
@@ -147,7 +164,7 @@ class GenerationFields(SamplingFields, kw_only=True):
         """
         if self.stream:
             return self.stream_options or StreamOptions()
-        if self.stream_options is not None:
+        if self.stream_options is not None and any(msgspec.structs.astuple(self.stream_options)):
             raise RequestError(
                 "stream_options is set, but stream is not true; leave it out or stream",
                 param="stream_options",

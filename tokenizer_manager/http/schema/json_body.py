@@ -8,6 +8,8 @@ and object, and `--max-json-items` bounds the strings.
 
 from __future__ import annotations
 
+import codecs
+import functools
 import json
 import re
 from collections import Counter
@@ -22,6 +24,13 @@ from .limits import DEFAULT_LIMITS
 
 Body = dict[str, Any]
 
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+_OTHER_UNICODE: Final = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # begins like that of UTF-16
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 _ITEM_MARKS: Final = ("[", "{")
 _STRINGS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """Matches an unterminated string too, once: searching for its end from each quote inside it would take days."""
@@ -49,12 +58,19 @@ def parse_object(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Body:
     """The JSON object in a request body. Floats with whole values become integers: 575.0 is a valid count.
 
     Args:
-        body: as it was received.
+        body: as it was received; a byte order mark of UTF-8 is allowed.
         limits: on its depth, and on the number of lists, objects and keys.
 
     Raises:
-        RequestError: not UTF-8, not JSON, not an object, a key twice, NaN, half a surrogate pair, too deep.
+        RequestError: compressed, not UTF-8, not JSON, not an object, a key twice, NaN, half a surrogate pair, too deep.
     """
+    for magic, name in _COMPRESSED.items():
+        if body.startswith(magic):
+            raise encoded_body(f"the body is {name}, without a Content-Encoding")
+    for mark, name in _OTHER_UNICODE.items():
+        if body.startswith(mark):
+            raise _invalid(f"it begins with the byte order mark of {name}; send UTF-8")
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
         text = body.decode()
         _check_items(text, limits.max_json_items)
@@ -78,6 +94,15 @@ def parse_object(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Body:
     if not isinstance(value, dict):
         raise _invalid("it must be an object, {...}")
     return value
+
+
+def encoded_body(what: str) -> RequestError:
+    """The error for a compressed body, or one that says so."""
+    return RequestError(
+        f"{what}, which this server does not decode; send the body as plain UTF-8, without Content-Encoding",
+        code="unsupported_encoding",
+        status=415,
+    )
 
 
 def _check_items(text: str, max_items: int) -> None:
@@ -124,7 +149,8 @@ def _decoded(text: str) -> object:
 
 
 def convert(value: object, target: type[T], at: str = "") -> T:
-    """`value` as a struct, strictly: a string is no number, a boolean is no integer.
+    """`value` as a struct, strictly: a string is no number, a boolean is no integer. A null member counts as
+    missing where it may be.
 
     Args:
         value: plain data from `parse_object`.
@@ -134,6 +160,9 @@ def convert(value: object, target: type[T], at: str = "") -> T:
     Raises:
         RequestError: a field is missing or of the wrong type.
     """
+    if isinstance(value, dict) and msgspec.inspect.is_struct_type(target):
+        required = _required(target)
+        value = {key: member for key, member in value.items() if member is not None or key in required}
     try:
         return msgspec.convert(value, target)
     except msgspec.ValidationError as error:
@@ -144,6 +173,17 @@ def convert(value: object, target: type[T], at: str = "") -> T:
             param=at or None,
             code="invalid_value",
         ) from None
+
+
+@functools.cache
+def _required(target: type[msgspec.Struct]) -> frozenset[str]:
+    """The fields of a struct without a default, whose null is an error."""
+    return frozenset(field.encode_name for field in msgspec.structs.fields(target) if field.required)
+
+
+def without_nulls(value: Body) -> Body:
+    """An object without its null members, which ask for nothing; those of objects inside it stay."""
+    return {name: member for name, member in value.items() if member is not None}
 
 
 def show(value: object) -> str:

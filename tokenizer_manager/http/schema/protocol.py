@@ -11,6 +11,7 @@ import msgspec
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
+from ....runtime.sampling_params import MAX_TEMPERATURE
 from ...conversation.chat_template import RESERVED_NAMES
 from .field_types import (
     Count,
@@ -29,6 +30,7 @@ from .field_types import (
     TimeToLive,
     TokenId,
     ToolChoiceField,
+    WideTemperature,
 )
 from .generation_fields import GenerationFields, SamplingFields, at_least_one
 from .json_body import convert, show
@@ -112,6 +114,9 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class NativeSampling(SamplingFields, kw_only=True):
     """`sampling_params` of `POST /generate`."""
 
+    max_temperature: ClassVar[float] = MAX_TEMPERATURE
+
+    temperature: WideTemperature | None = None
     max_new_tokens: Count | None = None
     min_new_tokens: CountOrNone | None = None
     best_of: Count | None = None
@@ -125,6 +130,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
 
     text: PromptsOrNone = None
     input_ids: PromptsOrNone = None
+    add_special_tokens: bool | None = None
     sampling_params: SamplingObject | None = None
     stream: bool | None = None
     incremental: bool | None = None  # chunks have the new text instead of all text so far

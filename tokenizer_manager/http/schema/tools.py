@@ -9,7 +9,7 @@ from ....grammar.regex_syntax import RegexError, checked_regex
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec
 from ...conversation.conversation import ChoiceMode, Tool, ToolChoice
-from .json_body import show
+from .json_body import show, without_nulls
 
 _MODES: Final = {"none": ChoiceMode.NONE, "auto": ChoiceMode.AUTO, "required": ChoiceMode.REQUIRED}
 
@@ -59,7 +59,7 @@ def function_of(value: object, at: str) -> Tool:
     return Tool(
         name=_text(entry, "name", at),
         description=_text(entry, "description", at, ""),
-        parameters=None if parameters is None else _object(parameters, f"{at}.parameters"),
+        parameters=None if parameters is None else _any_object(parameters, f"{at}.parameters"),
         strict=bool(strict),
     )
 
@@ -71,7 +71,7 @@ def choice_of(value: object, parallel: bool | None, at: str = "tool_choice") -> 
         RequestError: it is no choice.
     """
     parallel = parallel is not False
-    if value is None:
+    if value is None or value == "":
         return ToolChoice(parallel=parallel)
     if isinstance(value, str):
         if value not in _MODES:
@@ -102,7 +102,7 @@ def function_choice_of(value: object) -> ToolChoice:
     """
     if isinstance(value, dict):
         return ToolChoice(mode=ChoiceMode.NAMED, name=_text(value, "name", "function_call"), parallel=False)
-    if value not in (None, "none", "auto"):
+    if value not in (None, "", "none", "auto"):
         raise _refused(
             f"function_call is {show(value)}, but it must be none, auto or an object with a name",
             "function_call",
@@ -156,6 +156,11 @@ def _custom_grammar(value: object, at: str) -> GrammarSpec | None:
 
 
 def _object(value: object, at: str) -> dict[str, Any]:
+    """An object without its null members."""
+    return without_nulls(_any_object(value, at))
+
+
+def _any_object(value: object, at: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise _refused(f"{at} is {show(value)}, but it must be an object", at, "invalid_type")
     return value

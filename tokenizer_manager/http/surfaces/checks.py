@@ -9,7 +9,7 @@ import msgspec
 
 from ....runtime.errors import RequestError
 from ...conversation.conversation import ReasoningOptions
-from ..schema.json_body import Body, convert, show
+from ..schema.json_body import Body, convert, show, without_nulls
 from .history import TEXT_SEPARATOR
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -23,13 +23,13 @@ def refused(param: str, message: str, code: str = "invalid_value") -> RequestErr
 
 
 def objects(value: object, at: str) -> Iterator[tuple[str, Body]]:
-    """The objects of a list, each with its path.
+    """The objects of a list without their null members, each with its path.
 
     Raises:
         RequestError: it is no list, or an item is no object.
     """
     for index, item in enumerate(convert(value, list[dict[str, Any]], at)):
-        yield f"{at}[{index}]", item
+        yield f"{at}[{index}]", without_nulls(item)
 
 
 def one_of(value: object, allowed: Sequence[str], at: str) -> str:
@@ -102,6 +102,6 @@ def effort_options(effort: object, at: str) -> ReasoningOptions:
     Raises:
         RequestError: there is no such effort.
     """
-    if effort is None:
+    if effort is None or effort == "":
         return ReasoningOptions()
     return ReasoningOptions(effort=one_of(effort, EFFORTS, at))

@@ -7,6 +7,7 @@ import pytest
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
+from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
 from engine.tokenizer_manager.http.anthropic.reading import ReadMessages, read_count, read_messages
 
@@ -72,7 +73,7 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 
 def read(**fields: Any) -> ReadMessages:
     body = {"messages": [HI], "max_tokens": 9} | fields
-    return read_messages(body, RequestLimits(), EngineConfig(), strict=False)
+    return read_messages(body, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=False)
 
 
 def test_a_coding_agents_request():
@@ -213,7 +214,9 @@ def test_unknown_fields_of_blocks_are_not_silent():
 
     assert read(**wibble).warnings == ["unknown field messages[0].content[0].wibble was ignored"]
     with pytest.raises(RequestError) as refused:
-        read_messages(wibble | {"max_tokens": 9}, RequestLimits(), EngineConfig(), strict=True)
+        read_messages(
+            wibble | {"max_tokens": 9}, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=True
+        )
     assert refused.value.param == "messages[0].content[0].wibble"
 
 

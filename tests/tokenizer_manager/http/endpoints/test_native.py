@@ -91,7 +91,7 @@ def test_logprobs(serve: Serve):
         ({"n": 0}, "n", "^sampling_params.n is 0"),
         ({"n": 100}, "n", "100 answers"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "^sampling_params.logit_bias has the key"),
-        ({"stop": ""}, "stop", "^sampling_params.stop contains"),
+        ({"stop": [""]}, "stop", "^sampling_params.stop contains"),
         (
             {"min_new_tokens": 9, "max_new_tokens": 8},
             "min_new_tokens",

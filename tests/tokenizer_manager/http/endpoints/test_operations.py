@@ -21,6 +21,14 @@ def test_models(serve: Serve):
         "created": 1_700_000_000,
         "owned_by": "engine",
         "max_model_len": 256,
+        "sampling_defaults": {
+            "temperature": 1.0,
+            "top_k": -1,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "source": "OpenAI's default",
+        },
     }
 
     assert client.get("/v1/models").json() == {"object": "list", "data": [model]}
@@ -159,7 +167,9 @@ def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
 def test_openapi_has_the_ranges_of_fields_and_forbids_two_prompts(serve: Serve):
     schemas = serve().client.get("/openapi.json").json()["components"]["schemas"]
     fields = schemas["CompletionRequest"]["properties"]
-    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 100}
+    assert fields["temperature"]["anyOf"][0] == {"type": "number", "minimum": 0, "maximum": 2}
+    native = schemas["NativeSampling"]["properties"]["temperature"]["anyOf"][0]
+    assert native == {"type": "number", "minimum": 0, "maximum": 100}
     assert fields["max_tokens"]["anyOf"][0]["minimum"] == 1
     assert fields["seed"]["anyOf"][0]["minimum"] == -(2**63)
     assert schemas["NativeRequest"]["properties"]["sampling_params"]["anyOf"][0]["$ref"].endswith(

@@ -7,6 +7,7 @@ import pytest
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
+from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.http.ollama.reading import ReadOllama, read_chat, read_generate
 
 HI = {"role": "user", "content": "hi"}
@@ -14,12 +15,19 @@ HI = {"role": "user", "content": "hi"}
 
 def chat(**fields: Any) -> ReadOllama:
     return read_chat(
-        {"messages": [HI]} | fields, RequestLimits(), EngineConfig(), max_model_len=256, strict=False
+        {"messages": [HI]} | fields,
+        RequestLimits(),
+        EngineConfig(),
+        OPENAI_DEFAULTS,
+        max_model_len=256,
+        strict=False,
     )
 
 
 def generate(**fields: Any) -> ReadOllama:
-    return read_generate(fields, RequestLimits(), EngineConfig(), max_model_len=256, strict=False)
+    return read_generate(
+        fields, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, max_model_len=256, strict=False
+    )
 
 
 def test_options_are_sampling_parameters():

@@ -7,6 +7,7 @@ import pytest
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
+from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
 from engine.tokenizer_manager.http.responses.reading import ReadResponses, read_responses
 
@@ -76,7 +77,9 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 
 
 def read(**fields: Any) -> ReadResponses:
-    return read_responses({"input": "hi"} | fields, RequestLimits(), EngineConfig(), strict=False)
+    return read_responses(
+        {"input": "hi"} | fields, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=False
+    )
 
 
 def test_a_coding_agents_request():

@@ -221,7 +221,6 @@ def test_llama_cpp_11847_two_constraints_are_both_named(fields, names):
             "--max-schema-kb",
         ),
         ({"regex": "(?=a)"}, "regex", "invalid_regex", "at character 0"),
-        ({"guided_choice": []}, "guided_choice", "invalid_grammar", "empty"),
         ({"grammar": "root ::= x"}, "grammar", "invalid_grammar", "line 1"),
         (
             {"structured_outputs": {"choice": [1]}},

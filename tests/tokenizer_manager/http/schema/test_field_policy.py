@@ -5,9 +5,9 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.http.schema.field_policy import (
+    CHAT_NO_EFFECT,
     CHAT_NOT_YET,
     COMPLETION_NOT_YET,
-    NO_EFFECT,
     FieldPolicy,
 )
 from engine.tokenizer_manager.http.schema.protocol import ChatRequest, CompletionRequest
@@ -33,7 +33,7 @@ def test_honored_fields_and_those_without_effect_pass_silently():
     [
         ("audio", {"voice": "x"}),
         ("modalities", ["text", "audio"]),
-        ("prediction", {"type": "content"}),
+        ("web_search_options", {}),  # an empty object asks for a search with its defaults
         ("echo", True),
         ("repeat_penalty", True),  # 1 is neutral, true is nonsense
     ],
@@ -101,6 +101,6 @@ OPENAI_COMPLETION_FIELDS = """
     ],
 )
 def test_every_documented_field_of_openai_is_known(struct, not_yet, documented):
-    known = {field.encode_name for field in msgspec.structs.fields(struct)} | not_yet.keys() | NO_EFFECT
+    known = {field.encode_name for field in msgspec.structs.fields(struct)} | not_yet.keys() | CHAT_NO_EFFECT
 
     assert set(documented.split()) <= known

@@ -100,13 +100,16 @@ def test_half_a_surrogate_pair_is_refused_where_it_stands():
     assert parse_object(b'{"a": "\\\\ud800"}') == {"a": "\\ud800"}  # a backslash, not an escape
 
 
+def test_null_is_the_default_of_a_field_that_has_one():
+    assert convert(dict.fromkeys(Sample.__struct_fields__), Sample) == Sample()
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
         ({"count": "5"}, "count", 'count is "5", but it must be an integer'),
         ({"count": 1.5}, "count", "count is 1.5, but it must be an integer"),
         ({"count": True}, "count", "count is true, but it must be an integer"),
-        ({"count": None}, "count", "count is null, but it must be an integer"),
         ({"ratio": "hot"}, "ratio", 'ratio is "hot", but it must be a number'),
         ({"flag": 1}, "flag", "flag is 1, but it must be true or false"),
         ({"stop": 5}, "stop", "stop is 5, but it must be a string or a list"),

@@ -65,7 +65,7 @@ def test_a_tool(value, tool):
         ({}, "tools[0].type"),
         ({"type": "web_search"}, "tools[0].type"),
         ({"type": "function"}, "tools[0].name"),
-        ({"type": "function", "function": None}, "tools[0].function"),
+        ({"type": "function", "function": None}, "tools[0].name"),
         ({"type": "function", "function": {"name": 5}}, "tools[0].function.name"),
         ({"type": "function", "function": {"name": "f", "description": 5}}, "tools[0].function.description"),
         ({"type": "function", "function": {"name": "f", "parameters": []}}, "tools[0].function.parameters"),
