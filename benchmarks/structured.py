@@ -6,8 +6,13 @@
 For each number of concurrent requests and each round, free requests and guided requests follow each other, with equal
 prompts and exactly `--output-len` tokens each: the schema is an array that cannot be complete earlier. It is sent as
 a grammar (`start: %json {...}`), since a schema would be refused: its shortest answer is longer. The table has the
-medians of output tokens per second, and the ratio guided to free of the same round (median, and range). A second
-The peer is any server with the chat API of OpenAI and `response_format` (`llama-server` of llama.cpp).
+medians of output tokens per second, and the ratio guided to free of the same round (median, and range). The peer is
+any server with the chat API of OpenAI and `response_format` (`llama-server` of llama.cpp).
+
+    python benchmarks/structured.py --storm [--rounds 3] [--output-len 250]
+
+measures instead what 64 grammars that cannot be compiled in time cost 64 streams: the times between tokens of rounds
+with and without them, in turn, and how long the refusals take.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import asyncio
 import json
 import statistics
 import time
+from collections import Counter
 from typing import Any, Final, NamedTuple
 
 import aiohttp
@@ -48,6 +54,9 @@ COMPLETE: Final = {
     "required": ["name", "age", "color", "email", "tags"],
     "additionalProperties": False,
 }
+
+
+STORM: Final = 64  # streams, and bombs
 
 
 class Batch(NamedTuple):
@@ -143,6 +152,105 @@ def _is_valid(validator: Any, text: str) -> bool:
         return False
 
 
+class Intervals(NamedTuple):
+    """Seconds between tokens, with the time at which each ended."""
+
+    ends_s: list[float]
+    seconds: list[float]
+
+    def within(self, begin_s: float, end_s: float) -> list[float]:
+        """Those that ended in a span of time, in ascending order."""
+        pairs = zip(self.ends_s, self.seconds, strict=True)
+        return sorted(seconds for at_s, seconds in pairs if begin_s <= at_s <= end_s)
+
+
+class Storm:
+    """Streams of free text, and grammars that take too long to compile, each with its own text."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, output_len: int) -> None:
+        self._session = session
+        self._url = f"{url.rstrip('/')}/v1/completions"
+        self._output_len = output_len
+        self._num_begun = 0
+        self._begun = asyncio.Event()
+
+    async def run(self, first_bomb: int | None) -> tuple[list[float], list[tuple[int, float]]]:
+        """The times between tokens while the bombs are there, or of a whole round without; statuses and times."""
+        bombs = [] if first_bomb is None else [bomb(first_bomb + n) for n in range(STORM)]
+        self._num_begun = 0
+        self._begun.clear()
+        streams = [asyncio.create_task(self._stream(n)) for n in range(STORM)]
+        await self._begun.wait()
+        begin_s = time.perf_counter()
+        refusals = await asyncio.gather(*map(self._refused, bombs))
+        end_s = time.perf_counter() if bombs else float("inf")
+        found = await asyncio.gather(*streams)
+        return sorted(value for one in found for value in one.within(begin_s, end_s)), refusals
+
+    async def _stream(self, number: int) -> Intervals:
+        body = {
+            "prompt": f"Write a story about number {number}.",
+            "max_tokens": self._output_len,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        found = Intervals([], [])
+        last_s: float | None = None
+        async with self._session.post(self._url, json=body) as response:
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                now_s = time.perf_counter()
+                if last_s is None:
+                    self._num_begun += 1
+                    if self._num_begun == STORM:
+                        self._begun.set()
+                else:
+                    found.ends_s.append(now_s)
+                    found.seconds.append(now_s - last_s)
+                last_s = now_s
+        return found
+
+    async def _refused(self, body: bytes) -> tuple[int, float]:
+        began_s = time.perf_counter()
+        headers = {"Content-Type": "application/json"}
+        async with self._session.post(self._url, data=body, headers=headers) as response:
+            await response.read()
+        return response.status, time.perf_counter() - began_s
+
+
+def bomb(number: int) -> bytes:
+    """A request with 6,000 optional properties: the time of its compilation is quadratic."""
+    properties = {f"{number}_{i}": {"type": "integer"} for i in range(6000)}
+    schema = {"type": "object", "properties": properties}
+    return json.dumps({"prompt": "x", "max_tokens": 8, "guided_json": schema}).encode()
+
+
+async def measure_storm(session: aiohttp.ClientSession, url: str, arguments: argparse.Namespace) -> None:
+    """Measure rounds without and with bombs, and print a table."""
+    storm = Storm(session, url, arguments.output_len)
+    first = int(time.time()) * 1000  # no result of an earlier run is known to the server
+    await storm.run(None)
+    print(
+        "| round | bombs | between tokens, ms: p50 | p99 | most | refused | longest, s |\n|---|---|---|---|---|---|---|"
+    )
+    ratios = []
+    for round_number in range(arguments.rounds):
+        p99s = []
+        for first_bomb in (None, first + round_number * STORM):
+            seconds, refusals = await storm.run(first_bomb)
+            p50, p99 = (1e3 * seconds[int(len(seconds) * share)] for share in (0.5, 0.99))
+            p99s.append(p99)
+            statuses = dict(Counter(status for status, _ in refusals))
+            longest = max((taken for _, taken in refusals), default=0.0)
+            print(
+                f"| {round_number} | {len(refusals)} | {p50:.0f} | {p99:.0f} | {1e3 * seconds[-1]:.0f} | {statuses} "
+                f"| {longest:.1f} |"
+            )
+        ratios.append(p99s[1] / p99s[0])
+    print(f"\np99 with to without: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+
+
 async def main() -> None:
     """Measure the servers, one after the other."""
     parser = argparse.ArgumentParser(
@@ -154,9 +262,13 @@ async def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--output-len", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--storm", action="store_true")
     arguments = parser.parse_args()
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=3600)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        if arguments.storm:
+            await measure_storm(session, arguments.url, arguments)
+            return
         for url in filter(None, (arguments.url, arguments.peer)):
             print(f"{url}, {arguments.output_len} tokens, temperature {arguments.temperature}\n")
             is_peer = url == arguments.peer
