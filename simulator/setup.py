@@ -72,6 +72,17 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
     )
 
 
+def context_note(config: EngineConfig, model: ModelFacts) -> str:
+    """That the simulation holds less context than the model; "" if it does not."""
+    known = model.max_position_embeddings
+    if config.model.max_model_len != "auto" or known <= MAX_AUTO_LEN:
+        return ""
+    return (
+        f"The simulation holds {MAX_AUTO_LEN:,} tokens of context, and {model.name} knows {known:,}: longer requests "
+        f"were refused; --max-model-len {known} simulates them."
+    )
+
+
 def _kv_tokens(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:
     if config.cache.max_total_tokens != "auto":
         return config.cache.max_total_tokens

@@ -1,4 +1,4 @@
-"""Workloads: random lengths, generated shared prefixes, and conversations from a ShareGPT file.
+"""Workloads: random lengths, generated shared prefixes, and files: conversations and timed traces.
 
 Everything is a function of the seed. Random prompts are lists of ordinary token ids, so that their length is exact on
 every server; special tokens are left out, because they change what a model does.
@@ -6,16 +6,19 @@ every server; special tokens are left out, because they change what a model does
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ...runtime.errors import ConfigError
 from .records import BenchRequest
+
+if TYPE_CHECKING:
+    from ...simulator.traces.timed import TraceOptions
 
 
 class TextEncoder(Protocol):
@@ -115,21 +118,23 @@ def sharegpt_requests(
     output_len: int | None,
     seed: int,
 ) -> list[BenchRequest]:
-    """First questions of conversations in a ShareGPT file, each with the length of the recorded answer.
+    """First questions of conversations in a file of texts, each with the length of the recorded answer.
 
-    Conversations with fewer than two turns, or with less than 4 tokens on either side, or longer than `max_total_len`
-    are left out. The file is a JSON list of `{"conversations": [{"from": "human", "value": "..."}, ...]}`.
+    Conversations without an answer, or with less than 4 tokens on either side, or longer than `max_total_len` are left
+    out. The file has ShareGPT conversations, rows of messages, or Alpaca rows.
 
     Raises:
         ConfigError: the file cannot be read, is not of this form, or holds no usable conversation.
     """
-    conversations = _read_conversations(path)
+    from ...simulator.traces.texts import conversations
+
+    first = [turns[0] for turns in conversations(path)]
     rng = np.random.default_rng(seed)
     requests: list[BenchRequest] = []
-    for index in rng.permutation(len(conversations)):
+    for index in rng.permutation(len(first)):
         if len(requests) == num_prompts:
             break
-        question, answer = conversations[int(index)]
+        question, answer = first[int(index)]
         prompt_len, answer_len = len(tokenizer.encode(question)), len(tokenizer.encode(answer))
         wanted = output_len if output_len is not None else answer_len
         if min(prompt_len, wanted) < 4 or prompt_len + wanted > max_total_len:
@@ -142,21 +147,29 @@ def sharegpt_requests(
     return requests
 
 
-def _read_conversations(path: Path) -> list[tuple[str, str]]:
-    try:
-        rows: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--dataset-path {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--dataset-path {path} is not JSON: {error}") from None
-    if not isinstance(rows, list):
-        raise ConfigError(f"--dataset-path {path} must be a JSON list of conversations")
-    pairs = []
-    for row in rows:
-        turns = row.get("conversations", row.get("conversation")) if isinstance(row, dict) else None
-        if not isinstance(turns, list) or len(turns) < 2:
-            continue
-        values = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
-        if len(values) == 2 and all(isinstance(value, str) and value for value in values):
-            pairs.append((str(values[0]), str(values[1])))
-    return pairs
+def trace_requests(
+    path: Path, num_prompts: int, options: TraceOptions, *, token_ids: Sequence[int], seed: int
+) -> list[BenchRequest]:
+    """The first requests of a timed trace, with random tokens: those of a block follow from its hash id and the seed.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no timed trace.
+    """
+    from ...simulator.traces.timed import timed_requests
+
+    choices = np.asarray(token_ids)
+    requests: list[BenchRequest] = []
+    for idx, timed in enumerate(itertools.islice(timed_requests(path, options), num_prompts)):
+        prompt: list[int] = []
+        for hash_id, length in timed.blocks:
+            key = (seed, 0, hash_id) if hash_id is not None else (seed, 1, idx)
+            prompt += np.random.default_rng(key).choice(choices, size=length).tolist()
+        requests.append(
+            BenchRequest(
+                prompt=prompt,
+                prompt_len=len(prompt),
+                output_len=timed.output_len,
+                arrival_s=timed.arrival_s,
+            )
+        )
+    return requests

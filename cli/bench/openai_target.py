@@ -39,14 +39,23 @@ class OpenAITarget:
 
     def __init__(self, url: str, api_key: str | None, options: RequestOptions, timeout_s: float) -> None:
         self._options = options
-        self._session = aiohttp.ClientSession(
-            base_url=url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        )
+        self._url = url
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
+        self._open: aiohttp.ClientSession | None = None
+
+    @property
+    def _session(self) -> aiohttp.ClientSession:
+        assert self._open is not None, "used outside of its context"
+        return self._open
 
     async def __aenter__(self) -> OpenAITarget:
+        self._open = aiohttp.ClientSession(
+            base_url=self._url,
+            headers=self._headers,
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=self._timeout,
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -18,12 +18,14 @@ class BenchRequest:
         prompt_len: tokens of the prompt, as counted when the workload was generated.
         output_len: tokens to generate.
         group: which shared prefix it belongs to, -1 for none.
+        arrival_s: after the first one, if the workload has times.
     """
 
     prompt: str | list[int]
     prompt_len: int
     output_len: int
     group: int = -1
+    arrival_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)

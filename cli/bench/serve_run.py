@@ -100,8 +100,9 @@ async def _measure_server(
         if server.flush_cache:
             await flush_cache(server.base_url, server.api_key)
 
+    requests = workload.requests(tokenizer)
     target = OpenAITarget(server.base_url, server.api_key, options, server.timeout)
-    run = await measure(target, workload.requests(tokenizer), warmup, workload, before_run=before_run)
+    run = await measure(target, requests, warmup, workload, before_run=before_run)
     client = {
         **plain_settings(server),
         **plain_settings(sampling),

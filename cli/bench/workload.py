@@ -10,17 +10,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from ...runtime.errors import ConfigError
 from .arrivals import arrival_offsets
-from .datasets import LengthRange, random_requests, shared_prefix_requests, sharegpt_requests
+from .datasets import (
+    LengthRange,
+    TextEncoder,
+    random_requests,
+    shared_prefix_requests,
+    sharegpt_requests,
+    trace_requests,
+)
 from .records import BenchRequest
 
 if TYPE_CHECKING:
     from ...runtime.model_files.tokenizer import Tokenizer
+    from ...simulator.traces.timed import TraceOptions
 
 
 class DatasetName(enum.StrEnum):
@@ -29,6 +37,15 @@ class DatasetName(enum.StrEnum):
     RANDOM = "random"
     SHARED_PREFIX = "generated-shared-prefix"
     SHAREGPT = "sharegpt"
+    TRACE = "trace"
+
+
+class PromptTokenizer(TextEncoder, Protocol):
+    """What makes the prompts of every workload."""
+
+    def ordinary_token_ids(self) -> list[int]:
+        """Every token id that is not special."""
+        ...
 
 
 class WorkloadTokenizer:
@@ -67,8 +84,16 @@ def _gsp(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, generated-shared-prefix")
 
 
-def _sharegpt(help_text: str) -> Any:
-    return typer.Option(help=help_text, rich_help_panel="Workload, sharegpt")
+def _file(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Workload, files")
+
+
+class TimeUnitName(enum.StrEnum):
+    """The unit of timestamps."""
+
+    S = "s"
+    MS = "ms"
+    US = "us"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +101,7 @@ class WorkloadSettings:
     """The requests and their arrival times; every field is an option of `engine bench`."""
 
     dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
-    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
+    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt, trace).")] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
     random_range_ratio: Annotated[
@@ -89,14 +114,26 @@ class WorkloadSettings:
     gsp_question_len: Annotated[int, _gsp("Tokens of a request after the shared prefix.")] = 64
     gsp_output_len: Annotated[int, _gsp("Output tokens of a request.")] = 64
     dataset_path: Annotated[
-        Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")
+        Path | None,
+        _file(
+            "File; nothing is downloaded. sharegpt: ShareGPT conversations, rows of messages, Alpaca rows; trace: a "
+            "Mooncake, Qwen, Azure or BurstGPT trace."
+        ),
     ] = None
     sharegpt_output_len: Annotated[
-        int | None, _sharegpt("Output tokens (default: those of the recorded answer).")
+        int | None, _file("Output tokens (default: those of the recorded answer).")
     ] = None
-    sharegpt_max_len: Annotated[int, _sharegpt("Skip conversations with more tokens than this in total.")] = (
-        2048
-    )
+    sharegpt_max_len: Annotated[int, _file("Skip conversations with more tokens than this in total.")] = 2048
+    trace_block_size: Annotated[
+        int | None, _file("trace: tokens per hash id (default: 512, as Mooncake's; 16 for Qwen's traces).")
+    ] = None
+    trace_time_unit: Annotated[
+        TimeUnitName | None,
+        _file("trace: unit of the timestamps (default: ms for Mooncake's, s for others)."),
+    ] = None
+    time_scale: Annotated[
+        float | None, _file("trace: divisor of the times; 2: twice the rate; the times are replayed.")
+    ] = None
     request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
     burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0
     max_concurrency: Annotated[int | None, _load("Most requests in flight at the same time.")] = None
@@ -114,12 +151,45 @@ class WorkloadSettings:
             raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but it must be at least 1")
         if self.warmup_requests < 0:
             raise ConfigError(f"--warmup-requests is {self.warmup_requests}, but it must be 0 or more")
-        if self.dataset_name is DatasetName.SHAREGPT and self.dataset_path is None:
-            raise ConfigError("--dataset-name sharegpt needs --dataset-path FILE; nothing is downloaded")
+        self._check_file()
         arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
         self._length_ranges()
 
-    def requests(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
+    def _check_file(self) -> None:
+        name, of_file = self.dataset_name, self.dataset_name in (DatasetName.SHAREGPT, DatasetName.TRACE)
+        if of_file and self.dataset_path is None:
+            raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE; nothing is downloaded")
+        if self.dataset_path is not None and not of_file:
+            raise ConfigError(
+                f"--dataset-path has no effect on --dataset-name {name}; use sharegpt or trace, or leave it out"
+            )
+        for flag, value in (
+            ("--trace-block-size", self.trace_block_size),
+            ("--trace-time-unit", self.trace_time_unit),
+            ("--time-scale", self.time_scale),
+        ):
+            if value is not None and name is not DatasetName.TRACE:
+                raise ConfigError(f"{flag} has no effect on --dataset-name {name}; leave it out")
+        if name is DatasetName.TRACE and (math.isfinite(self.request_rate) or self.burstiness != 1.0):
+            raise ConfigError(
+                "a trace has its own times; leave out --request-rate and --burstiness, and use --time-scale"
+            )
+        if self.dataset_path is not None:
+            from ...simulator.traces.kinds import kind_of
+
+            kind = kind_of(self.dataset_path)
+            wanted = DatasetName.TRACE if kind.is_timed else DatasetName.SHAREGPT
+            if name is not wanted:
+                raise ConfigError(f"{self.dataset_path} is {kind.value}; use --dataset-name {wanted}")
+            self._trace_options().check(kind, self.dataset_path)
+
+    def _trace_options(self) -> TraceOptions:
+        from ...simulator.traces.timed import TraceOptions
+
+        unit: Any = None if self.trace_time_unit is None else self.trace_time_unit.value
+        return TraceOptions(self.trace_block_size, unit, self.time_scale)
+
+    def requests(self, tokenizer: PromptTokenizer) -> list[BenchRequest]:
         """The workload, in the order of sending."""
         match self.dataset_name:
             case DatasetName.RANDOM:
@@ -147,6 +217,16 @@ class WorkloadSettings:
                     seed=self.seed,
                 )
 
+            case DatasetName.TRACE:
+                assert self.dataset_path is not None  # by `check`
+                return trace_requests(
+                    self.dataset_path,
+                    self.num_prompts,
+                    self._trace_options(),
+                    token_ids=tokenizer.ordinary_token_ids(),
+                    seed=self.seed,
+                )
+
     def warmup(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
         """Requests sent before the clock starts. Their prompts are not in the workload, so they add no cache hits."""
         token_ids = tokenizer.ordinary_token_ids()
@@ -155,6 +235,8 @@ class WorkloadSettings:
 
     def offsets_s(self, requests: Sequence[BenchRequest]) -> list[float]:
         """When each request is due."""
+        if self.dataset_name is DatasetName.TRACE:
+            return [request.arrival_s for request in requests]
         return arrival_offsets(len(requests), self.request_rate, self.burstiness, self.seed)
 
     def _length_ranges(self) -> tuple[LengthRange, LengthRange]:

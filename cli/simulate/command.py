@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, get_args
 
 import typer
 
@@ -23,6 +23,8 @@ from ..options import (
     takes_config_options,
 )
 from .workload import WorkloadOptions
+
+TimeUnitName = Literal["s", "ms", "us"]
 
 if TYPE_CHECKING:
     from ...simulator.cost_model import CostModel
@@ -55,7 +57,9 @@ def simulate(
     workload: Annotated[
         str | None,
         _option(
-            _WORKLOAD, "chat (the default), rag, batch, or a file: Mooncake trace or ShareGPT conversations."
+            _WORKLOAD,
+            "chat (the default), rag, batch, or a file: a Mooncake, Qwen, Azure or BurstGPT trace; ShareGPT "
+            "conversations, rows of messages, Alpaca rows.",
         ),
     ] = None,
     num_requests: Annotated[
@@ -85,6 +89,16 @@ def simulate(
     ] = None,
     time_scale: Annotated[
         float | None, _option(_WORKLOAD, "Divisor of the times of a trace; 2: twice the rate.")
+    ] = None,
+    trace_block_size: Annotated[
+        int | None,
+        _option(
+            _WORKLOAD, "Tokens per hash id of a trace (default: 512, as Mooncake's; 16 for Qwen's traces)."
+        ),
+    ] = None,
+    trace_time_unit: Annotated[
+        TimeUnitName | None,
+        _option(_WORKLOAD, "Unit of the timestamps of a trace (default: ms for Mooncake's, s for others)."),
     ] = None,
     device: Annotated[
         str, _option(_MACHINES, "Device of the cost model: h200, h100, a100 or cpu-2.")
@@ -129,7 +143,7 @@ def simulate(
     Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
     """
     from ...simulator.cluster import ClusterSettings
-    from ...simulator.setup import replica_settings
+    from ...simulator.setup import context_note, replica_settings
     from ...simulator.simulate import simulate as run
     from ..bench.summary import parse_goodput
 
@@ -145,6 +159,8 @@ def simulate(
         prompt_lens=prompt_lens,
         output_lens=output_lens,
         time_scale=time_scale,
+        trace_block_size=trace_block_size,
+        trace_time_unit=trace_time_unit,
     )
     source = asked.source(workload)
     merged = merge_options(_with_changes(settings, changes or []), config_file=config_file)
@@ -159,15 +175,20 @@ def simulate(
     )
     cluster.check()
     reports: list[Report] = []
+    cut = ""
     started_s = time.process_time()
     for policy, config in _policies(compare, merged):
         requests = asked.requests(source)
         settled = replica_settings(config, facts, machine)
+        if not cut:
+            cut = context_note(config, facts)
         reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
     spent_s = time.process_time() - started_s
     num_simulated = sum(report.num_requests for report in reports)
     note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
     title = f"{facts.name} on {replicas} x {machine.name}, {source}"
+    if cut and any(report.failures for report in reports):
+        warning = f"{warning}\n{cut}".strip()
     _print(reports, title, note, warning, has_slo=bool(objectives))
     if json_file is not None:
         _write(json_file, reports)

@@ -11,11 +11,13 @@ from ...runtime.errors import ConfigError
 if TYPE_CHECKING:
     from ...simulator.generated import Arrival
     from ...simulator.sim_request import Workload
+    from ...simulator.traces.kinds import TimeUnit
 
 GIVEN_LENGTHS: Final = "given lengths"
 _DEFAULT_OUTPUT_LENS: Final = "100"
 _MEDIANS: Final = frozenset({"prompt_len", "output_len"})
 _MOMENTS: Final = frozenset({"rate", "burstiness"})
+_OF_TRACES: Final = frozenset({"time_scale", "trace_block_size", "trace_time_unit"})
 _GENERATED: Final = frozenset({"num_requests", "workload_seed"})
 
 
@@ -32,6 +34,8 @@ class WorkloadOptions:
     prompt_lens: str | None
     output_lens: str | None
     time_scale: float | None
+    trace_block_size: int | None = None
+    trace_time_unit: TimeUnit | None = None
 
     def source(self, workload: str | None) -> str:
         """The source of the requests: `GIVEN_LENGTHS`, the name of a generated workload, or a path.
@@ -40,7 +44,7 @@ class WorkloadOptions:
             ConfigError: there is no such workload, or it does not accept an option.
         """
         from ...simulator.generated import GENERATED
-        from ...simulator.trace_files import is_trace
+        from ...simulator.traces.kinds import kind_of
 
         if self.prompt_lens is not None:
             if workload is not None:
@@ -58,10 +62,8 @@ class WorkloadOptions:
             raise ConfigError(
                 f"--workload is {name!r}, but it must be one of {', '.join(GENERATED)}, or a file"
             )
-        if is_trace(path):
-            return self._only(
-                frozenset({"num_requests", "time_scale"}), name, "a trace has its own times and lengths"
-            )
+        if kind_of(path).is_timed:
+            return self._only(_OF_TRACES | {"num_requests"}, name, "a trace has its own times and lengths")
         return self._only(_GENERATED | _MOMENTS, name, "conversations have their own lengths, and no times")
 
     def requests(self, source: str) -> Workload:
@@ -70,8 +72,9 @@ class WorkloadOptions:
         Raises:
             ConfigError: an invalid value, or a file that cannot be read.
         """
+        from ...simulator.file_workloads import file_requests
         from ...simulator.generated import GENERATED, given_lengths, with_medians
-        from ...simulator.trace_files import file_requests
+        from ...simulator.traces.timed import TraceOptions
 
         arrival = self._arrival()
         if self.prompt_lens is not None:
@@ -81,8 +84,8 @@ class WorkloadOptions:
             )
         if source in GENERATED:
             return with_medians(GENERATED[source], self.prompt_len, self.output_len).requests(arrival)
-        time_scale = 1.0 if self.time_scale is None else self.time_scale
-        return file_requests(Path(source).expanduser(), arrival, time_scale=time_scale)
+        options = TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)
+        return file_requests(Path(source).expanduser(), arrival, options)
 
     def _arrival(self) -> Arrival:
         from ...simulator.generated import Arrival
@@ -102,7 +105,7 @@ class WorkloadOptions:
                 flag = f"--{field.name.replace('_', '-')}"
                 if field.name == "output_lens":
                     why = "it goes with --prompt-lens"
-                elif field.name == "time_scale":
+                elif field.name in _OF_TRACES:
                     why = "only a trace has times"
                 elif source == "batch":
                     why = "all its requests come at once"

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from engine.runtime.errors import ConfigError
+from engine.simulator.file_workloads import file_requests
 from engine.simulator.generated import GENERATED, Arrival, Batch, Chat, given_lengths, with_medians
 from engine.simulator.sim_request import EOS_TOKEN, Segment, answer_ids, prompt_ids, segment_ids
-from engine.simulator.trace_files import file_requests
+from engine.simulator.traces.timed import TraceOptions
 
 
 def ids(data: bytes) -> list[int]:
@@ -144,7 +145,7 @@ def test_a_trace_shares_what_its_hashes_share(tmp_path):
         {"timestamp": 3000, "input_length": 1030, "output_length": 4000, "hash_ids": [1, 2, 9]},
         {"timestamp": 3000, "input_length": 600, "output_length": 0, "hash_ids": [4, 2]},
     )
-    one, two, three = file_requests(path, Arrival(), time_scale=2.0)
+    one, two, three = file_requests(path, Arrival(), TraceOptions(time_scale=2.0))
     assert [each.arrival_s for each in (one, two, three)] == [0.0, 1.0, 1.0]
     assert [each.prompt_len for each in (one, two, three)] == [1300, 1030, 600]
     assert common(one.input_ids, two.input_ids) == 1024
@@ -163,7 +164,7 @@ def test_a_trace_without_hashes_shares_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        ([{"timestamp": 0, "input_length": 5}], r"t:1: not a line of a trace: .*output_length"),
+        ([{"timestamp": 0, "input_length": 5}], r"a trace without output_length"),
         (
             [
                 {"timestamp": 5, "input_length": 5, "output_length": 1},
@@ -187,8 +188,9 @@ def test_what_is_no_workload_is_refused(tmp_path):
         file_requests(path, Arrival())
     with pytest.raises(ConfigError, match="cannot read the workload .*: No such file"):
         file_requests(tmp_path / "nowhere", Arrival())
+    path = write_lines(tmp_path / "t", {"timestamp": 0, "input_length": 5, "output_length": 1})
     with pytest.raises(ConfigError, match="--time-scale is 0, but it must be above 0"):
-        file_requests(path, Arrival(), time_scale=0.0)
+        file_requests(path, Arrival(), TraceOptions(time_scale=0.0))
 
 
 def test_conversations_are_measured_by_their_letters(tmp_path):
@@ -215,7 +217,7 @@ def test_conversations_without_answers_are_no_workload(tmp_path):
     with pytest.raises(ConfigError, match="no conversation with a question and an answer"):
         file_requests(path, Arrival())
     path.write_text("[1, 2")
-    with pytest.raises(ConfigError, match="not a JSON array of conversations"):
+    with pytest.raises(ConfigError, match="a row must be an object"):
         file_requests(path, Arrival())
 
 

@@ -1,6 +1,7 @@
 """The client against a server whose behavior is known: counts, times, and every way to fail."""
 
 import asyncio
+import gc
 import json
 import re
 from contextlib import asynccontextmanager
@@ -194,3 +195,12 @@ def test_a_file_without_a_schema_is_refused(tmp_path, text, reason):
 
     with pytest.raises(ConfigError, match=reason):
         StructuredOutput.read(path)
+
+
+def test_a_target_that_is_never_entered_opens_nothing(recwarn):
+    """A session that is made and not closed prints "Unclosed client session" after the real error."""
+    target = OpenAITarget("http://127.0.0.1:1", None, OPTIONS, 1.0)
+    del target
+    gc.collect()
+
+    assert not recwarn.list

@@ -158,3 +158,28 @@ def test_a_model_that_does_not_fit_or_is_not_there(capsys):
     assert "there is no model 'llama-9': it must be one of smollm2-135m" in capsys.readouterr().err
     assert cli.run(["simulate", "llama-3.1-70b", "--device", "h100", "--tp", "4", "--num-requests", "3"]) == 0
     assert "4 x h100" in capsys.readouterr().out
+
+
+def test_a_trace_of_another_kind_is_refused_or_read_with_its_options(capsys, tmp_path):
+    row = {"timestamp": 0.5, "input_length": 36, "output_length": 2, "hash_ids": [7, 8, 9]}
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"timestamp": 1.5}) + "\n")
+    assert cli.run(["simulate", "--workload", str(path)]) in (1, 2)
+    assert "blocks of 512 tokens make 1; --trace-block-size 16 fits" in capsys.readouterr().err
+
+    options = ["--trace-block-size", "16", "--trace-time-unit", "s"]
+    assert cli.run(["simulate", "--workload", str(path), *options]) == 0
+    assert cli.run(["simulate", "--workload", "chat", *options]) in (1, 2)
+    assert "--trace-block-size has no effect on the workload 'chat'" in capsys.readouterr().err
+
+
+def test_requests_beyond_the_simulated_context_are_explained(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 40000, "output_length": 2}\n')
+
+    assert cli.run(["simulate", "llama-3.1-8b", "--workload", str(path)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "The simulation holds 32,768 tokens of context, and llama-3.1-8b knows 131,072" in text
+    assert "--max-model-len 131072 simulates them" in text
+    assert cli.run(["simulate", "llama-3.1-8b", "--workload", str(path), "--max-model-len", "131072"]) == 0
+    assert "The simulation holds" not in capsys.readouterr().out

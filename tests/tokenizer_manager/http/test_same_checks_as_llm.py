@@ -233,8 +233,9 @@ def test_errors_use_the_words_of_a_program(both: Both):
         both.llm.generate("a" * 2000)
     with pytest.raises(RequestError, match="max_new_tokens is 4000: .* lower max_new_tokens to "):
         both.llm.generate("a", {"max_new_tokens": 4000})
+    wrong: Any = ["a", 5]
     with pytest.raises(RequestError, match="^choice") as refused:
-        both.llm.generate("a", choice=["a", 5])  # type: ignore[list-item]
+        both.llm.generate("a", choice=wrong)
     assert refused.value.param == "choice[1]"
 
 
