@@ -35,6 +35,7 @@ _INT32_MAX: Final = 2**31 - 1
 SCRIPTS: Final = (
     "data.js",
     "axis.js",
+    "idle.js",
     "canvas.js",
     "rows.js",
     "strips.js",

@@ -118,7 +118,7 @@ class PassTable:
 
     Attributes:
         start_s: when the pass was made.
-        end_s: when its step was done, or the next pass began, whichever was first.
+        end_s: when its step was done, or the next pass began, whichever was first; `start_s` without anything to do.
         step_ids, modes: of the plan; 0 and IDLE without one.
         num_waiting, num_running, num_decodes: requests.
         prefill_tokens: computed of prompts in the step.

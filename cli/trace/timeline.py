@@ -269,11 +269,14 @@ class TimelineBuilder:
         passes.policies.append(record.policy)
 
     def _set_ends(self) -> None:
-        starts = self._passes.start_s
+        passes, starts = self._passes, self._passes.start_s
         for idx, settled_s in enumerate(self._settled_s):
+            if not (passes.step_ids[idx] or passes.num_waiting[idx] or passes.num_running[idx]):
+                passes.end_s.append(starts[idx])  # it found nothing to do, so what follows is idle time
+                continue
             next_s = starts[idx + 1] if idx + 1 < len(starts) else 0.0
             ends = [each for each in (settled_s, next_s) if each >= starts[idx]]
-            self._passes.end_s.append(min(ends) if ends else starts[idx] + self._passes.step_s[idx])
+            passes.end_s.append(min(ends) if ends else starts[idx] + passes.step_s[idx])
 
 
 def read_timeline(records: Iterable[DecisionRecord], *, origin_s: float | None = None) -> Timeline:
