@@ -11,7 +11,7 @@ import pytest
 
 from engine.cli.trace.perfetto import REQUESTS_PID, write_trace_events
 from engine.cli.trace.timeline import read_timeline
-from engine.scheduler.records.decision_log import PassRecord, Settled
+from engine.scheduler.records.decision_log import DecisionRecord, PassRecord, Settled
 
 
 @pytest.fixture
@@ -87,9 +87,9 @@ def test_counters_are_zero_from_the_end_of_a_pass_to_the_next_one(sample_engine)
 
 
 def test_a_pass_that_found_nothing_to_do_has_no_length():
-    records = [
+    records: list[DecisionRecord] = [
         PassRecord(1.0, 1, num_running=1),
-        Settled(1.5, 1, 0.5, [], 0),
+        Settled(1.5, 1, 0.5),
         PassRecord(1.6, 0),
         PassRecord(9.0, 2, num_running=1),
     ]
@@ -97,7 +97,7 @@ def test_a_pass_that_found_nothing_to_do_has_no_length():
 
 
 def test_a_pass_that_leaves_requests_waiting_lasts_until_the_next_one():
-    records = [PassRecord(1.0, 0, num_waiting=2), PassRecord(9.0, 2, num_running=1)]
+    records: list[DecisionRecord] = [PassRecord(1.0, 0, num_waiting=2), PassRecord(9.0, 2, num_running=1)]
     assert read_timeline(records).passes.end_s[0] == 9.0
 
 
