@@ -29,12 +29,6 @@ NOTES: Final[Mapping[str, str]] = {
     "model": "Name of the served model; left out, it is that model.",
     "name": "Another name of `model`.",
     "tokens": "Token ids.",
-    "documents": "Documents that the chat template places into the prompt.",
-    "raw": "The prompt goes to the model without a chat template.",
-    "add_generation_prompt": "The prompt ends with the beginning of an answer.",
-    "continue_final_message": "The answer continues the last message instead of beginning a new one.",
-    "add_special_tokens": "The tokenizer adds its special tokens, such as the one of the beginning.",
-    "chat_template_kwargs": "More variables of the chat template.",
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
     "temperature": "Flattens (above 1) or sharpens the distribution of tokens; 0 takes the most likely one.",
@@ -110,6 +104,13 @@ NOTES: Final[Mapping[str, str]] = {
     "include_reasoning": "The response has the reasoning.",
     "separate_reasoning": "The reasoning has a field of its own; otherwise it is in the text.",
     "stream_reasoning": "A stream has the reasoning.",
+    # ---- how the prompt is made
+    "documents": "Documents that the chat template places into the prompt.",
+    "raw": "The prompt goes to the model without a chat template.",
+    "add_generation_prompt": "The prompt ends with the beginning of an answer.",
+    "continue_final_message": "The answer continues the last message instead of beginning a new one.",
+    "add_special_tokens": "The tokenizer adds its special tokens, such as the one of the beginning.",
+    "chat_template_kwargs": "More variables of the chat template.",
     # ---- scheduling
     "priority": "Larger is scheduled earlier by some policies; or high, normal, low.",
     "cache_salt": "Only requests with the same salt share cached prefixes.",
@@ -176,18 +177,23 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "duration": 60.0,
     "rate": 100.0,
 }
-"""Of the server; what a model's own files say instead comes to `with_notes` as `model_defaults`."""
+"""Of the server. What a model's own files say instead comes to `with_notes` as `model_defaults`."""
+
+
+_ORDER: Final = {key.rpartition(".")[2]: idx for idx, key in enumerate(NOTES)}
 
 
 def with_notes(schemas: dict[str, Any], model_defaults: Mapping[str, Any]) -> None:
-    """Add the descriptions and defaults to the schemas of requests, in place.
+    """Add the descriptions and defaults to the schemas of requests, in place, and order their fields by subject.
 
     Args:
         schemas: by the name of the struct.
         model_defaults: sampling fields for which the server takes another default, by name.
     """
     for struct, schema in schemas.items():
-        for name, field in schema.get("properties", {}).items():
+        properties = schema.get("properties", {})
+        schema["properties"] = {name: properties[name] for name in sorted(properties, key=_ORDER.__getitem__)}
+        for name, field in properties.items():
             note = NOTES.get(f"{struct}.{name}", NOTES.get(name))
             if note is not None and not any(
                 "description" in each for each in (field, *field.get("anyOf", ()))

@@ -7,12 +7,12 @@ const MAX_DEPTH = 8;
 const SPECIAL = /[\\`*_~[!<h\n]/g;
 // Sticky: each is tried at one place. The lengths are bounded, so that hostile text cannot make them slow.
 const ESCAPE = /\\([\\`*_{}[\]()#+\-.!~|<>])/y;
-const CODE = /(`{1,8})(?!`)([^]{1,4000}?[^`])\1(?!`)/y;
+const CODE = /(`{1,8})(?!`)([^]{0,4000}?[^`])\1(?!`)/y;
 const LINK = /!?\[((?:[^[\]\\]|\\.|\[[^[\]]{0,300}\]){0,500})\]\(\s{0,9}<?((?:[^\s()<>]|\([^\s()]{0,300}\)){1,2000})>?(?:\s{1,9}"[^"]{0,300}")?\s{0,9}\)/y;
 const ADDRESS = /<?(https?:\/\/[^\s<>"]{1,2000})>?/y;
-const STRONG = /(\*\*|__)(?=\S)([^]{1,2000}?\S)\1(?!\1)/y;
+const STRONG = /(\*\*|__)(?=\S)([^]{0,2000}?\S)\1(?!\1)/y;
 const EMPHASIS = /([*_])(?=[^\s*_])([^]{0,2000}?[^\s*_])\1(?![*_\w])/y;
-const DELETED = /~~(?=\S)([^]{1,2000}?\S)~~/y;
+const DELETED = /~~(?=\S)([^]{0,2000}?\S)~~/y;
 
 export function inline(text, depth = 0) {
   const nodes = [];

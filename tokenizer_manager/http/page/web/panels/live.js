@@ -23,4 +23,4 @@ export function memory(report) {
 
 export const percent = (share) => `${Math.round(share * 100)} %`;
 
-export const shortId = (id, length = 16) => id.length <= length ? id : `${id.slice(0, length - 6)}…${id.slice(-5)}`;
+export const shortId = (id, length = 13) => id.length <= length ? id : `${id.slice(0, length - 6)}…${id.slice(-5)}`;
