@@ -17,9 +17,10 @@ const box = { width: 0, height: 0, left: LABEL_WIDTH, right: 0, rowsTop: TOP, ro
 let colors = {}, hatch = null, rows = [], rowHeight = 16;
 
 // Where passes are on the axis: in seconds, without the idle time that is cut, or their numbers.
-let startOnAxis = P.start, endOnAxis = P.end;
+let startOnAxis = P.start, endOnAxis = P.end, liveOnAxis = P.liveUntil;
 const passStart = (p) => view.axis === "time" ? startOnAxis[p] : p;
 const passEnd = (p) => view.axis === "time" ? endOnAxis[p] : p + 1;
+const liveEnd = (p) => view.axis === "time" ? liveOnAxis[p] : p + 1;  // until then the numbers of a pass hold
 const nextStart = (p) => view.axis === "pass" ? p + 1 : p + 1 < P.size ? startOnAxis[p + 1] : endOnAxis[p];
 const place = (value) => box.left + (value - view.x0) / (view.x1 - view.x0) * (box.right - box.left);
 const valueAt = (x) => view.x0 + (x - box.left) / (box.right - box.left) * (view.x1 - view.x0);

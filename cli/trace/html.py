@@ -186,6 +186,10 @@ def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
             max(_micros(end_s - start_s), 0)
             for start_s, end_s in zip(passes.start_s, passes.end_s, strict=True)
         ],
+        "live": [
+            max(_micros(live_until_s - start_s), 0)
+            for start_s, live_until_s in zip(passes.start_s, passes.live_until_s, strict=True)
+        ],
         "stepId": _deltas(passes.step_ids),
         "stepTime": [_micros(step_s) for step_s in passes.step_s],
         "waiting": _deltas(passes.num_waiting),

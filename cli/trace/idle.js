@@ -18,7 +18,7 @@ function findTimeEnds() {
 // [from, to] in seconds, in order: what neither a pass nor a request covers.
 function findIdle() {
   const busy = [];
-  for (let p = 0; p < P.size; p++) busy.push([P.start[p], P.end[p]]);
+  for (let p = 0; p < P.size; p++) busy.push([P.start[p], Math.max(P.end[p], P.liveUntil[p])]);
   for (let r = 0; r < R.size; r++) {
     const begin = R.begin[r], end = R.begin[r + 1] - 1;
     if (end < begin) continue;
@@ -75,6 +75,7 @@ function stretched(value) {
 function placeOnAxis() {
   startOnAxis = P.start.map(squeezed);
   endOnAxis = P.end.map(squeezed);
+  liveOnAxis = P.liveUntil.map(squeezed);
 }
 
 // The parts of the axis between the cuts that are in view, in seconds.

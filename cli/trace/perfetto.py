@@ -119,8 +119,9 @@ def _pass_events(passes: PassTable, clock: _Clock) -> Iterator[Event]:
             waiting=passes.num_waiting[idx],
             running=passes.num_running[idx],
         )
-        if clock.next_begin(idx) > clock.end(idx) or idx + 1 == len(passes):
-            yield from _counters(clock.end(idx))
+        live_until = clock.at(passes.live_until_s[idx])
+        if live_until < clock.next_begin(idx) or idx + 1 == len(passes):
+            yield from _counters(live_until)
 
 
 def _counters(
@@ -133,7 +134,7 @@ def _counters(
     waiting: int = 0,
     running: int = 0,
 ) -> Iterator[Event]:
-    """The figures from a moment on. Between passes they are 0: the log does not know more."""
+    """The figures from a moment on; without a request all are 0."""
     yield _counter("KV pool (pages)", ts, held=held, locked=locked, evictable=evictable, free=free)
     yield _counter("queue", ts, waiting=waiting)
     yield _counter("running", ts, running=running)

@@ -29,16 +29,16 @@ const visiblePasses = () => [Math.max(passAt(view.x0), 0), Math.min(passAt(view.
 const barGap = () => (box.right - box.left) / (visiblePasses()[1] - visiblePasses()[0] + 1) > 8 ? 1 : 0;
 
 // Calls paint(x0, x1, passes first..last) for each pixel column, or for each pass where they are wider. Passes that begin
-// in one column share it; what follows the column, to the end of the last one, belongs to that pass alone. Between the
-// end of a pass and the next one nothing is painted.
-function columns(paint) {
+// in one column share it; what follows the column, up to `ends` of the last one, belongs to that pass alone. From there to
+// the next pass nothing is painted.
+function columns(ends, paint) {
   const [first, last] = visiblePasses();
   for (let p = first; p <= last;) {
     const x0 = Math.max(Math.round(place(passStart(p))), box.left);
     let to = p;
     while (to < last && Math.round(place(passStart(to + 1))) <= x0) to++;
     const next = to < last ? Math.round(place(passStart(to + 1))) : Infinity;
-    const x1 = Math.min(Math.max(Math.round(place(passEnd(to))), x0 + 1), next, box.right);
+    const x1 = Math.min(Math.max(Math.round(place(ends(to))), x0 + 1), next, box.right);
     if (to === p || x1 <= x0 + 1) {
       if (x1 > x0) paint(x0, x1, p, to);
     } else {
@@ -65,7 +65,7 @@ function niceTop(value) {
 function drawMemory({ y, bottom }) {
   const total = highest(P.free.map((value, i) => value + P.evictable[i] + P.locked[i] + P.held[i]), 0, P.size - 1) || 1;
   const scale = box.strip / total;
-  columns((x0, x1, first, last) => {
+  columns(liveEnd, (x0, x1, first, last) => {
     let at = bottom;
     for (const [name, color] of [["held", "kv-held"], ["locked", "kv-locked"], ["evictable", "kv-evictable"]]) {
       const height = P[name][last] * scale, top = at - height;
@@ -86,7 +86,7 @@ function drawMemory({ y, bottom }) {
 function drawLevels({ y, bottom }, values, color) {
   const top = Math.max(niceTop(highest(values, ...visiblePasses())), 1), scale = (box.strip - 2) / top;
   const edge = colors[color], line = [];
-  columns((x0, x1, first, last) => line.push([x0, x1, bottom - highest(values, first, last) * scale]));
+  columns(liveEnd, (x0, x1, first, last) => line.push([x0, x1, bottom - highest(values, first, last) * scale]));
   pen.fillStyle = edge;
   pen.globalAlpha = 0.18;
   for (const [x0, x1, at] of line) pen.fillRect(x0, Math.round(at), x1 - x0, bottom - Math.round(at));
@@ -114,7 +114,7 @@ function drawLevels({ y, bottom }, values, color) {
 function drawTokens({ bottom }) {
   const sums = P.prefill.map((value, i) => value + P.decodes[i]);
   const top = niceTop(highest(sums, ...visiblePasses())), scale = (box.strip - 2) / top, gap = barGap();
-  columns((x0, x1, first, last) => {
+  columns(passEnd, (x0, x1, first, last) => {
     let best = first;
     for (let i = first; i <= last; i++) if (sums[i] > sums[best]) best = i;
     if (!sums[best]) return;
@@ -133,7 +133,7 @@ function drawStepTime({ bottom }) {
   const factor = top < 0.001 ? 1e6 : top < 1 ? 1e3 : 1, nice = niceTop(top * factor), scale = (box.strip - 2) / nice;
   const gap = barGap();
   pen.fillStyle = colors.step;
-  columns((x0, x1, first, last) => {
+  columns(passEnd, (x0, x1, first, last) => {
     const height = Math.round(highest(P.stepTime, first, last) * factor * scale);
     pen.fillRect(x0, bottom - height, x1 - x0 - gap, height);
   });
