@@ -238,6 +238,14 @@ def test_the_end_at_a_limit_is_said(open_page):
     assert "max_tokens" in tab.text(".assistant .note")
 
 
+def test_a_warning_of_the_server_is_shown(open_page):
+    tab, _ = open_page(say_all("x"))
+    choose(tab, "reasoning_effort", "low")
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert "reasoning_effort" in tab.text(".assistant .note")
+
+
 def test_a_tool_is_called_its_result_entered_and_the_answer_goes_on(open_page):
     tab, served = open_page(say_all(CALL))
     fill(tab, "tools", json.dumps([TOOL]))
@@ -274,7 +282,7 @@ def test_definitions_that_cannot_be_read_are_named_before_anything_is_sent(open_
 
 
 def test_json_of_a_schema_is_asked_for(open_page):
-    tab, served = open_page(say_all('{"n": 1}'))
+    tab, served = open_page(say_all('{"n": 1, "s": "*no* `markdown`"}'))
     choose(tab, "form", "schema")
     fill(tab, "schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
     ask(tab, "A number")
@@ -282,7 +290,7 @@ def test_json_of_a_schema_is_asked_for(open_page):
     assert tab.run("document.querySelector('#messages .error')?.innerText ?? ''") == ""
     grammar = served.engine.next_request().grammar
     assert grammar is not None
-    assert tab.text(".assistant .text") == '{"n": 1}'
+    assert tab.text(".assistant .text pre") == '{"n": 1, "s": "*no* `markdown`"}'
 
 
 def test_reasoning_is_folded_once_the_answer_begins(open_page):

@@ -8,6 +8,7 @@ export class Answer {
   calls = [];
   usage = null;
   finishReason = null;
+  warnings = [];
   #started = performance.now();
   #first = null;
   #last = 0;
@@ -15,6 +16,7 @@ export class Answer {
   // Takes one event of the stream.
   add(event) {
     if (event.usage) this.usage = event.usage;
+    if (event.warnings?.length) this.warnings = event.warnings;
     const choice = event.choices?.[0];
     if (!choice) return;
     if (choice.finish_reason) this.finishReason = choice.finish_reason;
@@ -53,8 +55,12 @@ export class Answer {
     return parts.join(" · ");
   }
 
-  // Why it ended, where the reader should know; null for an ordinary end.
+  // Why it ended, where the reader should know, and the server's warnings; "" for an ordinary end.
   note(maxContext) {
+    return [this.#end(maxContext), ...this.warnings].filter(Boolean).join(" ");
+  }
+
+  #end(maxContext) {
     const used = this.usage ? this.usage.prompt_tokens + this.usage.completion_tokens : 0;
     if (this.finishReason === "length") {
       return maxContext && used >= maxContext

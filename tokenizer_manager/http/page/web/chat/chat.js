@@ -79,7 +79,7 @@ export class Chat {
       this.#fail(error);
       return;
     }
-    const message = { role: "assistant", content: "" }, view = new MessageView(message, this.acts);
+    const message = { role: "assistant", content: "", ...(body.response_format ? { json: true } : {}) }, view = new MessageView(message, this.acts);
     this.#abort = new AbortController();
     this.#draw();
     this.#list.append(view.node);
@@ -91,7 +91,7 @@ export class Chat {
     else view.node.remove();
     this.#setBusy(false);
     this.#draw();
-    if (!this.#error) this.#say(message.note ?? "The answer is complete.");
+    if (!this.#error) this.#say(message.note || "The answer is complete.");
   }
 
   // Fills the message while the answer arrives; errors are shown.

@@ -58,7 +58,8 @@ export class MessageView {
       this.reasoning.hidden = false;
       this.thought.textContent = reasoning;
     }
-    this.markdown.show(content ?? "");
+    // A JSON answer is no Markdown; its strings have no raw line breaks, so none of its lines ends the code block.
+    this.markdown.show(this.message.json && content ? `\`\`\`json\n${content}\n\`\`\`` : content ?? "");
     this.calls.replaceChildren(...(calls ?? []).filter(Boolean).map((call) => callView(call)));
   }
 
