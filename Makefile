@@ -23,7 +23,7 @@ TRITON := triton==3.6.0
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs format clean \
+.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs screenshots format clean \
   gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -71,6 +71,9 @@ package-check: test-env
 
 docs: $(VENV)/.engine ## write docs/cli.md and docs/configuration.md from the code
 	@$(RUN) -m docs.reference.generate
+
+screenshots: $(VENV)/.engine ## take the pictures in docs/images/ of the server's pages; needs Chromium
+	@$(RUN) -m docs.reference.screenshots
 
 format: dev-env ## format the code and apply ruff's automatic fixes
 	@$(RUN) -m ruff check --fix .

@@ -1,23 +1,27 @@
 // The view: maps time or passes to pixels, and gives each request its row.
 
-const LABEL_WIDTH = 148, RIGHT = 18, TOP = 12, AXIS_HEIGHT = 34, STRIP_GAP = 14;
+const LABEL_WIDTH = 148, RIGHT = 18, TOP = 30, AXIS_HEIGHT = 34, STRIP_GAP = 14;
 const MIN_STRIP = 54, MAX_STRIP = 96, MIN_ROWS_HEIGHT = 150, MAX_ROW = 24;
+const LABELED_ROW = 9;  // pixels: the lowest row that has room for its name
 const STRIPS = [
   { title: "KV pool", unit: "pages", draw: drawMemory },
-  { title: "Queue", unit: "requests", draw: (box) => drawSteps(box, P.waiting, "wait-queue-line") },
-  { title: "Running", unit: "requests", draw: (box) => drawSteps(box, P.running, "decode-line") },
+  { title: "Queue", unit: "requests", draw: (box) => drawLevels(box, P.waiting, "wait-queue-line") },
+  { title: "Running", unit: "requests", draw: (box) => drawLevels(box, P.running, "decode-line") },
   { title: "Tokens", unit: "per step", draw: drawTokens },
   { title: "Step time", unit: "", draw: drawStepTime },
 ];
-const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "each", queue: true, minRow: 0, scroll: 0, pinned: -1, pinnedPass: -1 };
+const view = { axis: "time", x0: 0, x1: 1, rowMode: R.size > 60 ? "packed" : "each", queue: true, cut: true, minRow: 0, scroll: 0, pinned: -1, pinnedPass: -1 };
 const chart = $("#chart"), plot = $("#plot"), overlay = $("#overlay"), tip = $("#tip");
 const pen = plot.getContext("2d"), over = overlay.getContext("2d");
 const box = { width: 0, height: 0, left: LABEL_WIDTH, right: 0, rowsTop: TOP, rowsBottom: 0, strip: MIN_STRIP };
 let colors = {}, hatch = null, rows = [], rowHeight = 16;
 
-const passStart = (p) => view.axis === "time" ? P.start[p] : p;
-const passEnd = (p) => view.axis === "time" ? P.end[p] : p + 1;
-const nextStart = (p) => view.axis === "pass" ? p + 1 : p + 1 < P.size ? P.start[p + 1] : P.end[p];
+// Where passes are on the axis: in seconds, without the idle time that is cut, or their numbers.
+let startOnAxis = P.start, endOnAxis = P.end, liveOnAxis = P.liveUntil;
+const passStart = (p) => view.axis === "time" ? startOnAxis[p] : p;
+const passEnd = (p) => view.axis === "time" ? endOnAxis[p] : p + 1;
+const liveEnd = (p) => view.axis === "time" ? liveOnAxis[p] : p + 1;  // until then the numbers of a pass hold
+const nextStart = (p) => view.axis === "pass" ? p + 1 : p + 1 < P.size ? startOnAxis[p + 1] : endOnAxis[p];
 const place = (value) => box.left + (value - view.x0) / (view.x1 - view.x0) * (box.right - box.left);
 const valueAt = (x) => view.x0 + (x - box.left) / (box.right - box.left) * (view.x1 - view.x0);
 const spanStart = (span) => passStart(R.first[span]);
@@ -25,10 +29,7 @@ const spanEnd = (span) => kindOf(span) === WAIT ? nextStart(R.last[span]) : pass
 
 function axisEnds() {
   if (view.axis === "pass") return [0, P.size];
-  let low = P.start[0], high = P.end[P.size - 1];
-  for (let r = 0; r < R.size; r++) {
-    if (R.arrived[r] !== null && R.begin[r + 1] > R.begin[r] && R.first[R.begin[r]] === 0) low = Math.min(low, R.arrived[r]);
-  }
+  const low = squeezed(timeEnds[0]), high = squeezed(timeEnds[1]);
   return [low, high > low ? high : low + 1e-3];
 }
 
@@ -43,7 +44,7 @@ function passAt(value) {
 }
 
 function timeToAxis(value) {
-  if (view.axis === "time") return value;
+  if (view.axis === "time") return squeezed(value);
   let low = 0, high = P.size;
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -67,7 +68,7 @@ function measureRequests() {
     if (!view.queue && begin === end) { extents.from[r] = Infinity; extents.to[r] = -Infinity; continue; }
     const arrived = R.arrived[r] === null || !view.queue ? Infinity : timeToAxis(R.arrived[r]);
     extents.from[r] = Math.min(arrived, begin < end ? spanStart(begin) : Infinity);
-    const finished = R.finished[r] === null || view.axis === "pass" ? -Infinity : R.finished[r];
+    const finished = R.finished[r] === null || view.axis === "pass" ? -Infinity : timeToAxis(R.finished[r]);
     extents.to[r] = Math.max(begin < end ? spanEnd(end - 1) : extents.from[r], finished);
   }
   lanes = [];
@@ -87,6 +88,15 @@ function setQueue(on) {
   view.queue = on;
   view.scroll = 0;
   measureRequests();
+  redraw();
+}
+
+function setCut(on) {
+  const from = stretched(view.x0), to = stretched(view.x1), [low, high] = axisEnds(), whole = view.x0 <= low && view.x1 >= high;
+  view.cut = on;
+  placeOnAxis();
+  measureRequests();
+  if (whole || view.axis === "pass") fit(); else setView(squeezed(from), squeezed(to));
   redraw();
 }
 

@@ -81,9 +81,11 @@ function draw() {
   drawAxis();
   const drawn = drawRows();
   drawStrips();
+  drawCuts();
   drawScrollBar();
   drawOverlay();
   root.dataset.rows = String(drawn);
+  root.dataset.cuts = String(view.axis === "time" && view.cut ? cuts.length : 0);
   root.dataset.ready = "1";
 }
 
@@ -101,8 +103,9 @@ function drawAxis() {
   pen.textBaseline = "top";
   pen.textAlign = "center";
   const digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
-  for (let k = Math.ceil(view.x0 / step); k * step <= view.x1; k++) {
-    const x = Math.round(place(k * step)) + 0.5;
+  const parts = view.axis === "pass" ? [[view.x0, view.x1]] : partsInView();
+  for (const [from, to] of parts) for (let k = Math.ceil(from / step); k * step <= to; k++) {
+    const x = Math.round(place(view.axis === "pass" ? k * step : squeezed(k * step))) + 0.5;
     pen.strokeStyle = colors.grid;
     line(x, box.rowsTop, x, y);
     pen.fillStyle = colors.muted;

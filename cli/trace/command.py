@@ -164,6 +164,6 @@ def _select(timeline: Timeline, rids: list[str] | None, from_s: float | None, to
 
 def _write(timeline: Timeline, origin: Origin, output_format: Format, file: BinaryIO) -> None:
     if output_format is Format.PERFETTO:
-        write_trace_events(timeline, file)
+        write_trace_events(timeline, file, model=origin.model)
     else:
         file.write(render_page(timeline, origin).encode())

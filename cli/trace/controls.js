@@ -116,6 +116,7 @@ const KEYS = {
   t: () => choose("axis", view.axis === "time" ? "pass" : "time"),
   r: () => choose("rows", view.rowMode === "packed" ? "each" : "packed"),
   w: () => choose("queue", !view.queue),
+  i: () => choose("cut", !view.cut),
   "/": () => search.focus(),
   "?": () => $("#help").showModal(),
   Escape: unpin,
@@ -131,6 +132,7 @@ document.addEventListener("keydown", (event) => {
 function choose(name, value) {
   if (name === "axis") setAxis(value);
   else if (name === "queue") setQueue(value);
+  else if (name === "cut") setCut(value);
   else { view.rowMode = value; view.scroll = 0; redraw(); }
   showChoices();
 }
@@ -139,11 +141,14 @@ function showChoices() {
   for (const button of document.querySelectorAll("[data-axis]")) button.setAttribute("aria-pressed", String(button.dataset.axis === view.axis));
   for (const button of document.querySelectorAll("[data-rows]:not(html)")) button.setAttribute("aria-pressed", String(button.dataset.rows === view.rowMode));
   $("#queue").setAttribute("aria-pressed", String(view.queue));
+  $("#cut").setAttribute("aria-pressed", String(view.cut));
 }
 
 for (const button of document.querySelectorAll("button[data-axis]")) button.addEventListener("click", () => choose("axis", button.dataset.axis));
 for (const button of document.querySelectorAll("button[data-rows]")) button.addEventListener("click", () => choose("rows", button.dataset.rows));
 $("#queue").addEventListener("click", () => choose("queue", !view.queue));
+$("#cut").hidden = cuts.length === 0;
+$("#cut").addEventListener("click", () => choose("cut", !view.cut));
 $("#fit").addEventListener("click", fit);
 $("#help-button").addEventListener("click", () => $("#help").showModal());
 $("#close").addEventListener("click", unpin);

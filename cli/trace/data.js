@@ -62,6 +62,7 @@ function decodePasses(source) {
     size,
     start,
     end: start.map((value, i) => value + source.length[i] / 1e6),
+    liveUntil: start.map((value, i) => value + source.live[i] / 1e6),
     stepTime: Float64Array.from(source.stepTime, (value) => value / 1e6),
     policies: source.policies,
     notes: new Map(source.notes),

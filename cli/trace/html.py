@@ -35,6 +35,7 @@ _INT32_MAX: Final = 2**31 - 1
 SCRIPTS: Final = (
     "data.js",
     "axis.js",
+    "idle.js",
     "canvas.js",
     "rows.js",
     "strips.js",
@@ -184,6 +185,10 @@ def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
         "length": [
             max(_micros(end_s - start_s), 0)
             for start_s, end_s in zip(passes.start_s, passes.end_s, strict=True)
+        ],
+        "live": [
+            max(_micros(live_until_s - start_s), 0)
+            for start_s, live_until_s in zip(passes.start_s, passes.live_until_s, strict=True)
         ],
         "stepId": _deltas(passes.step_ids),
         "stepTime": [_micros(step_s) for step_s in passes.step_s],

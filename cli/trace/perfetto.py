@@ -27,24 +27,25 @@ class Sink(Protocol):
         ...
 
 
-def write_trace_events(timeline: Timeline, sink: Sink) -> int:
-    """Write the trace; returns the number of its events."""
+def write_trace_events(timeline: Timeline, sink: Sink, *, model: str = "") -> int:
+    """Write the trace; returns the number of its events. `model` is part of the process names."""
     encode = msgspec.json.Encoder().encode
     sink.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     num_events = 0
-    for event in trace_events(timeline):
+    for event in trace_events(timeline, model):
         sink.write((b",\n" if num_events else b"") + encode(event))
         num_events += 1
     sink.write(b"\n]}\n")
     return num_events
 
 
-def trace_events(timeline: Timeline) -> Iterator[Event]:
+def trace_events(timeline: Timeline, model: str = "") -> Iterator[Event]:
     """The events, metadata first."""
     clock = _Clock(timeline)
-    yield _name("process_name", SCHEDULER_PID, 0, "scheduler")
+    of_model = f" of {model}" if model else ""
+    yield _name("process_name", SCHEDULER_PID, 0, f"scheduler{of_model}")
     yield _name("thread_name", SCHEDULER_PID, 1, "steps")
-    yield _name("process_name", REQUESTS_PID, 0, "requests")
+    yield _name("process_name", REQUESTS_PID, 0, f"requests{of_model}")
     yield from _pass_events(timeline.passes, clock)
     for tid, story in enumerate(timeline.requests, start=1):
         yield _name("thread_name", REQUESTS_PID, tid, story.rid)
@@ -109,16 +110,34 @@ def _pass_events(passes: PassTable, clock: _Clock) -> Iterator[Event]:
                 "tid": 1,
                 "ts": begin,
             }
-        yield _counter(
-            "KV pool (pages)",
+        yield from _counters(
             begin,
             held=passes.held_pages[idx],
             locked=passes.locked_pages[idx],
             evictable=passes.evictable_pages[idx],
             free=passes.free_pages[idx],
+            waiting=passes.num_waiting[idx],
+            running=passes.num_running[idx],
         )
-        yield _counter("queue", begin, waiting=passes.num_waiting[idx])
-        yield _counter("running", begin, running=passes.num_running[idx])
+        live_until = clock.at(passes.live_until_s[idx])
+        if live_until < clock.next_begin(idx) or idx + 1 == len(passes):
+            yield from _counters(live_until)
+
+
+def _counters(
+    ts: float,
+    *,
+    held: int = 0,
+    locked: int = 0,
+    evictable: int = 0,
+    free: int = 0,
+    waiting: int = 0,
+    running: int = 0,
+) -> Iterator[Event]:
+    """The figures from a moment on; without a request all are 0."""
+    yield _counter("KV pool (pages)", ts, held=held, locked=locked, evictable=evictable, free=free)
+    yield _counter("queue", ts, waiting=waiting)
+    yield _counter("running", ts, running=running)
 
 
 def _request_events(story: TracedRequest, tid: int, passes: PassTable, clock: _Clock) -> Iterator[Event]:

@@ -12,7 +12,7 @@ function drawRows() {
   let drawn = 0, lastLabel = -Infinity;
   for (let i = Math.max(Math.floor(view.scroll / rowHeight), 0), y = rowHeight >= 1 ? rowTop(i) : box.rowsTop; i < rows.length && y < bottom;) {
     drawRow(rows[i], y, height);
-    if (view.rowMode === "each") lastLabel = drawLabel(rows[i][0], y, lastLabel);
+    lastLabel = drawLabel(rows[i], y, lastLabel);
     drawn++;
     if (rowHeight >= 1) {
       i++;
@@ -23,7 +23,7 @@ function drawRows() {
     }
   }
   pen.restore();
-  if (view.rowMode === "packed") drawPackedTitle();
+  drawRowsTitle();
   pen.strokeStyle = colors.line;
   line(0, bottom + 0.5, box.width, bottom + 0.5);
   if (!rows.length) message("No request was there at this time");
@@ -60,28 +60,36 @@ function drawNameInside(r, y) {
   pen.fillText(shorten(R.rid[r], to - from - 14), from + 7, y + rowHeight / 2 + 0.5);
 }
 
-function drawLabel(r, y, lastLabel) {
-  if (y - lastLabel < 14 && r !== view.pinned) return lastLabel;
+// The name of a row: its request, or how many requests it has in view.
+function drawLabel(members, y, lastLabel) {
+  const size = Math.min(11, Math.max(rowHeight, 8)), pinned = members.includes(view.pinned);
+  if (y - lastLabel < Math.min(14, Math.max(rowHeight, LABELED_ROW)) - 0.01 && !pinned) return lastLabel;
   const middle = Math.max(y + Math.max(rowHeight, 9) / 2, box.rowsTop + 6);
   if (middle > box.rowsBottom - 5) return lastLabel;
-  pen.font = font(11, r === view.pinned ? 650 : 400);
-  pen.fillStyle = r === view.pinned ? colors.accent : colors.muted;
+  const first = firstIn(members, view.x0);
+  let last = first;
+  while (last + 1 < members.length && extents.from[members[last + 1]] <= view.x1) last++;
+  if (first >= members.length || extents.from[members[first]] > view.x1) return lastLabel;
+  pen.font = font(size, pinned ? 650 : 400);
+  pen.fillStyle = pinned ? colors.accent : colors.muted;
   pen.textAlign = "left";
   pen.textBaseline = "middle";
-  pen.fillText(shorten(R.rid[r], LABEL_WIDTH - 30), 14, middle);
+  const name = pinned ? R.rid[view.pinned] : last === first ? R.rid[members[first]] : plural(last - first + 1, "request");
+  pen.fillText(shorten(name, LABEL_WIDTH - 30), 14, middle);
   return y;
 }
 
-function drawPackedTitle() {
+function drawRowsTitle() {
   pen.textAlign = "left";
   pen.textBaseline = "top";
   pen.fillStyle = colors.ink;
   pen.font = font(12, 600);
-  pen.fillText("Requests", 14, box.rowsTop + 2);
+  pen.fillText("Requests", 14, 8);
+  const words = [view.rowMode === "packed" ? `up to ${count(rows.length)} at a time` : "", view.queue ? "" : "without the queue"];
+  const offset = pen.measureText("Requests ").width;
   pen.fillStyle = colors.faint;
   pen.font = font(11);
-  pen.fillText(`up to ${count(rows.length)} at a time`, 14, box.rowsTop + 18);
-  if (!view.queue) pen.fillText("without the queue", 14, box.rowsTop + 33);
+  pen.fillText(words.filter(Boolean).join(", "), 14 + offset + 2, 9);
 }
 
 function message(text) {

@@ -28,6 +28,7 @@ function drawLegend() {
     element("hr"),
     swatch(colors["kv-held"], "KV held by requests"), swatch(colors["kv-locked"], "cached, in use"), swatch(colors["kv-evictable"], "cached, evictable"),
     swatch(colors["wait-memory"], "evictions", "thin"),
+    ...(cuts.length ? [swatch(colors.band, "cut: no request was there", "cut")] : []),
   );
 }
 
@@ -37,6 +38,8 @@ function drawFacts() {
   const looked = [...R.looks.values()].map((looks) => looks[0]), prompt = sum(looked.map((look) => look.prompt));
   const facts = [[R.size === 1 ? "request" : "requests", count(R.size)], [P.size === 1 ? "pass" : "passes", count(P.size)], ["duration", seconds(duration)],
     ["prefill tokens", count(prefill)], ["decode tokens", count(sum(P.decodes))]];
+  const idleTime = sum(idle.map(([from, to]) => to - from));
+  if (cuts.length) facts.splice(3, 0, ["idle", seconds(idleTime)]);
   if (prompt) facts.push(["prompt tokens from the cache", `${(100 * sum(looked.map((look) => look.prefix)) / prompt).toFixed(1)} %`]);
   facts.push(["retractions", count(marks.filter((mark) => mark.kind === RETRACTED).length)]);
   const swaps = marks.filter((mark) => mark.kind === SWAPPED_OUT).length;
@@ -65,6 +68,8 @@ function start() {
   $("#left-out").textContent = printable(data.leftOut);
   $("#left-out").hidden = !data.leftOut;
   if (options.get("axis") === "pass") view.axis = "pass";
+  view.cut = options.get("idle") !== "shown";
+  placeOnAxis();
   root.dataset.requests = String(R.size);
   root.dataset.passes = String(P.size);
   measureRequests();
@@ -72,7 +77,8 @@ function start() {
   applyColors();
   drawFacts();
   const [low, high] = axisEnds();
-  const from = Number(options.get("from") ?? low), to = Number(options.get("to") ?? high);
+  const placed = (name, end) => options.has(name) ? (view.axis === "pass" ? Number(options.get(name)) : squeezed(Number(options.get(name)))) : end;
+  const from = placed("from", low), to = placed("to", high);
   setView(from - (to - from) * 0.005, to + (to - from) * 0.005);
   showChoices();
   darkScheme.addEventListener("change", applyColors);

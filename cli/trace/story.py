@@ -118,7 +118,9 @@ class PassTable:
 
     Attributes:
         start_s: when the pass was made.
-        end_s: when its step was done, or the next pass began, whichever was first.
+        end_s: when its step was done, or the next pass began, whichever was first; `start_s` without a request.
+        live_until_s: when the last request had ended, or the next pass began, whichever was first; so long its numbers
+            of requests and pages hold.
         step_ids, modes: of the plan; 0 and IDLE without one.
         num_waiting, num_running, num_decodes: requests.
         prefill_tokens: computed of prompts in the step.
@@ -134,6 +136,7 @@ class PassTable:
     COLUMNS: Final = (
         "start_s",
         "end_s",
+        "live_until_s",
         "step_ids",
         "modes",
         "num_waiting",
@@ -159,6 +162,7 @@ class PassTable:
     def __init__(self) -> None:
         self.start_s: list[float] = []
         self.end_s: list[float] = []
+        self.live_until_s: list[float] = []
         self.step_ids: list[int] = []
         self.modes: list[ForwardMode] = []
         self.num_waiting: list[int] = []

@@ -26,17 +26,25 @@ function drawStrips() {
 
 const visiblePasses = () => [Math.max(passAt(view.x0), 0), Math.min(passAt(view.x1), P.size - 1)];
 
-// Calls paint(x0, x1, passes first..last) for each pixel column, or for each pass where they are wider.
 const barGap = () => (box.right - box.left) / (visiblePasses()[1] - visiblePasses()[0] + 1) > 8 ? 1 : 0;
 
+// Calls paint(x0, x1, passes first..last) for each pixel column, or for each pass where they are wider. Passes that begin
+// in one column share it; what follows the column, up to `ends` of the last one, belongs to that pass alone. From there to
+// the next pass nothing is painted.
 function columns(ends, paint) {
   const [first, last] = visiblePasses();
   for (let p = first; p <= last;) {
     const x0 = Math.max(Math.round(place(passStart(p))), box.left);
     let to = p;
     while (to < last && Math.round(place(passStart(to + 1))) <= x0) to++;
-    const x1 = Math.min(Math.max(Math.round(place(ends(to))), x0 + 1), box.right);
-    if (x1 > x0) paint(x0, x1, p, to);
+    const next = to < last ? Math.round(place(passStart(to + 1))) : Infinity;
+    const x1 = Math.min(Math.max(Math.round(place(ends(to))), x0 + 1), next, box.right);
+    if (to === p || x1 <= x0 + 1) {
+      if (x1 > x0) paint(x0, x1, p, to);
+    } else {
+      paint(x0, x0 + 1, p, to);
+      paint(x0 + 1, x1, to, to);
+    }
     p = to + 1;
   }
 }
@@ -57,7 +65,7 @@ function niceTop(value) {
 function drawMemory({ y, bottom }) {
   const total = highest(P.free.map((value, i) => value + P.evictable[i] + P.locked[i] + P.held[i]), 0, P.size - 1) || 1;
   const scale = box.strip / total;
-  columns(nextStart, (x0, x1, first, last) => {
+  columns(liveEnd, (x0, x1, first, last) => {
     let at = bottom;
     for (const [name, color] of [["held", "kv-held"], ["locked", "kv-locked"], ["evictable", "kv-evictable"]]) {
       const height = P[name][last] * scale, top = at - height;
@@ -75,10 +83,10 @@ function drawMemory({ y, bottom }) {
   return { top: total > 1 ? count(total) : "" };
 }
 
-function drawSteps({ y, bottom }, values, color) {
+function drawLevels({ y, bottom }, values, color) {
   const top = Math.max(niceTop(highest(values, ...visiblePasses())), 1), scale = (box.strip - 2) / top;
   const edge = colors[color], line = [];
-  columns(nextStart, (x0, x1, first, last) => line.push([x0, x1, bottom - highest(values, first, last) * scale]));
+  columns(liveEnd, (x0, x1, first, last) => line.push([x0, x1, bottom - highest(values, first, last) * scale]));
   pen.fillStyle = edge;
   pen.globalAlpha = 0.18;
   for (const [x0, x1, at] of line) pen.fillRect(x0, Math.round(at), x1 - x0, bottom - Math.round(at));
@@ -87,7 +95,17 @@ function drawSteps({ y, bottom }, values, color) {
   pen.lineWidth = 1.4;
   pen.lineJoin = "round";
   pen.beginPath();
-  for (const [x0, x1, at] of line) { pen.lineTo(x0, at); pen.lineTo(x1, at); }
+  let end = -1;
+  for (const [x0, x1, at] of line) {
+    if (x0 > end) {  // a gap, in which it is 0
+      if (end >= 0) pen.lineTo(end, bottom);
+      pen.moveTo(x0, bottom);
+    }
+    pen.lineTo(x0, at);
+    pen.lineTo(x1, at);
+    end = x1;
+  }
+  if (end >= 0) pen.lineTo(end, bottom);
   pen.stroke();
   pen.lineWidth = 1;
   return { top: count(top), y };

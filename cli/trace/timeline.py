@@ -57,6 +57,8 @@ class TimelineBuilder:
         self._max_spans = max_spans
         self._passes = PassTable()
         self._settled_s: list[float] = []  # per pass; 0 until its step is settled
+        self._empty_s: dict[int, float] = {}  # pass -> when, after it, no request was left
+        self._idle: set[int] = set()  # passes that found no request
         self._requests: list[TracedRequest] = []
         self._tracks: dict[str, _Track] = {}
         self._pass_of_step: dict[int, int] = {}
@@ -135,6 +137,8 @@ class TimelineBuilder:
         story.finish, story.finished_s = left.kind, now_s
         story.output_len, story.message = left.output_len, left.message
         del self._tracks[left.rid]
+        if not self._tracks:
+            self._empty_s.setdefault(len(self._passes) - 1, now_s)
 
     # ------------------------------------------------------------ decisions
 
@@ -237,6 +241,8 @@ class TimelineBuilder:
 
     def _append_figures(self, record: PassRecord, prefill_tokens: int) -> None:
         passes = self._passes
+        if not (record.step_id or record.num_waiting or record.num_running or self._tracks):
+            self._idle.add(len(passes))
         if record.step_id:
             self._pass_of_step[record.step_id] = len(passes)
         if record.notes:
@@ -269,11 +275,17 @@ class TimelineBuilder:
         passes.policies.append(record.policy)
 
     def _set_ends(self) -> None:
-        starts = self._passes.start_s
+        passes, starts = self._passes, self._passes.start_s
         for idx, settled_s in enumerate(self._settled_s):
+            start_s = starts[idx]
             next_s = starts[idx + 1] if idx + 1 < len(starts) else 0.0
-            ends = [each for each in (settled_s, next_s) if each >= starts[idx]]
-            self._passes.end_s.append(min(ends) if ends else starts[idx] + self._passes.step_s[idx])
+            ends = [each for each in (settled_s, next_s) if each >= start_s]
+            end_s = min(ends) if ends else start_s + passes.step_s[idx]
+            live_until_s = self._empty_s.get(idx, next_s or end_s)
+            if idx in self._idle:
+                end_s = live_until_s = start_s
+            passes.end_s.append(end_s)
+            passes.live_until_s.append(max(start_s, min(live_until_s, next_s or live_until_s)))
 
 
 def read_timeline(records: Iterable[DecisionRecord], *, origin_s: float | None = None) -> Timeline:

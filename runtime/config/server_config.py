@@ -53,6 +53,9 @@ class ServerConfig:
         "Host name that a server without keys accepts on a loopback address, besides localhost and IP"
         " addresses; * for any; may be repeated.",
     ] = ()
+    page: Annotated[
+        bool, "Serve a page with a chat and the live requests at /, for browsers; its files need no key."
+    ] = True
     ssl_certfile: Annotated[str | None, "Certificate chain (PEM) for HTTPS."] = None
     ssl_keyfile: Annotated[
         str | None, "Private key (PEM) of the certificate, if it is not in --ssl-certfile."

@@ -38,7 +38,7 @@ def header_of(
         dataclasses.asdict(config.cache),
         capacity,
         sorted(eos_token_ids),
-        str(config.model.model),
+        config.model.name_in_api(config.model.model),
         str(config.model.device),
     )
 

@@ -104,6 +104,7 @@ SERVE_FLAGS = """
 --no-in-batch-prefix-caching
 --no-isolate-tenants
 --no-overlap
+--no-page
 --no-priority-preemption
 --no-radix-cache
 --no-record-steps
@@ -115,6 +116,7 @@ SERVE_FLAGS = """
 --num-threads
 --overlap
 --overload
+--page
 --page-size
 --phases
 --pin-fraction

@@ -16,10 +16,11 @@ from typing import Final
 from ...runtime.errors import RequestError
 from .error_shapes import shape_of
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
-from .guards.auth import key_of
+from .guards.auth import Caller, key_of
 from .guards.hosts import Hosts
 from .guards.origins import Origins
-from .openapi import ApiDocs
+from .page.files import PageFiles
+from .reference.openapi import ApiDocs
 from .routes import ROUTES, Handler, Route
 from .schema.errors import MethodNotAllowedError, reply_to
 from .schema.json_body import show
@@ -36,9 +37,17 @@ class App:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._authorizer = services.authorizer
-        self._origins = Origins(services.config.server.cors_origin)
-        self._hosts = Hosts(services.config.server.allowed_host)
-        self._docs = ApiDocs(ROUTES, services.version, needs_key=services.authorizer.needs_key)
+        server = services.config.server
+        self._hosts = Hosts(server.allowed_host)
+        self._origins = Origins(server.cors_origin, own=self._hosts if server.page else None)
+        self._page = PageFiles(enabled=server.page)
+        self._docs = ApiDocs(
+            ROUTES,
+            services.version,
+            model=services.served_model,
+            tls=server.ssl_certfile is not None,
+            needs_key=services.authorizer.needs_key,
+        )
         self._exact: dict[str, dict[str, Route]] = {}
         self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, after it)
         for route in ROUTES:
@@ -74,8 +83,14 @@ class App:
                 self._origins.check(exchange.headers)
         if self._authorizer.trusts_this_machine:
             self._hosts.check(exchange.headers)
+        if (file := self._page.find(exchange)) is not None:
+            await self._page.send(exchange, file)
+            return
         key = exchange.bearer_token or key_of(exchange.path, exchange.headers)
-        exchange.caller = self._authorizer.authenticate(exchange.path, key)
+        if self._page.opens(exchange) and not key:
+            exchange.caller = Caller(admin=False)
+        else:
+            exchange.caller = self._authorizer.authenticate(exchange.path, key)
         route = self._find(exchange)
         if route.admin:
             self._authorizer.check_admin(exchange.caller, exchange.path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 import shutil
 import struct
@@ -11,6 +12,7 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.cli.trace import html as page
@@ -288,3 +290,102 @@ def test_hostile_ids_are_shown_as_text(browse):
     assert found["pinned"] == evil.replace("\u202e", "·")
     assert "<img" not in dom
     assert "&lt;/script&gt;&lt;img" in dom
+
+
+IDLE_S = 60.0
+COLORS_BETWEEN = """
+(() => {
+  draw();
+  const scale = window.devicePixelRatio || 1, names = {};
+  const right = Math.min(place(squeezed(P.start[END + 1])), box.right);
+  const middle = (place(squeezed(P.end[END])) + right) / 2;
+  STRIPS.forEach((strip, index) => {
+    const found = new Set(), top = stripTop(index) + 3, height = box.strip - 6;
+    const [x, y, tall] = [Math.round(middle * scale) - 4, Math.round(top * scale), Math.round(height * scale)];
+    const data = pen.getImageData(x, y, 8, tall).data;
+    for (let i = 0; i < data.length; i += 4) found.add(`${data[i]},${data[i + 1]},${data[i + 2]},${data[i + 3]}`);
+    names[strip.title] = found.size === 1 ? [...found][0] : "several";
+  });
+  root.dataset.between = JSON.stringify(names);
+  const texts = [], write = pen.fillText.bind(pen);
+  pen.fillText = (text, ...rest) => { texts.push(text); write(text, ...rest); };
+  draw();
+  root.dataset.texts = JSON.stringify(texts);
+})();
+"""
+
+
+@pytest.fixture
+def two_bursts(sample_engine):
+    """A timeline with a minute of idle time, and the last pass before it."""
+    first = list(sample_engine(num_requests=8, num_pages=160, seed=1).records())
+    second = [
+        msgspec.structs.replace(record, now_s=record.now_s + IDLE_S)
+        for record in sample_engine(num_requests=8, num_pages=160, seed=2).records()
+    ]
+    num_passes = sum(isinstance(record, PassRecord) for record in first)
+    return read_timeline([*first, *second]), num_passes - 1
+
+
+# In the whole view a burst is a few pixels wide, so that many passes share one; near its end they do not.
+@pytest.mark.parametrize(("shown", "near"), [(True, False), (True, True), (False, False)])
+def test_nothing_is_drawn_in_idle_time(browse, two_bursts, shown, near):
+    timeline, end = two_bursts
+    at = timeline.passes.end_s[end] - timeline.origin_s
+    part = f"&from={at - 0.5}&to={at + 1}" if near else ""
+    script = COLORS_BETWEEN.replace("END", str(end))
+
+    dom, _shot = browse(timeline, ("idle=shown" + part) if shown else "", script=script)
+
+    found = root_attributes(dom)
+    assert "error" not in found
+    assert found["cuts"] == ("0" if shown else "1")
+    between = json.loads(found["between"])
+    assert len(set(between.values())) == 1, between
+    if shown:
+        assert between["Running"] == "0,0,0,0"
+    else:
+        assert "idle" in " ".join(json.loads(found["texts"]))
+
+
+def test_the_default_view_spends_its_width_on_the_passes_and_a_key_shows_the_idle_time(browse, two_bursts):
+    timeline, _end = two_bursts
+    script = """
+    const width = (from, to) => place(squeezed(to)) - place(squeezed(from));
+    const part = () => (width(P.start[0], P.end[P.size - 1]) - width(...idle[0])) / (box.right - box.left);
+    draw(); root.dataset.busy = String(part());
+    document.dispatchEvent(new KeyboardEvent("keydown", { key: "i", bubbles: true })); draw();
+    root.dataset.shown = String(part());
+    root.dataset.back = String(stretched(squeezed(31.25)));
+    document.querySelector("#cut").click(); draw();
+    root.dataset.again = String(part());
+    """
+    dom, _shot = browse(timeline, script=script)
+    attributes = root_attributes(dom)
+    found = {name: float(attributes[name]) for name in ("busy", "shown", "again", "back")}
+    assert found["busy"] > 0.9
+    assert found["shown"] < 0.2
+    assert found["again"] == pytest.approx(found["busy"])
+    assert found["back"] == pytest.approx(31.25)
+
+
+def test_a_log_without_long_idle_time_is_not_cut(browse, sample_engine):
+    dom, _shot = browse(read_timeline(sample_engine(num_requests=40, num_pages=160).records()))
+    assert root_attributes(dom)["cuts"] == "0"
+    assert re.search(r'<button[^>]* id="cut"[^>]* hidden', dom)
+
+
+@pytest.mark.parametrize("rows", ["each", "packed"])
+def test_every_lane_has_a_name(browse, two_bursts, rows):
+    timeline, end = two_bursts
+    script = f'choose("rows", "{rows}");' + COLORS_BETWEEN.replace("END", str(end))
+    dom, _shot = browse(timeline, script=script)
+    found = root_attributes(dom)
+    texts = json.loads(found["texts"])
+    if rows == "each":
+        assert found["rows"] == str(len(timeline.requests))
+        names = [re.sub("….*", "", text) for text in texts]
+        assert all(any(name and story.rid.startswith(name) for name in names) for story in timeline.requests)
+    else:
+        names = [text for text in texts if re.match(r"\d+ requests|gen-", text)]
+        assert len(names) >= int(found["rows"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
+from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.setting_declaration import MAX_INT
 from engine.runtime.errors import ConfigError
 from engine.scheduler.journal.log_file import MAX_RECORD_BYTES, Idle, LogRecord, read_runs
@@ -215,3 +215,11 @@ def test_a_number_that_no_record_can_hold_is_refused_with_the_settings(path: Pat
     LogWriter(path, header).close()
     (run,) = read_runs(path)
     assert getattr(run.header.scheduler_config(), name) == MAX_INT
+
+
+@pytest.mark.parametrize(("served", "shown"), [(None, "default"), ("org/tiny", "org/tiny"), ("*", "default")])
+def test_a_run_has_the_name_of_the_model_in_the_api(served: str | None, shown: str) -> None:
+    """`serve` resolves the name of the default model before the scheduler starts."""
+    config = EngineConfig(model=ModelConfig(served_model_name=served))
+    header = header_of(config, sample_header().capacity, frozenset(), wall_s=0.0, now_s=0.0)
+    assert header.model == shown

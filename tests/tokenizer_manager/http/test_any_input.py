@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.error_shapes import shape_of
-from engine.tokenizer_manager.http.openapi import ApiDocs
+from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import ErrorBody
 from engine.tokenizer_manager.http.schema.protocol import NativeSampling

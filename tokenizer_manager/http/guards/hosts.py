@@ -31,15 +31,20 @@ class Hosts:
         host = headers.get(b"host")
         if host is None or self._any:
             return
-        name = _name_in(host.decode("latin-1"))
-        if name in self._allowed or _cannot_be_rebound(name):
+        if self.is_certain(host):
             return
+        name = _name_in(host.decode("latin-1"))
         raise RequestError(
             f"the host name {show(name)} is not one of this server, and may belong to a web page; use its "
             f"address, or allow the name with --allowed-host",
             code="host_not_allowed",
             status=403,
         )
+
+    def is_certain(self, host: bytes) -> bool:
+        """Whether a `Host` header has a name that is this server's and cannot be rebound to it; `*` proves nothing."""
+        name = _name_in(host.decode("latin-1"))
+        return name in self._allowed or _cannot_be_rebound(name)
 
 
 def _name_in(host: str) -> str:

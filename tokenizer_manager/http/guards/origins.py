@@ -1,8 +1,11 @@
-"""`Origins`: the web pages that may use the API from a browser (CORS); none without `--cors-origin`.
+"""`Origins`: the web pages that may use the API from a browser (CORS): without `--cors-origin` only the server's own.
 
 A server without keys trusts every client that can connect, and so can every page that is open in a browser on this
 machine. CORS alone does not stop them: the page cannot read the answer, but its request runs. So a server without keys
 refuses requests with an `Origin` that is not allowed. A server with keys need not: a page does not have the key.
+
+The server's own page (`http/page`) has the origin that the `Host` header names. Only a host name that cannot be rebound
+(see `Hosts`) makes an origin the server's own.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Final
 
 from ....runtime.errors import RequestError
 from ..schema.json_body import show
+from .hosts import Hosts
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -25,8 +29,14 @@ _EXPOSED: Final = b"retry-after, x-engine-queue-position, x-request-id"
 class Origins:
     """The allowed origins. Cookies are never allowed: the API has none."""
 
-    def __init__(self, allowed: Sequence[str]) -> None:
-        """Allow these; `*` allows all."""
+    def __init__(self, allowed: Sequence[str], *, own: Hosts | None = None) -> None:
+        """Allow these; `*` allows all.
+
+        Args:
+            allowed: origins.
+            own: knows the names of this server; None: the server has no page of its own.
+        """
+        self._own = own
         self._any = "*" in allowed
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
@@ -57,13 +67,21 @@ class Origins:
             RequestError: 403.
         """
         origin = headers.get(b"origin")
-        if origin is not None and not self._allows(origin):
+        if origin is not None and not self._allows(origin) and not self._is_own(origin, headers):
             shown = show(origin.decode("latin-1"))
             raise RequestError(
                 f"the origin {shown} may not use this server from a browser; allow it with --cors-origin",
                 code="origin_not_allowed",
                 status=403,
             )
+
+    def _is_own(self, origin: bytes, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether the page came from this server."""
+        scheme, separator, authority = origin.lower().partition(b"://")
+        host = headers.get(b"host", b"").strip().lower()
+        if self._own is None or not separator or scheme not in (b"http", b"https"):
+            return False
+        return bool(host) and authority == host and self._own.is_certain(host)
 
     def _allows(self, origin: bytes) -> bool:
         return self._any or origin in self._allowed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ....runtime.errors import RequestError
+from ....runtime.sampling_params import MAX_COUNT
 from ....runtime.grammar_use import GrammarSpec
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
 from .json_body import Body, show
@@ -143,13 +144,13 @@ def checked_budget(param: str, value: object) -> int | None:
     """A number of tokens, or None.
 
     Raises:
-        RequestError: it is no integer of at least 0.
+        RequestError: it is no integer in [0, MAX_COUNT].
     """
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise RequestError(
-            f"{param} is {show(value)}, but it must be a number of tokens, 0 or more",
+            f"{param} is {show(value)}, but it must be a number of tokens, from 0 to {MAX_COUNT}",
             param=param,
             code="invalid_value",
         )

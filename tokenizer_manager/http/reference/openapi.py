@@ -1,22 +1,25 @@
-"""`/openapi.json` and `/docs`, made from the route table and the structs at the first request.
-
-The page is plain HTML without scripts, so that it works on machines without access to the internet.
+"""`/openapi.json` and `/docs`, made from the route table and the structs at the first request; `reference_page.py`
+writes the page.
 """
 
 from __future__ import annotations
 
-import html
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from .error_shapes import shape_of
-from .exchange import Exchange
-from .guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
-from .routes import Route
-from .schema.field_types import OVERRIDES
-from .schema.protocol import NativeSampling
+from ..error_shapes import shape_of
+from ..exchange import Exchange
+from ..guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
+from ..page.files import security_headers
+from ..routes import Route
+from ..schema.field_types import OVERRIDES
+from ..schema.protocol import NativeSampling
+from .examples import BODIES, PATH_PARTS
+from .field_notes import with_notes
+from .reference_page import render_reference
 
 _REF: Final = "#/components/schemas/{name}"
 _FAILURES: Final = {
@@ -35,26 +38,45 @@ _FAILURES: Final = {
     503: "the engine is not available",
     504: "it did not end within its timeout",
 }
+_HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
+"""A `Host` header that can stand in an example."""
 _EVERYWHERE: Final = (400, 401, 403, 408, 431, 500, 503)
 _WITH_BODY: Final = (413, 415, 429)
 _STREAMS: Final = {
     "text/event-stream": "events whose data are each a {name}; in OpenAI's older APIs [DONE] follows",
     "application/x-ndjson": "lines that are each a {name}",
 }
-_STYLE: Final = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-    "code,h2{font-family:ui-monospace,monospace}h2{font-size:1em;margin-top:2em}"
-    "table{border-collapse:collapse}td,th{text-align:left;padding:.1em 1em .1em 0;vertical-align:top}"
-)
 
 
 class ApiDocs:
     """The description of an API, as JSON and as a page."""
 
-    def __init__(self, routes: Sequence[Route], version: str, *, needs_key: bool = False) -> None:
+    def __init__(
+        self,
+        routes: Sequence[Route],
+        version: str,
+        *,
+        model: str = "model",
+        tls: bool = False,
+        needs_key: bool = False,
+        model_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Describe `routes`.
+
+        Args:
+            routes: the route table.
+            version: of the engine.
+            model: name of the served model, for examples.
+            tls: the server speaks HTTPS.
+            needs_key: requests must have an API key.
+            model_defaults: sampling fields for which this server takes other defaults, by name.
+        """
         self._routes = routes
         self._version = version
+        self._model = model
+        self._scheme = "https" if tls else "http"
         self._needs_key = needs_key
+        self._model_defaults = model_defaults or {}
         self._document: dict[str, Any] | None = None
 
     async def serve_json(self, exchange: Exchange) -> None:
@@ -63,7 +85,11 @@ class ApiDocs:
 
     async def serve_page(self, exchange: Exchange) -> None:
         """The HTML page."""
-        await exchange.send_bytes(self.page().encode(), b"text/html; charset=utf-8")
+        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        url = f"{self._scheme}://{host if _HOST.fullmatch(host) else '127.0.0.1:30000'}"
+        page, policy = render_reference(self.document(), url)
+        headers = security_headers(policy)
+        await exchange.send_bytes(page.encode(), b"text/html; charset=utf-8", headers=headers)
 
     def document(self) -> dict[str, Any]:
         """The OpenAPI 3.1 document."""
@@ -78,19 +104,23 @@ class ApiDocs:
                 schemas.get(getattr(each, "__name__", ""), {}).update(_either(getattr(each, "one_of", ())))
             paths: dict[str, Any] = {}
             for route in self._routes:
-                operation = _operation(route, schema_of)
+                operation = _operation(route, schema_of, self._model)
                 if self._needs_key and route.path in OPEN_PATHS:
                     operation["security"] = []
                 if route.path in KEY_HEADER_PATHS:
                     keys: list[dict[str, Any]] = [{"bearer": []}, {"x-api-key": []}]
                     operation["security"] = keys if self._needs_key else [{}, *keys]
                 paths.setdefault(route.path, {})[route.method.lower()] = operation
+            schemas = _with_overrides(schemas)
+            requests = {each.__name__ for route in self._routes if (each := route.request) is not None}
+            requests.add(NativeSampling.__name__)
+            with_notes({name: schemas[name] for name in requests}, self._model_defaults)
             self._document = {
                 "openapi": "3.1.0",
                 "info": {"title": "engine", "version": self._version},
                 "paths": paths,
                 "components": {
-                    "schemas": _with_overrides(schemas),
+                    "schemas": schemas,
                     "securitySchemes": {
                         "bearer": {"type": "http", "scheme": "bearer"},
                         "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
@@ -99,24 +129,6 @@ class ApiDocs:
                 "security": [{"bearer": []}] if self._needs_key else [{}, {"bearer": []}],
             }
         return self._document
-
-    def page(self) -> str:
-        """The HTML page."""
-        document = self.document()
-        schemas = document["components"]["schemas"]
-        parts = [
-            f"<!doctype html><meta charset=utf-8><title>engine API</title><style>{_STYLE}</style>",
-            f"<h1>engine {html.escape(self._version)}</h1>",
-            "<p>As a schema: <a href=/openapi.json>/openapi.json</a>. "
-            "Errors have the form of the API that a path belongs to.</p>",
-        ]
-        for route in self._routes:
-            parts.append(
-                f"<h2>{route.method} {html.escape(route.path)}</h2><p>{html.escape(route.summary)}</p>"
-            )
-            if route.request is not None:
-                parts.extend(_table(schemas[route.request.__name__]))
-        return "".join(parts)
 
 
 def _with_overrides(schema: Any) -> Any:
@@ -140,7 +152,7 @@ def _types_of(route: Route) -> Iterator[Any]:
     yield from (each for each in (route.request, route.answer, route.events) if each is not None)
 
 
-def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(route: Route, schema_of: Mapping[Any, Any], model: str) -> dict[str, Any]:
     operation: dict[str, Any] = {
         "operationId": route.handler.__name__,
         "summary": route.summary,
@@ -148,13 +160,13 @@ def _operation(route: Route, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
         | {str(code): _failure(code, route.path) for code in _fails(route)},
     }
     if route.request is not None:
-        content = {"application/json": {"schema": schema_of[route.request]}}
+        example = BODIES[route.method, route.path]
+        content = {"application/json": {"schema": schema_of[route.request], "example": example}}
         operation["requestBody"] = {"required": not route.bodiless, "content": content}
     if "{" in route.path:
         name = route.path[route.path.index("{") + 1 : route.path.index("}")]
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        ]
+        parameter = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [parameter | {"example": PATH_PARTS.get(name, model)}]
     return operation
 
 
@@ -188,28 +200,3 @@ def _fails(route: Route) -> list[int]:
 def _failure(status: int, path: str) -> dict[str, Any]:
     schema = {"$ref": _REF.format(name=shape_of(path).kind.__name__)}
     return {"description": _FAILURES[status], "content": {"application/json": {"schema": schema}}}
-
-
-def _table(schema: Mapping[str, Any]) -> Iterator[str]:
-    required = set(schema.get("required", ()))
-    yield "<table>"
-    for name, field in schema["properties"].items():
-        kind = "required" if name in required else "optional"
-        cells = (f"<code>{html.escape(name)}</code>", html.escape(_type_of(field)), kind)
-        yield "<tr>" + "".join(f"<td>{cell}" for cell in (*cells, html.escape(_about(field))))
-    yield "</table>"
-
-
-def _about(field: Mapping[str, Any]) -> str:
-    """The description of a field, or of one of its types."""
-    options = (field, *field.get("anyOf", ()))
-    return next((str(option["description"]) for option in options if "description" in option), "")
-
-
-def _type_of(field: Mapping[str, Any]) -> str:
-    if "anyOf" in field:
-        return " or ".join(_type_of(option) for option in field["anyOf"] if option.get("type") != "null")
-    if "$ref" in field:
-        return "object"
-    kind = str(field.get("type", "any"))
-    return f"{kind} of {_type_of(field['items'])}" if kind == "array" and "items" in field else kind

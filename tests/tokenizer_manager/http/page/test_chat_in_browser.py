@@ -1,0 +1,439 @@
+"""The chat at `/` in a real browser: sending, stopping, regenerating, editing, tools, JSON, errors, keys, storage."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from engine.runtime.messages import Finish, FinishKind
+from tests.browser import Tab
+from tests.tokenizer_manager.fake_engine import LENGTH, STOP, WAIT_S, ids_of, row, say_all
+from tests.tokenizer_manager.fake_engine import TOKENIZER as TOKENS
+from tests.tokenizer_manager.http.surfaces.serving import CALL
+
+pytestmark = pytest.mark.slow
+
+ANSWERED = "document.querySelector('#stop').hidden && document.querySelector('.assistant .figures')"
+TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def ask(tab: Tab, text: str) -> None:
+    tab.click("#question")
+    tab.type(text)
+    tab.press("Enter")
+
+
+def kept(tab: Tab) -> list[dict[str, Any]]:
+    """The conversation as the browser keeps it."""
+    messages: list[dict[str, Any]] = json.loads(
+        tab.run("localStorage.getItem('engine.conversation')") or "[]"
+    )
+    return messages
+
+
+def fill(tab: Tab, field: str, text: str) -> None:
+    """Replace the value of a field of the settings."""
+    if tab.run("document.querySelector('#settings').hidden"):
+        tab.click("#open-settings")
+    tab.click(f"#set-{field}")
+    tab.run("document.activeElement.select?.()")
+    tab.type(text)
+
+
+def choose(tab: Tab, field: str, value: str) -> None:
+    if tab.run("document.querySelector('#settings').hidden"):
+        tab.click("#open-settings")
+    tab.run(
+        f"(() => {{ const field = document.querySelector('#set-{field}'); field.value = {json.dumps(value)}; "
+        "field.dispatchEvent(new Event('change', { bubbles: true })); })()"
+    )
+
+
+def prompt_of(request: Any) -> str:
+    return TOKENS.decode(ids_of(request), skip_special_tokens=False)
+
+
+def test_an_answer_is_shown_while_it_arrives_and_ends_with_its_figures(open_page):
+    tab, served = open_page()
+    ask(tab, "How are you?")
+    request = served.engine.next_request()
+    assert "user\nHow are you?" in prompt_of(request)
+
+    served.engine.say(row(request, "Very **we", total=2, cached=16))
+    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('Very')")
+    assert tab.run("document.querySelector('#messages').getAttribute('aria-busy')") == "true"
+    assert tab.text("#status") == "The model answers…"
+    assert tab.run("!document.querySelector('#stop').hidden && document.querySelector('#send').hidden")
+    served.engine.say(row(request, "ll**.", total=4, cached=16, finish=STOP))
+    tab.wait(ANSWERED)
+
+    assert tab.text(".assistant .text") == "Very well."
+    assert tab.run("document.querySelector('.assistant strong').textContent") == "well"
+    figures = tab.text(".assistant .figures").split(" · ")
+    assert [figures[0][:5], figures[1][-5:], *figures[2:]] == [
+        *("TTFT ", "tok/s", "31 in (16 cached)", "4 out", "ctx 35/8,192"),
+    ]
+    assert tab.run("document.querySelector('#messages').getAttribute('aria-busy')") == "false"
+    assert tab.text("#status") == "The answer is complete."
+    assert kept(tab)[1]["content"] == "Very **well**."
+
+
+@pytest.mark.parametrize("way", ["button", "key"])
+def test_a_stopped_answer_keeps_its_text_and_its_tokens_and_ends_on_the_server(open_page, way):
+    tab, served = open_page()
+    ask(tab, "Count")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "1, 2", total=4))
+    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2')")
+
+    if way == "button":
+        tab.click("#stop")
+    else:
+        tab.press("Escape")
+
+    assert served.engine.next_abort().rid == request.rid
+    tab.wait(ANSWERED)
+    assert tab.text(".assistant .note") == "Stopped."
+    assert "4 out" in tab.text(".assistant .figures")
+    assert kept(tab)[1]["content"] == "1, 2"
+
+
+def test_regenerate_asks_again_and_edit_replaces_the_question_and_what_follows(open_page):
+    tab, served = open_page(say_all("First."))
+    ask(tab, "Old question")
+    tab.wait(ANSWERED)
+    served.engine.next_request()
+
+    served.engine.script = say_all("Second.")
+    tab.click(".assistant [aria-label='Regenerate the answer']")
+    tab.wait("document.querySelector('.assistant .text')?.innerText === 'Second.'")
+    assert prompt_of(served.engine.next_request()).count("<|im_start|>user") == 1
+    tab.wait(ANSWERED)
+
+    tab.click(".user [aria-label='Edit your message']")
+    assert tab.run("document.activeElement.value") == "Old question"
+    tab.run("document.activeElement.select()")
+    tab.type("New question")
+    tab.click(".edit [type=submit]")
+    tab.wait(f"document.querySelectorAll('.message').length === 2 && {ANSWERED}")
+    prompt = prompt_of(served.engine.next_request())
+    assert "New question" in prompt
+    assert "Old question" not in prompt
+    assert [message["content"] for message in kept(tab)] == ["New question", "Second."]
+
+
+def test_the_conversation_goes_on_after_a_reload_until_it_is_cleared(open_page):
+    tab, served = open_page(say_all("Hello."))
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    served.engine.next_request()
+    tab.go(served.url + "/")
+    tab.wait("document.documentElement.dataset.ready")
+    assert tab.text(".assistant .text") == "Hello."
+    ask(tab, "Again")
+    tab.wait(f"document.querySelectorAll('.assistant').length === 2 && {ANSWERED}")
+    assert "assistant\nHello.<|im_end|>" in prompt_of(served.engine.next_request())
+
+    tab.click("#clear")
+    assert kept(tab) == []
+    assert tab.run("document.querySelectorAll('.message').length") == 0
+    assert not tab.run("document.querySelector('#empty').hidden")
+    assert tab.run("document.activeElement.id") == "question"
+
+
+def test_settings_show_the_defaults_and_reach_the_request(open_page):
+    tab, served = open_page(say_all("x"))
+    tab.click("#open-settings")
+    placeholders = {
+        name: tab.run(f"document.querySelector('#set-{name}').placeholder")
+        for name in ("temperature", "top_p", "top_k", "max_tokens", "repetition_penalty")
+    }
+    assert placeholders == {
+        "temperature": "default: 1",
+        "top_p": "default: 1",
+        "top_k": "default: -1",
+        "max_tokens": "default: none",
+        "repetition_penalty": "default: 1",
+    }
+    fill(tab, "system", "Be brief.")
+    for name, value in {"temperature": "0.5", "top_k": "7", "max_tokens": "9", "seed": "3"}.items():
+        fill(tab, name, value)
+    fill(tab, "stop", "END")
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+
+    request = served.engine.next_request()
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.max_new_tokens) == (0.5, 7, 9)
+    assert (sampling.seed, sampling.stop) == (3, ("END",))
+    assert prompt_of(request).startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert tab.text("#open-settings") == "Settings (6)"
+
+    tab.go(served.url + "/")  # they are kept
+    tab.wait("document.documentElement.dataset.ready")
+    assert tab.text("#open-settings") == "Settings (6)"
+    tab.click("#open-settings")
+    tab.click("#settings .title button")
+    assert tab.text("#open-settings") == "Settings"
+    ask(tab, "Hi again")
+    tab.wait(f"document.querySelectorAll('.assistant').length === 2 && {ANSWERED}")
+    assert served.engine.next_request().sampling.temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("temperature", "101", "temperature must be at most 100."),
+        ("top_p", "-1", "top_p must be at least 0."),
+        ("repetition_penalty", "0", "repetition_penalty must be above 0."),
+        ("max_tokens", "2.5", "max_tokens must be a whole number."),
+        ("seed", "x", "seed must be a number."),
+    ],
+)
+def test_a_value_out_of_range_is_named_at_its_field(open_page, field, value, problem):
+    tab, _ = open_page()
+    fill(tab, field, value)
+    assert tab.wait(f"document.querySelector('#set-{field}').getAttribute('aria-invalid') === 'true'")
+    assert problem in tab.text("#settings")
+
+
+def test_an_error_is_shown_in_the_server_s_words_and_can_be_tried_again(open_page):
+    tab, _served = open_page(say_all("x"))
+    fill(tab, "temperature", "101")
+    ask(tab, "Hi")
+    tab.wait("document.querySelector('#messages .error')")
+    text = tab.text("#messages .error")
+    assert "temperature is 101.0" in text
+    assert "status 400" in text
+    assert "field temperature" in text
+    assert tab.run("document.querySelector('#messages .error').getAttribute('role')") == "alert"
+
+    fill(tab, "temperature", "0")
+    tab.click("#messages .error button")
+    tab.wait(ANSWERED)
+    assert tab.run("document.querySelector('#messages .error')") is None
+    assert [message["role"] for message in kept(tab)] == ["user", "assistant"]
+
+
+def test_an_error_in_the_stream_keeps_what_had_arrived(open_page):
+    tab, served = open_page()
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "Half", total=1))
+    tab.wait("document.querySelector('.assistant .text')?.innerText === 'Half'")
+    failed = Finish(FinishKind.ERROR, message="out of luck", status=500)
+    served.engine.say(row(request, "", total=1, finish=failed))
+    tab.wait("document.querySelector('#messages .error')")
+    assert "out of luck" in tab.text("#messages .error")
+    assert tab.text(".assistant .text") == "Half"
+
+
+def test_the_end_at_a_limit_is_said(open_page):
+    tab, _ = open_page(say_all("abc", finish=LENGTH))
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert "max_tokens" in tab.text(".assistant .note")
+
+
+def test_a_warning_of_the_server_is_shown(open_page):
+    tab, _ = open_page(say_all("x"))
+    choose(tab, "reasoning_effort", "low")
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert "reasoning_effort" in tab.text(".assistant .note")
+
+
+def test_a_tool_is_called_its_result_entered_and_the_answer_goes_on(open_page):
+    tab, served = open_page(say_all(CALL))
+    fill(tab, "tools", json.dumps([TOOL]))
+    ask(tab, "What is f of 1?")
+    tab.wait("document.querySelector('.call .result-form')")
+    assert "Calls f" in tab.text(".call h3")
+    assert json.loads(tab.text(".call pre")) == {"a": 1}
+    assert '"f"' in prompt_of(served.engine.next_request())
+
+    served.engine.script = say_all("It is 42.")
+    tab.click(".result-form textarea")
+    tab.type("42")
+    tab.click(".result-form [type=submit]")
+    tab.wait("[...document.querySelectorAll('.assistant .text')].at(-1).innerText === 'It is 42.'")
+    assert tab.text(".call pre.result") == "42"
+    assert "42" in prompt_of(served.engine.next_request())
+    assert [message["role"] for message in kept(tab)] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "problem"),
+    [("tools", "[{", "not JSON"), ("tools", "[1]", "a name and parameters"), ("schema", "{x", "not JSON")],
+)
+def test_definitions_that_cannot_be_read_are_named_before_anything_is_sent(open_page, field, text, problem):
+    tab, served = open_page(say_all("x"))
+    if field == "schema":
+        choose(tab, "form", "schema")
+    fill(tab, field, text)
+    ask(tab, "Hi")
+    tab.wait("document.querySelector('#messages .error')")
+    assert problem in tab.text("#messages .error")
+    assert problem in tab.text("#settings .problem:not([hidden])")
+    assert served.engine.generate.empty()
+
+
+def test_json_of_a_schema_is_asked_for(open_page):
+    tab, served = open_page(say_all('{"n": 1, "s": "*no* `markdown`"}'))
+    choose(tab, "form", "schema")
+    fill(tab, "schema", '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}')
+    ask(tab, "A number")
+    tab.wait("document.querySelector('.assistant .figures') || document.querySelector('#messages .error')")
+    assert tab.run("document.querySelector('#messages .error')?.innerText ?? ''") == ""
+    grammar = served.engine.next_request().grammar
+    assert grammar is not None
+    assert tab.text(".assistant .text pre") == '{"n": 1, "s": "*no* `markdown`"}'
+
+
+def test_reasoning_is_folded_once_the_answer_begins(open_page):
+    tab, served = open_page(answers={"reasoning_parser": "think"})
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "<think>Let me see.", total=2))
+    tab.wait("document.querySelector('.thought')?.innerText.includes('Let me see')")
+    assert tab.run("document.querySelector('.reasoning').open")
+    served.engine.say(row(request, "</think>\n\nYes.", total=5, finish=STOP))
+    tab.wait(ANSWERED)
+    assert not tab.run("document.querySelector('.reasoning').open")
+    assert tab.text(".assistant .text") == "Yes."
+    tab.click(".reasoning summary")
+    assert tab.text(".thought") == "Let me see."
+
+
+@pytest.mark.parametrize(
+    "evil",
+    [
+        "<script>document.documentElement.dataset.owned=1</script>",
+        "<img src=x onerror=document.documentElement.dataset.owned=1>",
+        "[x](javascript:document.documentElement.dataset.owned=1)",
+        "![x](http://evil.example/x.png)",
+        "`<b onclick=1>`\n\n```html\n<iframe src=//evil.example></iframe>\n```",
+        "| <svg onload=1> | b |\n|---|---|\n| <style>*{}</style> | c |",
+        "<a href='javascript:1'>x</a> <https://evil.example/\"onmouseover=1>",
+        "**" * 3000 + "_" * 3000 + "[" * 3000 + "> " * 3000 + "`" * 3001,
+    ],
+)
+def test_hostile_text_stays_text(open_page, evil):
+    tab, _ = open_page(say_all(evil))
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert tab.run("document.documentElement.dataset.owned") is None
+    made = tab.run("[...document.querySelectorAll('.text *')].map((each) => each.tagName)")
+    assert not {"SCRIPT", "IMG", "IFRAME", "SVG", "STYLE", "B"} & set(made)
+    assert tab.run("[...document.querySelectorAll('.text a')].every((each) => /^https?:/.test(each.href))")
+    assert not tab.run(
+        "[...document.querySelectorAll('.text *')].some((e) => [...e.attributes].some((a) => /^on/.test(a.name)))"
+    )
+
+
+MARKDOWN = """# Title
+
+One *em*, **strong**, ~~gone~~, `co*de`, snake_case_name, 2 * 3 * 4 and https://example.org/a_b.
+
+1. one
+2. two
+   - inner
+
+   more
+3. three
+
+> quoted
+> on
+
+| a | b |
+|---|:-:|
+| 1 | `x` |
+
+```python
+def f(x):
+    return x * 2
+```
+
+---
+Last [link](https://example.org/x_(y) "title")\x20\x20
+broken line"""
+
+
+def test_markdown_becomes_elements(open_page):
+    tab, _ = open_page(say_all(MARKDOWN))
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+
+    def texts(selector: str) -> list[str]:
+        found: list[str] = tab.run(
+            f"[...document.querySelectorAll('.assistant .text {selector}')].map((each) => each.textContent)"
+        )
+        return found
+
+    assert texts("h3") == ["Title"]
+    assert (texts("em"), texts("strong"), texts("del")) == (["em"], ["strong"], ["gone"])
+    assert texts("p code") == ["co*de"]
+    assert "snake_case_name, 2 * 3 * 4" in texts("p")[0]
+    assert texts("a") == ["https://example.org/a_b", "link"]
+    assert [re.findall("one|two|three", text)[0] for text in texts("ol > li")] == ["one", "two", "three"]
+    assert texts("ol ul li") == ["inner"]
+    assert texts("blockquote p") == ["quoted\non"]
+    assert (texts("th"), texts("td")) == (["a", "b"], ["1", "x"])
+    assert texts("pre code") == ["def f(x):\n    return x * 2"]
+    assert len(texts("hr")) == len(texts("br")) == 1
+
+
+def test_an_answer_in_pieces_becomes_the_same_as_in_one(open_page):
+    pieces = [MARKDOWN[i : i + 7] for i in range(0, len(MARKDOWN), 7)]
+    tab, served = open_page()
+    ask(tab, "Hi")
+    request = served.engine.next_request()
+    for number, piece in enumerate(pieces, 1):
+        served.engine.say(row(request, piece, total=number, finish=STOP if number == len(pieces) else None))
+    tab.wait(ANSWERED)
+    in_pieces = tab.run("document.querySelector('.assistant .text').innerHTML")
+    served.engine.script = say_all(MARKDOWN)
+    tab.click(".assistant [aria-label='Regenerate the answer']")
+    served.engine.next_request()
+    tab.wait(ANSWERED)
+    assert tab.run("document.querySelector('.assistant .text').innerHTML") == in_pieces
+
+
+def test_a_key_is_asked_for_and_kept_in_the_tab_alone(open_page):
+    tab, served = open_page(say_all("Hello."), api_key=("sk-1",))
+    tab.wait("document.querySelector('#keys').open")
+    assert "API key is missing" in tab.text("#keys")
+    tab.type("sk-wrong")
+    tab.press("Enter")
+    tab.wait(
+        "document.querySelector('#keys').open && document.querySelector('#keys').innerText.includes('wrong')"
+    )
+    tab.type("sk-1")
+    tab.press("Enter")
+    tab.wait("document.documentElement.dataset.ready")
+    assert tab.text("#model") == "org/tiny"
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    assert "sk-1" not in json.dumps(tab.run("({ ...localStorage })"))
+    assert tab.run("sessionStorage.getItem('engine.api-key')") == "sk-1"
+    assert served.engine.next_request().tenant.startswith("key-")
+
+
+def test_the_export_is_a_request_that_can_be_sent_again(open_page):
+    tab, served = open_page(say_all("Hello."))
+    fill(tab, "system", "Be brief.")
+    ask(tab, "Hi")
+    tab.wait(ANSWERED)
+    tab.run(
+        "(() => { const make = URL.createObjectURL; URL.createObjectURL = (blob) => { window.saved = blob; "
+        "return make.call(URL, blob); }; })()"
+    )
+    tab.click("#export")
+    saved = json.loads(tab.run("window.saved.text()"))
+    assert [message["role"] for message in saved["messages"]] == ["system", "user", "assistant"]
+    saved.pop("figures")
+    reply = served.client.post("/v1/chat/completions", json=saved, timeout=WAIT_S)
+    assert reply.status_code == 200

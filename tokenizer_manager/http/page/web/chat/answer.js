@@ -1,0 +1,73 @@
+// `Answer`: one answer while it arrives: its text, reasoning and calls, and the figures of its footer.
+
+import { count } from "../dom.js";
+
+export class Answer {
+  text = "";
+  reasoning = "";
+  calls = [];
+  usage = null;
+  finishReason = null;
+  warnings = [];
+  #started = performance.now();
+  #first = null;
+  #last = 0;
+
+  // Takes one event of the stream.
+  add(event) {
+    if (event.usage) this.usage = event.usage;
+    if (event.warnings?.length) this.warnings = event.warnings;
+    const choice = event.choices?.[0];
+    if (!choice) return;
+    if (choice.finish_reason) this.finishReason = choice.finish_reason;
+    const delta = choice.delta ?? {}, reasoning = delta.reasoning_content ?? delta.reasoning ?? "";
+    if (delta.content || reasoning || delta.tool_calls?.length) {
+      this.#last = performance.now();
+      this.#first ??= this.#last;
+    }
+    this.text += delta.content ?? "";
+    this.reasoning += reasoning;
+    for (const piece of delta.tool_calls ?? []) this.#addCall(piece);
+  }
+
+  #addCall(piece) {
+    const call = this.calls[piece.index ?? 0] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+    if (piece.id) call.id = piece.id;
+    call.function.name += piece.function?.name ?? "";
+    call.function.arguments += piece.function?.arguments ?? "";
+  }
+
+  get isEmpty() { return !this.text && !this.reasoning && !this.calls.length; }
+
+  // As `engine chat` shows it: `TTFT 41 ms · 62.3 tok/s · 512 in (480 cached) · 211 out · ctx 723/32768`.
+  footer(maxContext) {
+    const parts = [], usage = this.usage;
+    if (this.#first !== null) parts.push(`TTFT ${Math.round(this.#first - this.#started)} ms`);
+    if (usage && this.#first !== null && usage.completion_tokens > 1) {
+      const rate = (usage.completion_tokens - 1) / Math.max((this.#last - this.#first) / 1000, 1e-6);
+      if (rate < 1e6) parts.push(`${rate.toFixed(1)} tok/s`);
+    }
+    if (usage) {
+      const cached = usage.prompt_tokens_details?.cached_tokens, used = usage.prompt_tokens + usage.completion_tokens;
+      parts.push(`${count(usage.prompt_tokens)} in${cached ? ` (${count(cached)} cached)` : ""}`, `${count(usage.completion_tokens)} out`);
+      parts.push(maxContext ? `ctx ${count(used)}/${count(maxContext)}` : `ctx ${count(used)}`);
+    }
+    return parts.join(" · ");
+  }
+
+  // Why it ended, where the reader should know, and the server's warnings; "" for an ordinary end.
+  note(maxContext) {
+    return [this.#end(maxContext), ...this.warnings].filter(Boolean).join(" ");
+  }
+
+  #end(maxContext) {
+    const used = this.usage ? this.usage.prompt_tokens + this.usage.completion_tokens : 0;
+    if (this.finishReason === "length") {
+      return maxContext && used >= maxContext
+        ? `The answer ends here: the context of ${count(maxContext)} tokens is full. Clear the conversation, or edit an earlier message.`
+        : "Stopped at max_tokens; raise it in the settings for a longer answer.";
+    }
+    if (this.finishReason === "abort") return "The server ended this answer.";
+    return null;
+  }
+}

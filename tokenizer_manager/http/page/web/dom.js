@@ -1,0 +1,63 @@
+// Makes elements. Text reaches the page only as text nodes, never as markup: the page's policy forbids the other way.
+
+export const $ = (selector, within = document) => within.querySelector(selector);
+
+// `make("button", { type: "button", onclick: act, ariaLabel: "Copy" }, "Copy")`. Names with a dash are attributes, all
+// others are properties; a child that is null or false is left out.
+export function make(tag, properties = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (value === undefined || value === null) continue;
+    if (name.includes("-") || name === "role") node.setAttribute(name, value);
+    else node[name] = value;
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
+}
+
+export function button(text, act, properties = {}) {
+  return make("button", { type: "button", onclick: act, ...properties }, text);
+}
+
+// Writes to the clipboard; on pages without https there is no clipboard interface, and a selection serves.
+export async function copyText(text) {
+  if (navigator.clipboard) {
+    try {
+      await navigator.clipboard.writeText(text);
+      return true;
+    } catch {
+      // not allowed: the other way
+    }
+  }
+  const field = make("textarea", { value: text, className: "unseen", "aria-hidden": "true" });
+  document.body.append(field);
+  field.select();
+  const done = document.execCommand("copy");
+  field.remove();
+  return done;
+}
+
+// A button that copies, and says so for a moment.
+export function copyButton(textOf, label) {
+  const node = button("Copy", async () => {
+    node.textContent = (await copyText(textOf())) ? "Copied" : "Not copied";
+    setTimeout(() => { node.textContent = "Copy"; }, 1500);
+  }, { className: "quiet", "aria-label": label });
+  return node;
+}
+
+export function save(name, text, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  make("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 1000);
+}
+
+export const count = (value) => Number(value).toLocaleString("en-US");
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${Math.round(value * 1000)} ms`;
+  if (value < 100) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
+  const whole = Math.floor(value), minutes = Math.floor(whole / 60);
+  return minutes < 60 ? `${minutes} min ${whole % 60} s` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}

@@ -1,0 +1,84 @@
+// `Settings`: what the reader set for the answers, kept in this browser; the body of a request is made of it.
+
+const STORE = "engine.settings";
+
+// The fields that the page offers. Kind, default, range and description come from the API's own document.
+export const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "repetition_penalty", "frequency_penalty", "presence_penalty"];
+export const FORMS = { text: "Text", json: "A JSON object", schema: "JSON of a schema" };
+export const EFFORTS = ["none", "minimal", "low", "medium", "high"];
+
+export class Settings {
+  values = {};
+
+  constructor() {
+    try {
+      this.values = JSON.parse(localStorage.getItem(STORE) ?? "{}") ?? {};
+    } catch {
+      // damaged or not allowed: the defaults
+    }
+  }
+
+  get system() { return (this.values.system ?? "").trim(); }
+  get(name) { return this.values[name] ?? ""; }
+
+  set(name, text) {
+    if (text === "") delete this.values[name];
+    else this.values[name] = text;
+    try {
+      localStorage.setItem(STORE, JSON.stringify(this.values));
+    } catch {
+      // full or not allowed: they hold as long as the page
+    }
+  }
+
+  reset() {
+    this.values = {};
+    try { localStorage.removeItem(STORE); } catch { /* not allowed */ }
+  }
+
+  get numChanged() { return Object.keys(this.values).length; }
+
+  // The fields of a request that are not at their defaults.
+  body() {
+    const body = {};
+    for (const name of NUMBERS) {
+      if (this.get(name) === "") continue;
+      const value = Number(this.get(name));
+      if (!Number.isFinite(value)) throw new Error(`${name} is ${JSON.stringify(this.get(name))}, but it must be a number; change it in the settings.`);
+      body[name] = value;
+    }
+    const stop = this.get("stop").split("\n").filter((line) => line !== "");
+    if (stop.length) body.stop = stop;
+    if (this.get("reasoning_effort")) body.reasoning_effort = this.get("reasoning_effort");
+    const tools = toolsOf(this.get("tools"));
+    if (tools.length) body.tools = tools;
+    if (tools.length && this.get("tool_choice")) body.tool_choice = this.get("tool_choice");
+    if (this.get("form") === "json") body.response_format = { type: "json_object" };
+    if (this.get("form") === "schema") {
+      const schema = parse(this.get("schema"), "The JSON schema");
+      if (schema === null) throw new Error("The answer shall be JSON of a schema, but there is no schema; enter one in the settings.");
+      body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+    }
+    return body;
+  }
+}
+
+// The definitions of tools: a list or one, in OpenAI's form or the function alone.
+export function toolsOf(text) {
+  const parsed = parse(text, "The tools");
+  if (parsed === null) return [];
+  return (Array.isArray(parsed) ? parsed : [parsed]).map((each) => {
+    if (each?.type === "function" && each.function) return each;
+    if (each?.name) return { type: "function", function: each };
+    throw new Error("The tools must be JSON objects with a name and parameters, or OpenAI's form with type and function; mend them in the settings.");
+  });
+}
+
+export function parse(text, what) {
+  if (!text.trim()) return null;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`${what} in the settings are not JSON: ${error.message}.`.replace(/The JSON schema in the settings are/, "The JSON schema in the settings is"));
+  }
+}

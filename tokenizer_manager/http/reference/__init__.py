@@ -1,0 +1,1 @@
+"""The description of the API: `/openapi.json`, and `/docs` made from it."""

@@ -1,0 +1,204 @@
+"""What `/openapi.json` says about request fields besides their types: a description of each, and the default.
+
+The key is a field, or `Struct.field` where the same name means something else. tests/tokenizer_manager/http/
+reference/test_field_notes.py fails while a field has no description, or a description has no field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from ....runtime.sampling_params import SamplingParams
+
+_CONSTRAINT: Final = "Constrains the answer; at most one constraint. "
+
+NOTES: Final[Mapping[str, str]] = {
+    # ---- what is asked
+    "messages": "The conversation: objects with role and content.",
+    "prompt": "A text, token ids, or a list of either.",
+    "OllamaGenerateRequest.prompt": "The user's message; with raw, the whole prompt.",
+    "TokenizeRequest.prompt": "The text; instead of messages.",
+    "text": "A text, or a list of texts; instead of input_ids.",
+    "input_ids": "Token ids, or a list of such lists; instead of text.",
+    "input": "A text, or a list of items: messages, calls, results of calls, reasoning.",
+    "instructions": "The system prompt.",
+    "system": "The system prompt.",
+    "model": "Name of the served model; left out, it is that model.",
+    "name": "Another name of `model`.",
+    "tokens": "Token ids.",
+    # ---- sampling
+    "sampling_params": "The sampling fields, see below.",
+    "temperature": "Flattens (above 1) or sharpens the distribution of tokens; 0 takes the most likely one.",
+    "top_p": "Keeps the smallest set of tokens with this probability in sum.",
+    "top_k": "Keeps the k most likely tokens; -1 or 0 keeps all.",
+    "min_p": "Drops tokens below this share of the largest probability.",
+    "seed": "The same seed gives the same answer; without one it is drawn.",
+    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
+    "frequency_penalty": "Subtracted from the logit of a token for each of its occurrences in the answer.",
+    "presence_penalty": "Subtracted once from the logit of a token that the answer has.",
+    "logit_bias": "Added to the logits of tokens, by token id.",
+    "n": "Answers per prompt.",
+    "best_of": "Answers that are generated, of which the n most likely are returned.",
+    # ---- where it ends
+    "max_tokens": "Most tokens of the answer; as many as the context holds unless set.",
+    "MessagesRequest.max_tokens": "Most tokens of the answer.",
+    "CompletionRequest.max_tokens": "Most tokens of the answer.",
+    "max_completion_tokens": "Another name of max_tokens.",
+    "max_new_tokens": "Most tokens of the answer.",
+    "max_output_tokens": "Most tokens of the answer; as many as the context holds unless set.",
+    "min_tokens": "End-of-sequence and stop tokens are masked until the answer has so many tokens.",
+    "min_new_tokens": "End-of-sequence and stop tokens are masked until the answer has so many tokens.",
+    "stop": "Strings that end the answer.",
+    "stop_sequences": "Strings that end the answer.",
+    "stop_token_ids": "Tokens that end the answer, besides the model's own.",
+    "ignore_eos": "The model's end-of-sequence tokens do not end the answer.",
+    "include_stop_str_in_output": "The text keeps the stop string.",
+    "no_stop_trim": "The text keeps the stop string.",
+    "skip_special_tokens": "Special tokens do not appear in the text.",
+    "echo": "The text begins with the prompt.",
+    # ---- the form of the response
+    "stream": "Send the answer as it is generated.",
+    "OllamaChatRequest.stream": "Send the answer as it is generated.",
+    "OllamaGenerateRequest.stream": "Send the answer as it is generated.",
+    "stream_options": "include_usage: a last event with the counts of tokens; continuous_usage_stats: in each event.",
+    "incremental": "Events have the new text instead of all text so far.",
+    "logprobs": "Log-probabilities of each token and of the k most likely ones.",
+    "ChatRequest.logprobs": "Return the log-probability of each token.",
+    "top_logprobs": "With logprobs: so many of the most likely tokens at each place.",
+    "return_logprob": "Return the log-probability of each token.",
+    "top_logprobs_num": "With return_logprob: so many of the most likely tokens at each place.",
+    "logprob_start_len": "Position of the prompt from which log-probabilities are returned.",
+    # ---- constraints
+    "response_format": _CONSTRAINT + "Type json_object, json_schema, structural_tag or text.",
+    "structured_outputs": _CONSTRAINT
+    + "json, regex, choice, grammar, json_object or structural_tag, as in vLLM.",
+    "guided_json": _CONSTRAINT + "JSON of this schema.",
+    "guided_regex": _CONSTRAINT + "A text that this regular expression matches.",
+    "guided_choice": _CONSTRAINT + "One of these texts.",
+    "guided_grammar": _CONSTRAINT + "A text of this grammar, in GBNF or Lark.",
+    "guided_whitespace_pattern": "Another name of whitespace_pattern.",
+    "json_schema": _CONSTRAINT + "JSON of this schema.",
+    "regex": _CONSTRAINT + "A text that this regular expression matches.",
+    "ebnf": _CONSTRAINT + "A text of this grammar, in GBNF or Lark.",
+    "grammar": _CONSTRAINT + "A text of this grammar, in GBNF or Lark.",
+    "structural_tag": _CONSTRAINT + "Tags with schemas, between which the text is free.",
+    "whitespace_pattern": "Regular expression of the whitespace that JSON may have.",
+    "complete_json": "JSON is complete also when the answer ends by its limit of tokens.",
+    "format": "json, or a JSON Schema: constrains the answer.",
+    "output_config": "effort of the reasoning, and format: a JSON Schema that constrains the answer.",
+    "ResponsesRequest.text": "format: constrains the answer.",
+    # ---- tools and reasoning
+    "tools": "Functions that the model may call: name, description and parameters as a JSON Schema.",
+    "tool_choice": "none, auto, required, or an object that names a tool.",
+    "parallel_tool_calls": "The model may call several tools in one answer.",
+    "functions": "The older form of tools.",
+    "function_call": "The older form of tool_choice.",
+    "reasoning_effort": "How much the model reasons, for chat templates that know it.",
+    "thinking_token_budget": "Most tokens of reasoning.",
+    "thinking": "Anthropic's form: type enabled or disabled, and budget_tokens.",
+    "reasoning": "effort, and max_tokens of reasoning.",
+    "think": "Whether to reason, or an effort.",
+    "include_reasoning": "The response has the reasoning.",
+    "separate_reasoning": "The reasoning has a field of its own; otherwise it is in the text.",
+    "stream_reasoning": "A stream has the reasoning.",
+    # ---- how the prompt is made
+    "documents": "Documents that the chat template places into the prompt.",
+    "raw": "The prompt goes to the model without a chat template.",
+    "add_generation_prompt": "The prompt ends with the beginning of an answer.",
+    "continue_final_message": "The answer continues the last message instead of beginning a new one.",
+    "add_special_tokens": "The tokenizer adds its special tokens, such as the one of the beginning.",
+    "chat_template_kwargs": "More variables of the chat template.",
+    # ---- scheduling
+    "priority": "Larger is scheduled earlier by some policies; or high, normal, low.",
+    "cache_salt": "Only requests with the same salt share cached prefixes.",
+    "user": "The tenant that the request is accounted to.",
+    "queue_timeout": "Seconds until it must have started.",
+    "timeout": "Seconds until it must have ended.",
+    "metadata": "Returned as it is.",
+    "options": "Sampling fields by Ollama's names, such as temperature, num_predict, num_ctx and seed.",
+    # ---- operations
+    "rid": "Accepted with a warning; ids are made by the server.",
+    "AbortBody.rid": "Id of a response, or of one of its choices.",
+    "abort_all": "End all requests; needs an admin.",
+    "ttl": "Seconds to keep the prefix; 0 unpins it.",
+    "level": "The lowest severity that is logged.",
+    "duration": "Seconds until the profile ends by itself.",
+    "rate": "Samples per second.",
+}
+
+_SAMPLED: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "ignore_eos",
+    "skip_special_tokens",
+    "min_new_tokens",
+)
+DEFAULTS: Final[Mapping[str, Any]] = {
+    **{
+        field.name: field.default
+        for field in msgspec.structs.fields(SamplingParams)
+        if field.name in _SAMPLED
+    },
+    "min_tokens": 0,
+    "CompletionRequest.max_tokens": 16,
+    "max_new_tokens": 128,
+    "n": 1,
+    "stream": False,
+    "OllamaChatRequest.stream": True,
+    "OllamaGenerateRequest.stream": True,
+    "echo": False,
+    "logprob_start_len": -1,
+    "incremental": False,
+    "return_logprob": False,
+    "ChatRequest.logprobs": False,
+    "top_logprobs": 0,
+    "top_logprobs_num": 0,
+    "no_stop_trim": False,
+    "include_stop_str_in_output": False,
+    "add_generation_prompt": True,
+    "PinRequest.add_generation_prompt": False,
+    "continue_final_message": False,
+    "complete_json": True,
+    "parallel_tool_calls": True,
+    "include_reasoning": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "raw": False,
+    "abort_all": False,
+    "priority": 0,
+    "duration": 60.0,
+    "rate": 100.0,
+}
+"""Of the server. What a model's own files say instead comes to `with_notes` as `model_defaults`."""
+
+
+_ORDER: Final = {key.rpartition(".")[2]: idx for idx, key in enumerate(NOTES)}
+
+
+def with_notes(schemas: dict[str, Any], model_defaults: Mapping[str, Any]) -> None:
+    """Add the descriptions and defaults to the schemas of requests, in place, and order their fields by subject.
+
+    Args:
+        schemas: by the name of the struct.
+        model_defaults: sampling fields for which the server takes another default, by name.
+    """
+    for struct, schema in schemas.items():
+        properties = schema.get("properties", {})
+        schema["properties"] = {name: properties[name] for name in sorted(properties, key=_ORDER.__getitem__)}
+        for name, field in properties.items():
+            note = NOTES.get(f"{struct}.{name}", NOTES.get(name))
+            if note is not None and not any(
+                "description" in each for each in (field, *field.get("anyOf", ()))
+            ):
+                field["description"] = note
+            default = DEFAULTS.get(f"{struct}.{name}", model_defaults.get(name, DEFAULTS.get(name)))
+            if default is not None and field.get("default", ...) is None:
+                field["default"] = default
