@@ -40,10 +40,12 @@ def shows_live() -> bool:
 
 
 def size_text(num_bytes: int) -> str:
-    """`1.20 GiB`, `89.0 MiB`, `2 KiB`."""
+    """`1.20 GiB`, `89.0 MiB`, `2 KiB`, `519 B`."""
     if num_bytes >= _GIB:
         return f"{num_bytes / _GIB:.2f} GiB"
-    return f"{num_bytes / _MIB:.1f} MiB" if num_bytes >= _MIB else f"{num_bytes / 1024:.0f} KiB"
+    if num_bytes >= _MIB:
+        return f"{num_bytes / _MIB:.1f} MiB"
+    return f"{num_bytes / 1024:.0f} KiB" if num_bytes >= 1024 else f"{num_bytes} B"
 
 
 class DownloadBar:
