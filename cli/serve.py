@@ -52,8 +52,9 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, compatible with the OpenAI API.
 
-    MODEL is a folder in Hugging Face layout, a .gguf file, a hub name, or 'default' (SmolLM2-135M-Instruct, fetched
-    once). FlagValues given as "auto" are computed for this machine; --print-config shows how.
+    MODEL is a folder in Hugging Face layout, a .gguf file, a name such as org/repo or org/repo:Q4_K_M, or 'default'
+    (SmolLM2-135M-Instruct). A model that is not on this machine is downloaded. Settings given as "auto" are computed
+    for this machine; --print-config shows how.
 
     Example: engine serve ./my-model --port 8000 --max-model-len 4096
     """

@@ -22,9 +22,9 @@ LARGE: Final = (".safetensors", ".gguf", ".bin")
 TOKEN: Final = "hf_for_tests"
 
 
-def commit_of(number: int) -> str:
-    """The commit of a repository's n-th revision."""
-    return f"{number:040x}"
+def commit_of(files: Mapping[str, bytes]) -> str:
+    """The commit of a revision: other files have another one, as in git."""
+    return hashlib.sha1(repr(sorted(files.items())).encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass
@@ -43,7 +43,7 @@ class FakeRepo:
 
     def commit(self, files: Mapping[str, bytes], *refs: str) -> str:
         """Add a revision; branch main points to it, and `refs`."""
-        commit = commit_of(len(self.commits) + 1)
+        commit = commit_of(files)
         self.commits[commit] = dict(files)
         self.refs |= dict.fromkeys(("main", *refs), commit)
         return commit
