@@ -134,8 +134,9 @@ def _read_weights(source: ModelSource) -> Weights:
     if source.kind == "gguf":
         from ...runtime.model_files.gguf.gguf_file import GGUFFile
 
-        tensors = GGUFFile(source.path).tensors
-        return Weights(1, len(tensors), sum(tensor.num_bytes for tensor in tensors.values()))
+        file = GGUFFile(source.path)
+        num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
+        return Weights(len(file.paths), len(file.tensors), num_bytes)
     from ...model_runner.weights.safetensors import SafetensorsStore, weight_files
 
     folder = Path(source.path)

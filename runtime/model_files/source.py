@@ -23,10 +23,11 @@ from .default_model import (
     is_default_name,
 )
 from .download_progress import DownloadState, Progress
+from .gguf.gguf_split import whole_name
 from .hub.hub_cache import mark_used
 from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
 from .hub.hub_place import cached_place, hub_place, local_repos, near_names
-from .hub.wanted_files import PICKLE_REASON
+from .hub.wanted_files import PICKLE_REASON, gguf_models
 from .json_file import read_json
 
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
@@ -135,16 +136,16 @@ def _file_source(path: Path) -> ModelSource:
 
     if not is_gguf(path):
         raise ConfigError(f"{path}: not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
-    return ModelSource("gguf", str(path), path.name.removesuffix(".gguf"))
+    return ModelSource("gguf", str(path), whole_name(path.name))
 
 
 def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
     if not (folder / "config.json").exists():
-        ggufs = sorted(folder.glob("*.gguf"))
+        ggufs = gguf_models(path.name for path in folder.glob("*.gguf"))
         if len(ggufs) == 1:
-            return _file_source(ggufs[0])
+            return _file_source(folder / next(iter(ggufs.values()))[0])
         if ggufs:
-            names = ", ".join(path.name for path in ggufs)
+            names = ", ".join(files[0] for files in ggufs.values())
             raise ConfigError(f"{folder}: has several GGUF files, give the path of one: {names}")
         raise ConfigError(f"{folder}: no config.json; give a folder in Hugging Face layout or a .gguf file")
     if need_weights:
