@@ -26,6 +26,7 @@ _PARALLEL: Final = 4
 _SPARE_BYTES: Final = 64 << 20
 """Disk space that a download leaves."""
 _JOIN_S: Final = 1.0
+_MAX_HTTP_BYTES: Final = 50_000_000_000  # as in huggingface_hub, which needs hf_xet above it
 
 
 class Pulled(NamedTuple):
@@ -77,6 +78,7 @@ def pull(
             missing = [file for file in blobs if not cache.has(file)]
             total = sum(file.size_bytes for file in blobs)
             left = sum(file.size_bytes - cache.part_bytes(file) for file in missing)
+            _check_sizes(str(name), missing)
             _check_space(str(name), cache.folder, left)
             if missing:
                 meter = Meter(str(name), total, total - left, progress)
@@ -123,6 +125,17 @@ def _wanted(
     )
     by_path = {file.path: file for file in listing.files}
     return [by_path[path] for path in paths]
+
+
+def _check_sizes(name: str, files: Sequence[RepoFile]) -> None:
+    for file in files:
+        if file.size_bytes > _MAX_HTTP_BYTES:
+            repo = name.partition(":")[0].partition("@")[0]
+            raise ConfigError(
+                f"{name}: {file.path} has {file.size_bytes / 1e9:.0f} GB, and the hub sends files above "
+                f"{_MAX_HTTP_BYTES / 1e9:.0f} GB only by its own protocol; download it with "
+                f"`hf download {repo} {file.path}`, then start again"
+            )
 
 
 def _check_space(name: str, folder: Path, needed: int) -> None:

@@ -246,6 +246,17 @@ def test_a_full_disk_is_told_before_anything_is_downloaded(
     assert tiny.num_requests("file") == 0
 
 
+def test_a_file_that_http_does_not_bring_names_the_other_way(
+    tiny: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.runtime.model_files.hub.pull._MAX_HTTP_BYTES", 1000)
+    with pytest.raises(
+        ConfigError, match=r"download it with `hf download org/tiny model\.safetensors`, then start"
+    ):
+        pull(NAME)
+    assert tiny.num_requests("file") == 0
+
+
 def test_a_folder_that_cannot_be_written(tiny: FakeHub, hub_folder: Path) -> None:
     hub_folder.parent.mkdir(parents=True)
     hub_folder.touch()
