@@ -19,6 +19,7 @@ from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
+from ..runtime.progress.startup_display import StartupDisplay
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -30,7 +31,6 @@ from .options import (
     takes_config_options,
 )
 from .port import check_port
-from .startup import StartupDisplay
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +52,9 @@ def serve(
 ) -> int:
     """Serve a model over HTTP, compatible with the OpenAI API.
 
-    MODEL is a folder in Hugging Face layout, a .gguf file, a hub name, or 'default' (SmolLM2-135M-Instruct, fetched
-    once). FlagValues given as "auto" are computed for this machine; --print-config shows how.
+    MODEL is a folder in Hugging Face layout, a .gguf file, a name such as org/repo or org/repo:Q4_K_M, or 'default'
+    (SmolLM2-135M-Instruct). A model that is not on this machine is downloaded. Settings given as "auto" are computed
+    for this machine; --print-config shows how.
 
     Example: engine serve ./my-model --port 8000 --max-model-len 4096
     """
@@ -77,6 +78,7 @@ def serve(
 def _run(merged: MergedConfig) -> int:
     import setproctitle
 
+    from ..model_runner.kernels.cpu.first_build import compile_ahead
     from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
     from ..runtime.resolve.prepare import log_config, prepare
@@ -88,6 +90,7 @@ def _run(merged: MergedConfig) -> int:
     host = warn_at_start(merged.config)
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download, host=host)
+        compile_ahead(prepared.config.model.device, display.step)
     log_config(prepared, merged.origins)
 
     def on_ready(ready: EngineReady) -> None:
@@ -132,6 +135,7 @@ def _run_node(merged: MergedConfig) -> int:
     """The ranks of a machine other than 0."""
     import setproctitle
 
+    from ..model_runner.kernels.cpu.first_build import compile_ahead
     from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
     from ..runtime.resolve.prepare import prepare
@@ -141,6 +145,7 @@ def _run_node(merged: MergedConfig) -> int:
     setproctitle.setproctitle(_TITLE)
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        compile_ahead(prepared.config.model.device, display.step)
     reports = CrashReports(prepared.config, _decision_lines)
     outcome = NodeSupervisor(prepared.config, prepared.source, prepared.spec, crash_reports=reports).run()
     if outcome.exit_code != 0:

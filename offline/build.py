@@ -39,6 +39,9 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         )
 
     def build() -> EngineParts:
+        from ..model_runner.kernels.cpu.first_build import compile_ahead
+
+        compile_ahead(config.model.device, on_step)
         on_step("import torch")
         shorten_spinning()
         from ..model_runner.load import load_model_runner

@@ -23,7 +23,9 @@ from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import RequestError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
+from ..runtime.model_files.download_progress import DownloadState, Progress
 from ..runtime.model_files.tokenizer import load_tokenizer
+from ..runtime.progress.startup_display import StartupDisplay
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.resolve.prepare import prepare
 from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
@@ -71,20 +73,29 @@ class LLM:
         *,
         on_step: Callable[[str], None] | None = None,
         on_download: Callable[[int, int], None] | None = None,
+        show_progress: bool = True,
         **settings: Any,
     ) -> None:
-        """Load a model; takes seconds.
+        """Load a model; takes seconds, and longer the first time: the model is downloaded, the kernels are compiled.
 
         Args:
-            model: folder in Hugging Face layout, .gguf file, hub name, or 'default'.
+            model: folder in Hugging Face layout, .gguf file, name of a model (docs/models.md), or 'default'.
             on_step: called with the name of each step of the start, on the thread that runs it.
             on_download: called with (bytes so far, bytes in all) while model files are downloaded.
+            show_progress: show downloads and compilation on standard error, unless `on_step` or `on_download` is given:
+                a bar in a terminal or notebook, else one line per file.
             settings: any setting of the command line, with underscores: `max_model_len=4096`, `preset="batch"`.
 
         Raises:
             ConfigError: an unknown setting, a bad value, a broken model, too little memory.
         """
-        self._start(merge(from_arguments({"model": model, **settings})), on_step, on_download)
+        merged = merge(from_arguments({"model": model, **settings}))
+        given = on_step is not None or on_download is not None
+        with StartupDisplay(quiet=given or not show_progress, only_slow=True) as display:
+            if given:
+                self._start(merged, on_step, on_download and _bytes_of(on_download))
+            else:
+                self._start(merged, display.step, display.download)
 
     @classmethod
     def from_config(
@@ -92,9 +103,9 @@ class LLM:
         merged: MergedConfig,
         *,
         on_step: Callable[[str], None] | None = None,
-        on_download: Callable[[int, int], None] | None = None,
+        on_download: Progress | None = None,
     ) -> Self:
-        """Load a model with a configuration from another source (the command line)."""
+        """Load a model with a configuration from another source (the command line); shows nothing by itself."""
         llm = cls.__new__(cls)
         llm._start(merged, on_step, on_download)
         return llm
@@ -103,7 +114,7 @@ class LLM:
         self,
         merged: MergedConfig,
         on_step: Callable[[str], None] | None,
-        on_download: Callable[[int, int], None] | None,
+        on_download: Progress | None,
     ) -> None:
         step = on_step or (lambda _name: None)
         prepared = prepare(merged, on_step=step, on_download=on_download)
@@ -448,3 +459,13 @@ class LLM:
         if max(token_ids, default=0) >= vocab_size:
             raise unknown_to_model(self.tokenizer, token_ids, "prompt", vocab_size)
         return token_ids
+
+
+def _bytes_of(on_download: Callable[[int, int], None]) -> Progress:
+    """Reports of a download as (bytes so far, bytes in all)."""
+
+    def report(state: DownloadState) -> None:
+        if state.total_bytes:
+            on_download(state.done_bytes, state.total_bytes)
+
+    return report

@@ -8,13 +8,17 @@ cause, and leaves no process, no socket directory and no open port. `ChildWatch`
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from ..runtime.child.control import PeersReady, Role, Settings, Stop
 from ..runtime.child.crash_report import CrashReports
+from ..runtime.child.server_record import ServerRecord, write_record
 from ..runtime.child.socket_dir import SocketDir
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.feasibility import Capacity
@@ -142,6 +146,10 @@ class Supervisor:
     def _start(self, watch: ChildWatch, socket_dir: SocketDir) -> Recovery:
         """Start all children and wait until clients can connect."""
         started_s = time.monotonic()
+        record = ServerRecord(
+            os.getpid(), self._config.model.name_in_api(self._source.name), self._source.path, "", time.time()
+        )
+        write_record(socket_dir.path, record)
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
         ranks = self._config.parallel.local_ranks[1:]  # the first one is in the scheduler's process
@@ -165,6 +173,7 @@ class Supervisor:
         if url is None:
             raise ChildFailure("tokenizer_manager is ready but has not sent its address")
         logger.info("ready url=%s startup_s=%.2f", url, startup_s)
+        write_record(socket_dir.path, msgspec.structs.replace(record, url=url))
         self._on_ready(EngineReady(url, capacity, details, startup_s))
         return Recovery(
             watch,

@@ -120,8 +120,8 @@ def run_offline(
     """
     from ...offline.build import start_engine
     from ...runtime.model_files.tokenizer import load_tokenizer
+    from ...runtime.progress.startup_display import StartupDisplay
     from ...runtime.resolve.prepare import prepare
-    from ..startup import StartupDisplay
 
     workload.check()
     output.check()

@@ -11,6 +11,7 @@ import typer
 
 from ...runtime.config.config_fields import config_fields
 from ...runtime.errors import ConfigError, EngineError, RequestError
+from ...runtime.progress.startup_display import StartupDisplay
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -19,7 +20,6 @@ from ..options import (
     merge_options,
     takes_config_options,
 )
-from ..startup import StartupDisplay
 from .answer_form import AnswerForm
 from .backend import Backend
 from .conversation import Conversation

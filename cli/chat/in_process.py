@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError
-from ..startup import StartupDisplay
+from ...runtime.progress.startup_display import StartupDisplay
 from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message

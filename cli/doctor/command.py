@@ -15,6 +15,7 @@ from typing import Annotated, Final
 import typer
 
 from ...runtime.config.engine_config import EngineConfig
+from ...runtime.progress.startup_display import StartupDisplay
 from ...runtime.resolve.host_facts import HostFacts
 from ..options import (
     CONTEXT_SETTINGS,
@@ -25,7 +26,6 @@ from ..options import (
     merge_options,
     takes_config_options,
 )
-from ..startup import StartupDisplay
 from .check import Check, CheckStatus, will_serve
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ Nothing is downloaded; a model that is not on this machine is reported as not fe
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,10 @@ from typing import Any, Final, NamedTuple
 
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
-from ...runtime.model_files.default_model import DEFAULT_MODEL, cached_default_model
-from ...runtime.model_files.hub import cached_from_hub
+from ...runtime.model_files.default_model import DEFAULT_MODEL
 from ...runtime.model_files.load_spec import load_spec
 from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.source import HUB_NAME, ModelSource, resolve_source
+from ...runtime.model_files.source import ModelSource, not_fetched, resolve_source
 
 SAMPLES: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -100,11 +98,12 @@ def gather_model(
         with_checksums: read files with a published checksum completely.
         on_step: called with the name of each slow step.
     """
-    if missing := _not_fetched(config.model):
-        return ModelFacts(not_fetched=missing)
     dummy = config.load_format == "dummy"
+    missing, source_error = _attempt(lambda: not_fetched(config.model, need_weights=not dummy))
+    if missing or source_error:
+        return ModelFacts(not_fetched=missing or "", source_error=source_error)
     on_step("model files")
-    source, source_error = _attempt(lambda: resolve_source(_local(config.model), need_weights=not dummy))
+    source, source_error = _attempt(lambda: resolve_source(config.model, need_weights=not dummy, fetch=False))
     if source is None:
         return ModelFacts(source_error=source_error)
     spec, spec_error = _attempt(lambda: load_spec(source))
@@ -127,28 +126,6 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
         return None, f"{error.filename}: {error.strerror}; give this user read access, or use another model"
 
 
-def _not_fetched(model: str | None) -> str:
-    if model in (None, "default"):
-        if cached_default_model() is None:
-            return f"the default model, {DEFAULT_MODEL.wheel_bytes / 2**20:.0f} MiB"
-    elif _is_hub_name(model) and cached_from_hub(str(model)) is None:
-        return f"{model}, from the hub"
-    return ""
-
-
-def _is_hub_name(model: str | None) -> bool:
-    return (
-        model is not None
-        and HUB_NAME.fullmatch(model) is not None
-        and not os.path.exists(os.path.expanduser(model))
-    )
-
-
-def _local(model: str | None) -> str | None:
-    """The local folder of a fetched hub name; resolving the name would ask the hub for a newer version."""
-    return str(cached_from_hub(str(model))) if _is_hub_name(model) else model
-
-
 # ---------------------------------------------------------------- weights
 
 
@@ -157,8 +134,9 @@ def _read_weights(source: ModelSource) -> Weights:
     if source.kind == "gguf":
         from ...runtime.model_files.gguf.gguf_file import GGUFFile
 
-        tensors = GGUFFile(source.path).tensors
-        return Weights(1, len(tensors), sum(tensor.num_bytes for tensor in tensors.values()))
+        file = GGUFFile(source.path)
+        num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
+        return Weights(len(file.paths), len(file.tensors), num_bytes)
     from ...model_runner.weights.safetensors import SafetensorsStore, weight_files
 
     folder = Path(source.path)

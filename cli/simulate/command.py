@@ -51,7 +51,10 @@ def _option(panel: str, help_text: str, *names: str, **more: Any) -> Any:
 @takes_config_options(("model", "cache", "scheduler"), exclude=_MODEL_FIELDS)
 def simulate(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A known name (see above), a folder, or a .gguf file.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A known name (see above), a folder, a .gguf file, or org/repo."
+        ),
     ] = "llama-3.1-8b",
     config_file: ConfigFileOption = None,
     workload: Annotated[
@@ -234,14 +237,17 @@ def _model_facts(model: str) -> ModelFacts:
 
     if model.lower() in MODELS:
         return MODELS[model.lower()]
-    if not Path(model).expanduser().exists():
-        raise ConfigError(
-            f"there is no model {model!r}: it must be one of {', '.join(MODELS)}, a folder or a .gguf file"
-        )
+    from ...runtime.model_files.default_model import is_default_name
     from ...runtime.model_files.load_spec import load_spec
-    from ...runtime.model_files.source import resolve_source
+    from ...runtime.model_files.source import hub_name_of, resolve_source
 
-    return ModelFacts.of(Path(model).name, load_spec(resolve_source(model, need_weights=False)))
+    is_path = Path(model).expanduser().exists()
+    if not (is_path or is_default_name(model) or hub_name_of(model)):
+        raise ConfigError(
+            f"there is no model {model!r}: it must be one of {', '.join(MODELS)}, a folder, a .gguf file or org/repo"
+        )
+    source = resolve_source(model, need_weights=False)
+    return ModelFacts.of(Path(model).name if is_path else source.name, load_spec(source))
 
 
 def _device_facts(device: str, tp: int) -> DeviceFacts:

@@ -21,6 +21,8 @@ from ..errors import ConfigError
 from .black_box import is_black_box
 from .control import Endpoints, Role
 
+RECORD_NAMES: Final = ("server", "server.new")
+"""See `server_record`; the second one becomes the first."""
 _PREFIX: Final = "engine-sockets-"
 _LOCK_NAME: Final = "lock"
 _LOCK_TEXT: Final = (
@@ -115,6 +117,13 @@ def abandoned_dirs(parent: Path) -> Iterator[Path]:
                 os.close(lock_fd)
 
 
+def running_dirs(parent: Path) -> list[Path]:
+    """The directories in `parent` of engines that run; those of engines that were killed are removed."""
+    for path in abandoned_dirs(parent):
+        _remove(path)
+    return [path for path in _own_dirs(parent) if (path / _LOCK_NAME).exists()]
+
+
 def _remove(path: Path) -> None:
     """Remove one of the engine's directories. If it holds other files, they and the directory stay."""
     with contextlib.suppress(OSError):
@@ -126,8 +135,8 @@ def _remove(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether this is the name of a socket, of the file of the ranks, or of a file of the black box."""
-    known = name == _RANK_STORE_NAME or name in _SOCKET_NAMES.values() or is_black_box(name)
+    """Whether this is the name of a socket, of the file of the ranks, of the record, or of a file of the black box."""
+    known = name in (_RANK_STORE_NAME, *RECORD_NAMES, *_SOCKET_NAMES.values()) or is_black_box(name)
     return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 
 

@@ -67,7 +67,8 @@ class ModelConfig:
     """Weights, precision and device."""
 
     model: Annotated[
-        str, "Folder in Hugging Face layout, .gguf file, hub name, or 'default' (SmolLM2-135M)."
+        str,
+        "Folder in Hugging Face layout, .gguf file, org/repo, org/repo:Q4_K_M, or 'default' (SmolLM2-135M).",
     ] = "default"
     served_model_name: Annotated[
         str | None,

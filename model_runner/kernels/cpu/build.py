@@ -28,7 +28,7 @@ from ....runtime.errors import ConfigError
 from ....runtime.model_files.cache_dir import cache_dir
 from ....runtime.resolve.host_facts import COMPILERS
 from .compiler import Compiler, NoLibraryError, find_compilers, run_all
-from .isa import Isa, compiler_options
+from .isa import Isa, compiler_options, runnable_isas
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def build(isa: Isa, folder: Path | None = None, *, options: tuple[str, ...] = ()
     deadline_s = time.monotonic() + _TIME_LIMIT_S
     folder = _cache_folder() if folder is None else folder
     flags = (*_OPTIONS, *compiler_options(isa), *options)
-    stem = f"cpu-{isa}-{_source_key(flags)}"
+    stem = _stem(isa, flags)
     failures = []
     try:
         _check_owner(folder)
@@ -82,6 +82,22 @@ def build(isa: Isa, folder: Path | None = None, *, options: tuple[str, ...] = ()
     raise NoLibraryError(
         f"no C++ compiler ({', '.join(COMPILERS)}) for the CPU kernels; install one (Debian: apt install g++)"
     )
+
+
+def is_built() -> bool:
+    """Whether the cache folder has a library of these sources that this CPU can run. Takes milliseconds, without torch.
+
+    Raises:
+        NoLibraryError: there is no cache folder.
+    """
+    folder = _cache_folder()
+    stems = [_stem(isa, (*_OPTIONS, *compiler_options(isa))) for isa in runnable_isas()]
+    return any(path.exists() for stem in stems for path in folder.glob(f"{stem}-*.so"))
+
+
+def _stem(isa: Isa, flags: tuple[str, ...]) -> str:
+    """The name of a library's file, without its compiler."""
+    return f"cpu-{isa}-{_source_key(flags)}"
 
 
 def _cache_folder() -> Path:

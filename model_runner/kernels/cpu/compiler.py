@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import torch
-
 from ....runtime.resolve.host_facts import COMPILERS
 
 _GCC_PARALLEL: Final = "GOMP_parallel"
@@ -62,6 +60,8 @@ def torch_openmp() -> frozenset[str]:
 
 
 def _expose(symbol: str) -> bool:
+    import torch  # not for `build.is_built`, which a start calls before torch is needed
+
     if hasattr(ctypes.CDLL(None), symbol):
         return True
     runtimes = sorted(Path(torch.__file__).parent.glob("lib/lib*omp*.so*"))

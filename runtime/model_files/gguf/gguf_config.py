@@ -46,12 +46,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         raise fields.error(
             "general.architecture", arch, f"which is not supported; supported are: {', '.join(_MODEL_TYPES)}"
         )
-    if fields.integer("split.count", 0, 1 << 16, default=0) > 1:
-        raise fields.error(
-            "split.count",
-            fields.get("split.count"),
-            "a model in several GGUF files is not supported; merge them with llama-gguf-split --merge",
-        )
     if arch != "qwen3moe" and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(
             f"{arch}.expert_count", fields.get(f"{arch}.expert_count"), "experts are not supported"

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from ...errors import ConfigError
 from .ggml_types import GGML_TYPES, GGMLType
 from .ggml_types import dequantize as _dequantize_rows
+from .gguf_split import further_parts
 
 Array = npt.NDArray[np.generic]
 Value = bool | int | float | str | list[str] | Array
@@ -74,18 +75,20 @@ class TensorInfo(NamedTuple):
     ggml_type: GGMLType
     offset: int  # bytes from the start of the file
     num_bytes: int
+    part: int = 0  # index of the file, of a split model
 
 
 class GGUFFile:
-    """One open GGUF file: checked in full when opened, read through a memory map.
+    """One open GGUF model, a file or all parts of a split one: checked in full when opened, read through memory maps.
 
     Attributes:
-        path: the file.
+        path: the file, or the first part.
+        paths: all files.
         version: 2 or 3.
         metadata: by key, in the order of the file.
         tensors: by name, in the order of the file.
 
-    The map is released when the file object and the last array from `raw` are deleted.
+    A map is released when the file object and the last array from `raw` are deleted.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -95,20 +98,35 @@ class GGUFFile:
             ConfigError: the file cannot be read, is not GGUF, is truncated, or contradicts itself.
         """
         self.path = Path(path)
-        self._map = _map_file(self.path)
-        reader = _HeaderReader(self.path, self._map)
+        self._maps = [_map_file(self.path)]
+        reader = _HeaderReader(self.path, self._maps[0])
         self.version, num_tensors, num_metadata = reader.read_counts()
         self.metadata: Mapping[str, Value] = MappingProxyType(reader.read_metadata(num_metadata))
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            reader.read_tensors(num_tensors, self.metadata)
-        )
+        tensors = reader.read_tensors(num_tensors, self.metadata)
+        self.paths = (self.path, *further_parts(self.path, self.metadata))
+        for further in self.paths[1:]:
+            self._read_part(further, tensors)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+
+    def _read_part(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
+        """Open a further part and add its tensors."""
+        part = len(self._maps)
+        self._maps.append(_map_file(path))
+        reader = _HeaderReader(path, self._maps[-1])
+        _, num_tensors, num_metadata = reader.read_counts()
+        for name, info in reader.read_tensors(num_tensors, reader.read_metadata(num_metadata)).items():
+            if name in tensors:
+                raise ConfigError(
+                    f"{path}: tensor {name!r} is in an earlier part, too; download the model again"
+                )
+            tensors[name] = info._replace(part=part)
 
     def raw(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
         """The bytes of one tensor: [*shape[:-1], row_bytes] uint8, read-only, a view into the file.
 
         A row is whole blocks, so a slice of rows (one rank's share) can be passed to `dequantize` on its own.
         """
-        flat = np.frombuffer(self._map, dtype=np.uint8, count=info.num_bytes, offset=info.offset)
+        flat = np.frombuffer(self._maps[info.part], dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         return flat.reshape(*info.shape[:-1], info.ggml_type.row_bytes(info.shape[-1]))
 
     def read(self, name: str) -> npt.NDArray[np.float32]:

@@ -1,22 +1,16 @@
-"""From the user's string to local files: folders, GGUF files, hub names; nothing is fetched from outside."""
+"""From the user's string to local files: folders, GGUF files, built-in names; hub names are in `hub/`."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.hub import wanted_files
-from engine.runtime.model_files.source import ModelSource, resolve_source
+from engine.runtime.model_files.source import ModelSource, not_fetched, resolve_source
 
 
 def make_folder(folder: Path, *files: str) -> Path:
@@ -111,154 +105,24 @@ def test_other_files_and_empty_folders_are_refused(tmp_path: Path) -> None:
         resolve_source(str(tmp_path / "model.safetensors"))
 
 
-@pytest.mark.parametrize(
-    ("files", "wanted"),
-    [
-        (
-            ["README.md", "config.json", "model.safetensors", "original/model.safetensors", "tokenizer.json"],
-            ["config.json", "tokenizer.json", "model.safetensors"],
-        ),
-        (
-            [
-                "config.json",
-                "consolidated.safetensors",
-                "model-1.safetensors",
-                "chat_template.jinja",
-                "pytorch_model.bin",
-            ],
-            ["config.json", "chat_template.jinja", "model-1.safetensors"],
-        ),
-        (["config.json", "weights.safetensors"], ["config.json", "weights.safetensors"]),
-    ],
-)
-def test_only_what_is_read_is_fetched(files: list[str], wanted: list[str]) -> None:
-    assert wanted_files("org/name", files) == wanted
+@pytest.mark.parametrize("model", [None, "default", "smollm2", "SmolLM2-135M", "smollm2-135m-instruct"])
+def test_names_of_the_default_model(
+    model: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    assert not_fetched(model).startswith("the default model, ")
+    with pytest.raises(ConfigError, match="`engine pull smollm2` downloads it"):
+        resolve_source(model, fetch=False)
 
 
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        (["config.json", "pytorch_model.bin"], "org/name: has only pickled weights"),
-        (["a-Q4_K_M.gguf"], "has GGUF files only; .*hf download org/name a-Q4_K_M.gguf"),
-        (["README.md"], r"has no config\.json"),
-        ([], r"has no config\.json"),
-    ],
-)
-def test_repositories_without_readable_weights(files: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        wanted_files("org/name", files)
+def test_a_folder_wins_over_a_built_in_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_folder(tmp_path / "smollm2", "config.json", "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_source("smollm2").path == str(folder)
+    assert not_fetched("smollm2") == ""
 
 
-COMMIT = "a" * 40
-HUB_FILES = {
-    "config.json": b"{}",
-    "model.safetensors": b"weights",
-    "tokenizer.json": b"{}",
-    "README.md": b"text",
-}
-
-
-class FakeHub(BaseHTTPRequestHandler):
-    """The hub's answers for one model, org/tiny, and for org/gated."""
-
-    def do_HEAD(self) -> None:
-        self.answer()
-
-    def do_GET(self) -> None:
-        self.answer()
-
-    def answer(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        name = path.rpartition("/")[2]
-        if "org/gated" in path:
-            self.reply(403, b"{}", {"X-Error-Code": "GatedRepo"})
-        elif "org/tiny" not in path:
-            self.reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif path.startswith("api/models/org/tiny/tree"):
-            tree = [
-                {"type": "file", "path": f, "size": len(d), "oid": "0" * 40} for f, d in HUB_FILES.items()
-            ]
-            self.reply(200, json.dumps(tree).encode(), {})
-        elif path.startswith("api/models/org/tiny"):
-            siblings = [{"rfilename": file} for file in HUB_FILES]
-            self.reply(200, json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": siblings}).encode(), {})
-        elif name in HUB_FILES:
-            self.reply(200, HUB_FILES[name], {"X-Repo-Commit": COMMIT, "ETag": f'"{name}-etag"'})
-        else:
-            self.reply(404, b"", {"X-Error-Code": "EntryNotFound"})
-
-    def reply(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def hub_url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def resolve_in_subprocess(model: str, hub_url: str, home: Path) -> str:
-    """What `resolve_source` gives or says, in a new process: huggingface_hub reads settings at import."""
-    code = (
-        "import sys\n"
-        "from engine.runtime.errors import ConfigError\n"
-        "from engine.runtime.model_files.source import resolve_source\n"
-        "try: source = resolve_source(sys.argv[1]); print(source.kind, source.name, source.path)\n"
-        "except ConfigError as error: print('ConfigError', error)\n"
-    )
-    settings = {
-        "HF_ENDPOINT": hub_url,
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-    }
-    result = subprocess.run(
-        [sys.executable, "-c", code, model],
-        env=os.environ | settings,
-        cwd=home,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-def test_a_hub_name_is_fetched_and_then_works_offline(hub_url: str, tmp_path: Path) -> None:
-    kind, name, path = resolve_in_subprocess("org/tiny", hub_url, tmp_path).split(" ")
-    assert (kind, name) == ("hf", "org/tiny")
-    assert sorted(os.listdir(path)) == ["config.json", "model.safetensors", "tokenizer.json"]
-    assert Path(path, "model.safetensors").read_bytes() == b"weights"
-
-    unreachable = "http://127.0.0.1:9"
-    assert resolve_in_subprocess("org/tiny", unreachable, tmp_path) == f"{kind} {name} {path}"
-
-
-def test_what_the_hub_refuses_is_explained(hub_url: str, tmp_path: Path) -> None:
-    answer = resolve_in_subprocess("org/absent", hub_url, tmp_path)
-    assert answer.startswith(
-        "ConfigError org/absent: neither a local folder or .gguf file nor a model on the hub"
-    )
-    answer = resolve_in_subprocess("org/gated", hub_url, tmp_path)
-    assert answer.startswith("ConfigError org/gated: access must be granted")
-
-
-def test_an_unreachable_hub_is_said(tmp_path: Path) -> None:
-    answer = resolve_in_subprocess("org/tiny", "http://127.0.0.1:9", tmp_path)
-    assert answer.startswith("ConfigError org/tiny: the hub cannot be reached (")
-    assert "pass a local folder or .gguf file" in answer
+def test_a_mistyped_name_is_told_with_near_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"smolm2: there is no .* \(did you mean smollm2"):
+        resolve_source("smolm2")

@@ -125,7 +125,6 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
     ("changes", "message"),
     [
         ({"arch": "mamba"}, "general.architecture is 'mamba', which is not supported; supported are: llama"),
-        ({"split__count": 2}, "split.count is 2, .*merge them with llama-gguf-split"),
         ({"llama__expert_count": 8}, "llama.expert_count is 8, experts are not supported"),
         ({"llama__block_count": ...}, "the field llama.block_count is missing"),
         (

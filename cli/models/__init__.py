@@ -1,0 +1,1 @@
+"""`engine pull`, `list`, `rm` and `ps`: the models and servers on this machine."""

@@ -1,0 +1,65 @@
+"""`engine pull NAME`: download a model, continue an interrupted download, or fetch a newer revision."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...runtime.errors import ConfigError
+from ..options import CONTEXT_SETTINGS
+
+if TYPE_CHECKING:
+    from ...runtime.progress.startup_display import StartupDisplay
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(context_settings=CONTEXT_SETTINGS)
+def pull(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="smollm2, org/repo, org/repo@revision, org/repo:Q4_K_M; see docs/models.md."
+        ),
+    ],
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> int:
+    """Download a model for later starts, which then need no network.
+
+    Only the files that serving needs are downloaded, and verified. An interrupted download continues where it ended;
+    a model that is there is brought to the newest commit of its revision.
+
+    Example: engine pull Qwen/Qwen3-0.6B
+    """
+    from ...runtime.progress.startup_display import StartupDisplay
+
+    with StartupDisplay(quiet=quiet, only_slow=True) as display:
+        line = _pull(model, display)
+    typer.echo(line)
+    return 0
+
+
+def _pull(model: str, display: StartupDisplay) -> str:
+    from ...runtime.model_files.default_model import is_default_name
+    from ...runtime.model_files.hub.hub_place import pull_named
+    from ...runtime.model_files.source import hub_name_of, resolve_source
+    from ...runtime.progress.download_view import size_text
+
+    is_local = os.path.exists(os.path.expanduser(model)) and model != "default"
+    if is_local or is_default_name(model):
+        source = resolve_source(model, progress=display.download)
+        size = "" if is_local else f", {size_text(Path(source.path).stat().st_size)}"
+        return f"{model}: is on this machine: {source.path}{size}"
+    name = hub_name_of(model)
+    if name is None:
+        resolve_source(model, fetch=False)  # raises the error that every command has for it
+        raise ConfigError(f"{model}: is no name of a model")
+    pulled = pull_named(name, progress=display.download)
+    size = size_text(pulled.total_bytes)
+    what = (
+        f"downloaded {size_text(pulled.new_bytes)} of {size}" if pulled.new_bytes else f"up to date, {size}"
+    )
+    return f"{name}: {what}, commit {pulled.commit[:12]}: {pulled.place}"

@@ -1,0 +1,206 @@
+"""`HubCache`: the files of one repository in the hub's cache folder, in the layout of huggingface_hub.
+
+<HF_HOME>/hub/models--org--repo/
+    refs/main                       the commit of a branch or tag
+    snapshots/<commit>/<path>       links to blobs
+    blobs/<SHA-256 or git's SHA-1>  the contents
+    blobs/<...>.engine.incomplete   the beginning of one, see `file_download`
+<HF_HOME>/hub/.locks/models--org--repo/<blob>.lock
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from .hub_name import HubName
+from .listing import RepoFile, load_listing
+from .wanted_files import CONFIG, INDEX, NoModelError, choose_gguf, gguf_models, missing_parts, wanted_files
+
+PART_SUFFIX: Final = ".engine.incomplete"
+_COMMIT_LEN: Final = 40
+
+
+def hub_folder() -> Path:
+    """The folder of all models: `$HF_HUB_CACHE`, else `$HF_HOME/hub`."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+class HubCache:
+    """See the module.
+
+    Attributes:
+        repo: `org/repo`.
+        folder: of the repository; it need not exist.
+    """
+
+    def __init__(self, repo: str) -> None:
+        self.repo = repo
+        self.folder = hub_folder() / f"models--{repo.replace('/', '--')}"
+
+    # ------------------------------------------------------------ what is there
+
+    def commit_of(self, revision: str) -> str | None:
+        """The commit that a revision had when it was downloaded."""
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            return (self.folder / "refs" / revision).read_text(encoding="ascii").strip()
+        return revision if len(revision) == _COMMIT_LEN and self.snapshot(revision).is_dir() else None
+
+    def refs(self) -> dict[str, list[str]]:
+        """Commit -> the branches and tags that were downloaded."""
+        refs: dict[str, list[str]] = {}
+        folder = self.folder / "refs"
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    refs.setdefault(path.read_text(encoding="ascii").strip(), []).append(
+                        path.relative_to(folder).as_posix()
+                    )
+        return refs
+
+    def snapshot(self, commit: str) -> Path:
+        """The folder of a commit."""
+        return self.folder / "snapshots" / commit
+
+    def blob(self, file: RepoFile) -> Path:
+        """The place of a file's content."""
+        return self.folder / "blobs" / file.blob
+
+    def part(self, file: RepoFile) -> Path:
+        """The place of the beginning of a file's content."""
+        return self.folder / "blobs" / f"{file.blob}{PART_SUFFIX}"
+
+    def lock(self, file: RepoFile) -> Path:
+        """The lock that huggingface_hub holds while it downloads the file, too."""
+        return self.folder.parent / ".locks" / self.folder.name / f"{file.blob}.lock"
+
+    def has(self, file: RepoFile) -> bool:
+        """Whether the content is complete. Blobs get their name when they are; the size is one more check."""
+        try:
+            return self.blob(file).stat().st_size == file.size_bytes
+        except OSError:
+            return False
+
+    def part_bytes(self, file: RepoFile) -> int:
+        """The size of the beginning that is there."""
+        try:
+            return min(self.part(file).stat().st_size, file.size_bytes)
+        except OSError:
+            return 0
+
+    def complete(self, name: HubName, *, need_weights: bool) -> Path | None:
+        """The snapshot's folder, or its (first) GGUF file, if all needed files are certain to be there; else None.
+
+        Only a listing of the commit tells for a folder. The files of a GGUF model are known by their names.
+
+        Raises:
+            NoModelError: the name does not say which of several GGUF models.
+        """
+        commit = self.commit_of(name.revision)
+        if commit is None or not (snapshot := self.snapshot(commit)).is_dir():
+            return None
+        if listing := load_listing(self.repo, commit):
+            paths = [file.path for file in listing.files]
+            return self._if_all(name, snapshot, paths, need_weights)
+        return self._gguf(name, snapshot) if name.quantization else None
+
+    def find(self, name: HubName, *, need_weights: bool) -> Path | None:
+        """As `complete`, and for a snapshot of another tool, without a listing, whether it looks complete.
+
+        Raises:
+            NoModelError: the name does not say which of several GGUF models.
+        """
+        commit = self.commit_of(name.revision)
+        if commit is None or load_listing(self.repo, commit):
+            return self.complete(name, need_weights=need_weights)
+        if not (snapshot := self.snapshot(commit)).is_dir():
+            return None
+        if not (snapshot / CONFIG).exists() or name.quantization:
+            return self._gguf(name, snapshot)
+        try:
+            return self._if_all(name, snapshot, paths_below(snapshot), need_weights)
+        except NoModelError:  # a tool has loaded the tokenizer only
+            return None
+
+    def _if_all(self, name: HubName, snapshot: Path, paths: list[str], need_weights: bool) -> Path | None:
+        if INDEX in paths and not (snapshot / INDEX).exists():
+            return None
+        wanted = wanted_files(
+            str(name),
+            paths,
+            quantization=name.quantization,
+            need_weights=need_weights,
+            read_index=lambda: _read_index(snapshot / INDEX),
+        )
+        if not all((snapshot / path).exists() for path in wanted):
+            return None
+        return place_of(snapshot, wanted)
+
+    def _gguf(self, name: HubName, snapshot: Path) -> Path | None:
+        models = gguf_models(paths_below(snapshot))
+        try:
+            files = models[choose_gguf(str(name), models, name.quantization)]
+        except NoModelError:
+            return None
+        return None if missing_parts(files) else place_of(snapshot, files)
+
+    # ------------------------------------------------------------ what is added
+
+    def link(self, commit: str, file: RepoFile) -> None:
+        """Give a complete file its place in a snapshot."""
+        place = self.snapshot(commit) / file.path
+        if place.exists():
+            return
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            place.unlink()  # a link to a blob that was removed
+        try:
+            place.symlink_to(os.path.relpath(self.blob(file), place.parent))
+        except FileExistsError:
+            return  # another process
+        except OSError:  # a file system without links
+            shutil.copyfile(self.blob(file), place)
+
+    def set_revision(self, revision: str, commit: str) -> None:
+        """Note the commit of a branch or tag."""
+        if revision == commit:
+            return
+        ref = self.folder / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        fd, new = tempfile.mkstemp(dir=self.folder, prefix="ref-")
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(commit)
+        os.replace(new, ref)
+
+
+def place_of(snapshot: Path, files: Iterable[str]) -> Path:
+    """What to load of a snapshot's files: the first GGUF file, or the folder."""
+    ggufs = [path for path in files if path.lower().endswith(".gguf")]
+    return snapshot / ggufs[0] if ggufs else snapshot
+
+
+def mark_used(place: Path) -> None:
+    """Set the time of the last access of a model's files, which a kernel writes rarely or never (`relatime`)."""
+    now_ns = time.time_ns()
+    for path in [place] if place.is_file() else place.glob("*.safetensors"):
+        with contextlib.suppress(OSError):  # of another user, or on a read-only file system
+            os.utime(path, ns=(now_ns, path.stat().st_mtime_ns))
+
+
+def paths_below(folder: Path) -> list[str]:
+    """The files below a folder, with "/"; no links to contents that are gone."""
+    return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def _read_index(path: Path) -> dict[str, object]:
+    from ..json_file import read_json
+
+    return read_json(path)

@@ -1,0 +1,1 @@
+"""What a start shows of its steps, downloads and the compilation of kernels, in terminals, notebooks and logs."""

@@ -1,0 +1,220 @@
+"""`engine pull`, `list`, `rm`, `ps` as commands, against a hub on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.cli import main as cli
+from engine.cli.models.ps import uptime_text
+from engine.runtime.child import server_record
+from engine.runtime.child.server_record import ServerRecord, write_record
+from engine.runtime.child.socket_dir import SocketDir
+from tests.fake_hub import TOKEN, FakeHub, blob_of, commit_of
+
+WEIGHTS = bytes(range(256)) * 8000
+FILES = {"config.json": b'{"dtype": "bfloat16"}', "tokenizer.json": b"{}", "model.safetensors": WEIGHTS}
+DEADLINE_S = 60.0
+
+
+class Commands:
+    """Runs commands in new processes, because huggingface_hub reads its variables when it is imported."""
+
+    def __init__(self, hub: FakeHub, home: Path) -> None:
+        self.hub, self.home = hub, home
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("ENGINE_", "HF_"))
+        }
+        self.environment = inherited | hub.environment(home) | {"TMPDIR": str(home)}
+
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "engine", *arguments],
+            env=self.environment | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, out, err
+
+
+@pytest.fixture
+def commands() -> Iterator[Commands]:
+    with FakeHub() as hub, tempfile.TemporaryDirectory(dir="/tmp", prefix="pull-") as home:
+        hub.repos["org/tiny"].commit(FILES)
+        yield Commands(hub, Path(home))
+
+
+def test_pull_list_and_rm(commands: Commands) -> None:
+    code, out, err = commands.run("pull", "org/tiny")
+    assert (code, err.splitlines()[0]) == (0, "downloading org/tiny: 2.0 MiB")
+    assert sorted(line.split(":")[0].strip() for line in err.splitlines()[1:4]) == sorted(FILES)
+    assert re.fullmatch(r"org/tiny: downloaded 2\.0 MiB of 2\.0 MiB, commit [0-9a-f]{12}: /\S+\n", out)
+
+    assert commands.run("pull", "org/tiny")[1].startswith("org/tiny: up to date, 2.0 MiB")
+    assert commands.run("pull", "--quiet", "org/tiny")[2] == ""
+
+    code, out, _ = commands.run("list")
+    assert [line.split() for line in out.splitlines()] == [
+        ["NAME", "WEIGHTS", "SIZE", "COMMIT", "LAST", "USED"],
+        ["org/tiny", "BF16", "2.0", "MiB", commit_of(FILES)[:12], "just", "now"],
+    ]
+    (row,) = json.loads(commands.run("list", "--json")[1])
+    assert (row["name"], row["quantization"], row["complete"]) == ("org/tiny", "BF16", True)
+    assert row["size_bytes"] == sum(map(len, FILES.values()))
+
+    assert commands.run("rm", "org/tiny") == (0, "org/tiny: removed 3 files, 2.0 MiB are free now\n", "")
+    assert commands.run("list")[1].startswith("There are no models on this machine")
+    code, _, err = commands.run("rm", "org/tiny")
+    assert (code, err) == (2, "engine: org/tiny: is not on this machine; `engine list` shows what is\n")
+
+
+def test_ctrl_c_keeps_the_part_and_the_next_pull_continues(commands: Commands) -> None:
+    hold = commands.hub.hold["model.safetensors"] = threading.Event()
+    process = commands.start("pull", "org/tiny")
+    part = (
+        commands.home
+        / "hf/hub/models--org--tiny/blobs"
+        / (blob_of("model.safetensors", WEIGHTS) + ".engine.incomplete")
+    )
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not part.exists() or part.stat().st_size < len(WEIGHTS) // 2:
+        assert time.monotonic() < deadline_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    assert part.stat().st_size == len(WEIGHTS) // 2
+    assert "Interrupted downloads hold 1000 KiB" in commands.run("list")[2]
+
+    hold.set()
+    commands.hub.requests.clear()
+    code, _, err = commands.run("pull", "org/tiny")
+    assert code == 0
+    assert "of which 1000 KiB are there" in err
+    assert [r.range for r in commands.hub.requests if r.kind == "storage"] == [f"bytes={len(WEIGHTS) // 2}-"]
+
+
+def test_killed_processes_leave_no_lock(commands: Commands) -> None:
+    hold = commands.hub.hold["model.safetensors"] = threading.Event()
+    process = commands.start("pull", "org/tiny")
+    assert commands.hub.started["model.safetensors"].wait(DEADLINE_S)
+    process.kill()
+    process.communicate()
+    hold.set()
+    assert commands.run("pull", "org/tiny")[0] == 0
+
+
+def test_gated_models_and_the_token_of_the_environment(commands: Commands) -> None:
+    commands.hub.repos["org/gated"].commit(FILES)
+    commands.hub.repos["org/gated"].gated = True
+    code, _, err = commands.run("pull", "org/gated")
+    assert (code, err.splitlines()[-1].partition(":")[0]) == (2, "engine")
+    assert "access must be granted; accept the terms at" in err
+    assert commands.run("pull", "org/gated", HF_TOKEN=TOKEN)[0] == 0
+
+
+def test_quantizations_by_name(commands: Commands) -> None:
+    commands.hub.repos["org/gguf"].commit({"m-Q4_0.gguf": b"GGUF4", "m-Q8_0.gguf": b"GGUF8"})
+    code, _, err = commands.run("pull", "org/gguf")
+    assert (code, err) == (
+        2,
+        "engine: org/gguf: has several GGUF models; it has Q4_0, Q8_0: choose one, such as org/gguf:Q4_0\n",
+    )
+    assert commands.run("pull", "org/gguf:q8_0")[0] == 0
+    assert commands.run("list")[1].splitlines()[1].split()[:2] == ["org/gguf:Q8_0", "Q8_0"]
+
+
+def test_offline_names_what_is_there(commands: Commands) -> None:
+    assert commands.run("pull", "org/tiny")[0] == 0
+    code, _, err = commands.run("pull", "org/other", HF_HUB_OFFLINE="1")
+    assert code == 2
+    assert "HF_HUB_OFFLINE is set" in err
+    assert "on this machine are org/tiny" in err
+
+
+def test_paths_and_mistyped_names(commands: Commands, tmp_path: Path) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    assert commands.run("pull", str(tmp_path))[1] == f"{tmp_path}: is on this machine: {tmp_path}\n"
+    code, _, err = commands.run("pull", "smolm2")
+    assert code == 2
+    assert "smolm2: there is no such folder or .gguf file (did you mean smollm2" in err
+    code, _, err = commands.run("rm", str(tmp_path))
+    assert code == 2
+    assert "removes models that were pulled, by name" in err
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        monkeypatch.setattr(tempfile, "tempdir", path)
+        monkeypatch.setattr(server_record, "_SHARED_TMP", Path(path))
+        yield Path(path)
+
+
+def test_ps(servers: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.run(["ps"]) == 0
+    assert capsys.readouterr().out == "No server runs; `engine serve` starts one.\n"
+    with SocketDir() as first, SocketDir() as second:
+        started_s = time.time() - 125
+        write_record(first.path, ServerRecord(os.getpid(), "tiny", "/t", "http://127.0.0.1:1", started_s))
+        write_record(second.path, ServerRecord(os.getpid(), "big", "/b", "", time.time()))
+        assert cli.run(["ps"]) == 0
+        header, one, two = capsys.readouterr().out.splitlines()
+        assert header.split() == ["MODEL", "ADDRESS", "PID", "MEMORY", "UPTIME"]
+        assert one.split()[:3] == ["tiny", "http://127.0.0.1:1", str(os.getpid())]
+        assert re.search(r" \d+(\.\d+)? [MG]iB +2:0\d$", one)
+        assert two.split()[:2] == ["big", "starting"]
+        assert cli.run(["ps", "--json"]) == 0
+        rows = json.loads(capsys.readouterr().out)
+        assert [(row["model"], row["url"]) for row in rows] == [("tiny", "http://127.0.0.1:1"), ("big", None)]
+        assert rows[0]["memory_bytes"] > 0 and rows[0]["uptime_s"] >= 125
+
+
+def test_a_model_that_a_server_uses_stays_unless_forced(
+    servers: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    from engine.runtime.model_files.hub.hub_name import HubName
+    from engine.runtime.model_files.hub.hub_place import hub_place
+
+    with FakeHub() as hub, SocketDir() as socket_dir:
+        hub.repos["org/tiny"].commit(FILES)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+        place = hub_place(HubName("org/tiny"))
+        write_record(socket_dir.path, ServerRecord(4711, "org/tiny", str(place), "", 0.0))
+        assert cli.run(["rm", "org/tiny"]) == 2
+        assert "the server with process id 4711 uses it" in capsys.readouterr().err
+        assert cli.run(["rm", "--force", "org/tiny"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59, "59 s"), (187, "3:07"), (7389, "2:03:09"), (439_389, "5 d 2:03:09")],
+)
+def test_uptime(seconds: float, text: str) -> None:
+    assert uptime_text(seconds) == text
