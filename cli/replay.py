@@ -10,14 +10,13 @@ import typer
 
 from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.errors import ConfigError, EngineError
+from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
     from ..scheduler.journal.log_file import Header
     from ..scheduler.journal.replay import Difference, Replay
 
-EXIT_DIFFERENT: Final = 1
-EXIT_INCOMPLETE: Final = 3
 _FILE_COLUMNS: Final = 1000
 _GROUPS: Final = ("scheduler", "cache")
 
@@ -41,7 +40,7 @@ def replay(
     """Replay a decision log and compare every decision.
 
     The same scheduler gets the same messages at the same times, without a model. The exit code is 1 if a decision
-    differs, and 3 if none differs but a damaged part of the file could not be compared. With --set the workload of the
+    differs, and 4 if none differs but a damaged part of the file could not be compared. With --set the workload of the
     log runs again with other settings and a model of its step times, and the changes in latency and throughput are
     printed.
     """
@@ -96,8 +95,8 @@ def _replay_all(path: Path) -> int:
     for damage in damages:
         console.print(f"note: {damage}", style="yellow", markup=False)
     if not all_equal:
-        return EXIT_DIFFERENT
-    return EXIT_INCOMPLETE if damages else 0
+        return ExitCode.FAILED
+    return ExitCode.NOT_FOUND if damages else 0
 
 
 def _print_header(console: Any, number: int, header: Header) -> None:

@@ -6,7 +6,6 @@ every server; special tokens are left out, because they change what a model does
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...runtime.errors import ConfigError
+from ...runtime.unicode_text import is_unicode
+from ..json_input import read_json
 from .records import BenchRequest
 
 
@@ -118,7 +119,8 @@ def sharegpt_requests(
     """First questions of conversations in a ShareGPT file, each with the length of the recorded answer.
 
     Conversations with fewer than two turns, or with less than 4 tokens on either side, or longer than `max_total_len`
-    are left out. The file is a JSON list of `{"conversations": [{"from": "human", "value": "..."}, ...]}`.
+    are left out; so are those with a text that is not Unicode. The file is a JSON list of
+    `{"conversations": [{"from": "human", "value": "..."}, ...]}`.
 
     Raises:
         ConfigError: the file cannot be read, is not of this form, or holds no usable conversation.
@@ -143,12 +145,7 @@ def sharegpt_requests(
 
 
 def _read_conversations(path: Path) -> list[tuple[str, str]]:
-    try:
-        rows: Any = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--dataset-path {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"--dataset-path {path} is not JSON: {error}") from None
+    rows: Any = read_json(path, f"--dataset-path {path}", checks_text=False)
     if not isinstance(rows, list):
         raise ConfigError(f"--dataset-path {path} must be a JSON list of conversations")
     pairs = []
@@ -157,6 +154,8 @@ def _read_conversations(path: Path) -> list[tuple[str, str]]:
         if not isinstance(turns, list) or len(turns) < 2:
             continue
         values = [turn.get("value", turn.get("content")) for turn in turns[:2] if isinstance(turn, dict)]
-        if len(values) == 2 and all(isinstance(value, str) and value for value in values):
+        if len(values) == 2 and all(
+            isinstance(value, str) and value and is_unicode(value) for value in values
+        ):
             pairs.append((str(values[0]), str(values[1])))
     return pairs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,8 +11,10 @@ from typing import Annotated, Any, Literal
 import aiohttp
 import typer
 
-from ...runtime.errors import ConfigError
+from ...runtime.errors import ConfigError, ServerError
+from ...runtime.unicode_text import variable
 from .openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
+from .records import BenchRequest
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
 from .structured import StructuredOutput
 from .workload import DatasetName, WorkloadSettings, WorkloadTokenizer
@@ -35,7 +38,7 @@ class ServerSettings:
     tokenizer: Annotated[
         str, _server("Model with the tokenizer of the prompts: folder, .gguf file or name.")
     ] = "default"
-    api_key: Annotated[str | None, _server("API key of the server.", envvar="ENGINE_API_KEY")] = None
+    api_key: Annotated[str | None, _server("API key of the server (or set ENGINE_API_KEY).")] = None
     stream: Annotated[bool, _server("Stream the responses; without streaming there are no token times.")] = (
         True
     )
@@ -62,7 +65,8 @@ def run_serve(
 
     Raises:
         ConfigError: a bad setting.
-        EngineError: no server answers.
+        RequestError: the server refuses.
+        ServerError: no server answers.
     """
     workload.check()
     output.check()
@@ -71,8 +75,12 @@ def run_serve(
             "--endpoint chat needs text prompts: use --dataset-name sharegpt, or --endpoint completions"
         )
     structured = None if server.structured is None else StructuredOutput.read(server.structured)
+    if not server.api_key:
+        server = dataclasses.replace(server, api_key=variable("ENGINE_API_KEY"))
     tokenizer = WorkloadTokenizer.load(server.tokenizer)
-    return asyncio.run(_measure_server(server, sampling, workload, output, tokenizer, structured))
+    requests = workload.requests(tokenizer)
+    warmup = [] if server.endpoint == "chat" else workload.warmup(tokenizer)
+    return asyncio.run(_measure_server(server, sampling, workload, output, requests, warmup, structured))
 
 
 async def _measure_server(
@@ -80,7 +88,8 @@ async def _measure_server(
     sampling: SamplingSettings,
     workload: WorkloadSettings,
     output: OutputSettings,
-    tokenizer: WorkloadTokenizer,
+    requests: list[BenchRequest],
+    warmup: list[BenchRequest],
     structured: StructuredOutput | None,
 ) -> bool:
     served_model = await check_ready(server.base_url, server.api_key, server.ready_check_timeout_sec)
@@ -94,14 +103,13 @@ async def _measure_server(
         structured=structured,
     )
     facts = await _server_info(server)
-    warmup = [] if server.endpoint == "chat" else workload.warmup(tokenizer)
 
     async def before_run() -> None:
         if server.flush_cache:
             await flush_cache(server.base_url, server.api_key)
 
     target = OpenAITarget(server.base_url, server.api_key, options, server.timeout)
-    run = await measure(target, workload.requests(tokenizer), warmup, workload, before_run=before_run)
+    run = await measure(target, requests, warmup, workload, before_run=before_run, failure=ServerError)
     client = {
         **plain_settings(server),
         **plain_settings(sampling),

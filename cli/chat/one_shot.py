@@ -8,17 +8,16 @@ import os
 import stat
 import sys
 import time
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 from ...runtime.errors import RequestError
+from ...runtime.unicode_text import decode_utf8
+from ..exit_codes import ExitCode
 from .answer_view import AnswerView, call_line
 from .backend import Backend
 from .conversation import AnswerStats
 from .screen import Screen
 from .session import ChatSession
-
-EXIT_DONE: Final = 0
-EXIT_INTERRUPTED: Final = 130
 
 
 def ask_once(
@@ -31,7 +30,7 @@ def ask_once(
     """
     stats = AnswerStats(time.monotonic())
     view = AnswerView(screen, shows_text=not as_json)
-    code = EXIT_DONE
+    code = ExitCode.SUCCESS
     try:
         with contextlib.closing(backend.answer(session.messages(question), session.settings)) as chunks:
             for chunk in chunks:
@@ -41,7 +40,7 @@ def ask_once(
                 stats.usage = chunk.usage or stats.usage
                 stats.finish_reason = chunk.finish_reason or stats.finish_reason
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = ExitCode.INTERRUPTED
     if as_json:
         screen.answer(json.dumps(_document(backend, stats, view), ensure_ascii=False))
     view.end()
@@ -57,18 +56,16 @@ def read_question(words: list[str], stdin: TextIO) -> str | None:
     pass on a terminal, a socket or nothing.
 
     Raises:
-        RequestError: the input is not text, or empty.
+        ConfigError: the input is not UTF-8.
+        RequestError: it is empty.
     """
     question = " ".join(words).strip()
     piped = ""
     mode = _mode_of(stdin)
     if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
-        try:
-            piped = stdin.read().strip()
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"standard input is not UTF-8 text: {error.reason} at byte {error.start}"
-            ) from None
+        # The bytes, because a text stream decodes them as the locale demands.
+        text = decode_utf8(stdin.buffer.read(), "standard input")
+        piped = text.replace("\r\n", "\n").replace("\r", "\n").strip()
         if not (question or piped):
             raise RequestError("there is no question: standard input is empty")
     return "\n\n".join(part for part in (question, piped) if part) or None

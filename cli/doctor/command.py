@@ -15,6 +15,7 @@ import typer
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.resolve.host_facts import HostFacts
+from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -29,7 +30,6 @@ from .check import Check, CheckStatus, will_serve
 
 logger = logging.getLogger(__name__)
 
-EXIT_WILL_NOT_SERVE: Final = 1
 _STYLES: Final = {
     CheckStatus.OK: "green",
     CheckStatus.WARN: "yellow",
@@ -70,7 +70,7 @@ def doctor(
         typer.echo(json_text(checks))
     else:
         print_checks(checks)
-    return 0 if will_serve(checks) else EXIT_WILL_NOT_SERVE
+    return 0 if will_serve(checks) else ExitCode.FAILED
 
 
 def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:

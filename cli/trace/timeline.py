@@ -10,7 +10,7 @@ import enum
 from collections.abc import Iterable
 from typing import Final
 
-from ...runtime.errors import EngineError
+from ...runtime.errors import ConfigError
 from ...scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
@@ -26,7 +26,7 @@ MAX_SPANS: Final = 1_000_000
 """When there are more, short ones are merged; a span takes about 150 bytes."""
 
 
-class EmptyLogError(EngineError):
+class EmptyLogError(ConfigError):
     """A log without a single pass."""
 
 

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from typer.main import get_command
 
-from engine.cli.main import COMMANDS, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, app
+from engine.cli.exit_codes import MEANINGS
+from engine.cli.main import COMMANDS, app
 from engine.cli.options import GROUP_TITLES
 from engine.runtime.config.config_fields import config_fields, flag_of, setting_names
 
@@ -40,10 +41,8 @@ def cli_page() -> str:
         *(bullet(f"{link_to(name)}: {plain(_first_line(command))}") for name, command in commands.items()),
         "## engine",
         *_parameters("engine", get_command(app)),
-        paragraph(
-            f"Exit codes: 0 success, {EXIT_USER} a mistake in the command line or the configuration, "
-            f"{EXIT_INTERRUPTED} after Ctrl-C, otherwise {EXIT_FAILED}; a command that has further codes lists them."
-        ),
+        paragraph("Exit codes of all commands:"),
+        *(bullet(f"{code(str(int(number)))}: {meaning}") for number, meaning in MEANINGS.items()),
         *(block for name, command in commands.items() for block in _command(name, command)),
     )
 

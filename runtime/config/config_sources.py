@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from ..errors import ConfigError
+from ..unicode_text import decode_utf8, variable
 from .config_fields import ConfigField, SettingName, config_fields, find_setting, setting_names
 from .engine_config import EngineConfig
 from .presets import PRESETS, preset_origin
@@ -101,11 +102,11 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
 def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
     """The layer of environment variables; an empty variable counts as not set."""
     environ = os.environ if environ is None else environ
-    return {
-        name: Value(config_fields()[name].check(environ[variable]), f"${variable}")
-        for variable, name in ENV_VARS.items()
-        if environ.get(variable)
-    }
+    layer: dict[str, Value] = {}
+    for name, setting in ENV_VARS.items():
+        if (text := variable(name, environ)) is not None:
+            layer[setting] = Value(config_fields()[setting].check(text), f"${name}")
+    return layer
 
 
 def from_yaml_file(path: Path) -> dict[str, Value]:
@@ -117,10 +118,9 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
     import yaml  # here, because most starts have no file
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
+        text = decode_utf8(path.read_bytes(), f"the configuration file {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()

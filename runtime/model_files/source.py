@@ -14,6 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..errors import ConfigError
+from ..unicode_text import check_os_text
 from .default_model import DEFAULT_MODEL_NAME, Progress, ensure_default_model
 from .hub import PICKLE_REASON, fetch_from_hub
 from .json_file import read_json
@@ -49,6 +50,14 @@ def resolve_source(
     Raises:
         ConfigError: no files, or none that the engine reads; the message says what to do.
     """
+    source = _find_source(model, revision, need_weights, progress)
+    check_os_text(source.path, "the path of the model")  # it is sent to other processes as UTF-8
+    return source
+
+
+def _find_source(
+    model: str | None, revision: str | None, need_weights: bool, progress: Progress | None
+) -> ModelSource:
     if model is None or model == "default":
         return ModelSource("gguf", str(ensure_default_model(progress)), DEFAULT_MODEL_NAME)
     path = Path(

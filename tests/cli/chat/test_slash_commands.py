@@ -121,7 +121,7 @@ def test_save_and_load(run, chat, tmp_path):
     run("/clear")
     assert run(f"/load {path}") == f"Loaded 2 exchanges from {path}.\n"
     assert chat.session.num_exchanges == 2
-    assert "cannot read" in run("/load /no/such/file")
+    assert "cannot be read" in run("/load /no/such/file")
     assert run("/save") == "which file? /save FILE\n"
 
 
