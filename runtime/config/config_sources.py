@@ -14,9 +14,10 @@ from typing import Any, Final, get_type_hints
 
 from ..errors import ConfigError
 from ..unicode_text import decode_utf8, variable
-from .config_fields import ConfigField, SettingName, config_fields, find_setting, setting_names
+from .config_fields import SettingName, config_fields, find_setting, setting_names
 from .engine_config import EngineConfig
 from .presets import PRESETS, preset_origin
+from .yaml_scalar import scalar_value
 
 ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
@@ -147,7 +148,7 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
                 raise ConfigError(
                     f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
                 )
-            value = setting.check(_scalar(loader, node, setting.field))
+            value = setting.check(_node_value(loader, node, setting))
             layer[setting.field.name] = Value(value, origin)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from None
@@ -194,22 +195,15 @@ def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, in
             yield name, inner_node, line
 
 
-def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
-    """The node's value; plain scalars for text settings stay text where YAML would read a number or a boolean."""
+def _node_value(loader: Any, node: Any, setting: SettingName) -> object:
+    """The node's value, or a list of values for a setting that holds several."""
     import yaml
 
-    if field.many and isinstance(node, yaml.SequenceNode):
-        return [_scalar(loader, item, field) for item in node.value]
+    if setting.field.many and isinstance(node, yaml.SequenceNode):
+        return [_node_value(loader, item, setting) for item in node.value]
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{field.name} is a list or a mapping, but it must be {field.wants}")
-    if field.choices and node.tag != "tag:yaml.org,2002:null":
-        return node.value
-    try:
-        return loader.construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(
-            f"{field.name} cannot be read: {getattr(error, 'problem', None) or error}"
-        ) from None
+        raise ConfigError(f"{setting.name} is a list or a mapping, but it must be {setting.field.wants}")
+    return scalar_value(loader, node, setting)
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
