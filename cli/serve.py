@@ -29,7 +29,7 @@ from .options import (
     merge_options,
     takes_config_options,
 )
-from .port import check_port
+from .preflight import check_start
 from .startup import StartupDisplay
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ def serve(
             prepared = prepare(merged, on_step=display.step, on_download=display.download)
         typer.echo(render_config(prepared.config, merged, prepared.notes))
         return 0
+    check_start(merged.config)
     if merged.config.parallel.node_rank > 0:
         return _run_node(merged)
-    check_port(merged.config.server)
     if line := preset_line(merged):
         typer.echo(line, err=True)
     return _run(merged)
