@@ -126,7 +126,7 @@ def test_a_pipe_is_not_read(tmp_path):
 def test_an_llm_refuses_a_log_that_cannot_be_written_before_it_loads(tiny_model):
     from engine import LLM, ConfigError
 
-    steps = []
+    steps: list[str] = []
     with pytest.raises(ConfigError, match="decision_log is '/nope/x', which cannot be written"):
         LLM(str(tiny_model), decision_log="/nope/x", on_step=steps.append)
     assert "load weights" not in steps
