@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from ..runtime.config.migration import answer_for
 from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
 from ..runtime.version import __version__
 from .arguments import check_arguments, show_what_cannot_be_encoded
@@ -104,12 +105,15 @@ def run(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    arguments: Sequence[str] = ()
     try:
         arguments = check_arguments(sys.argv[1:] if argv is None else argv)
         result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
         message = error.format_message().replace("Value error, ", "").rstrip(".")
+        if answer := _answer(error, arguments):
+            return _fail(answer, ExitCode.USER)
         return _fail(f"{message} (see {command} --help)", ExitCode.USER)
     except (ConfigError, RequestError) as error:
         return _fail(str(error), ExitCode.USER)
@@ -128,6 +132,18 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OUTPUT_CLOSED
     return result if isinstance(result, int) else 0
+
+
+def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """What to use instead of an option of another engine; "" if the error is another one."""
+    if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in ("serve", "chat", "doctor"):
+        return ""
+    wrong = getattr(error, "option_name", "")
+    for argument in arguments:
+        word = argument.partition("=")[0]
+        if wrong and word.startswith(wrong) and (answer := answer_for(word)):
+            return f"there is no option {word}: {answer}"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hin
 from ..errors import ConfigError
 from ..unicode_text import is_unicode
 from .engine_config import DERIVED, EngineConfig
+from .migration import answer_for
 from .setting_declaration import Alias
 
 AUTO = "auto"
@@ -213,6 +214,8 @@ def find_setting(key: str) -> SettingName:
     names = setting_names()
     name = key.replace("-", "_")
     if name not in names:
+        if answer := answer_for(name):
+            raise ConfigError(f"there is no setting {key!r}: {answer}")
         hint = _suggestion(name, names) or "; `engine serve --help` lists them all"
         raise ConfigError(f"unknown setting {key!r}{hint}")
     return names[name]

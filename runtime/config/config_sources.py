@@ -1,25 +1,23 @@
 """The sources of a setting's value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
 
 `merge` combines the layers and keeps the origin of every value: `--print-config` shows it, and an error names the line
-or flag to change. The environment sets only secrets, which must not appear in a process list.
+or flag to change. `environment.py` has the layer of environment variables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from ..errors import ConfigError
-from ..unicode_text import decode_utf8, variable
+from ..unicode_text import decode_utf8
 from .config_fields import SettingName, config_fields, find_setting, setting_names
 from .engine_config import EngineConfig
 from .presets import PRESETS, preset_origin
 from .yaml_scalar import scalar_value
 
-ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
 _GUARDS: Final = {
     "api_key": "every client would have access",
@@ -87,7 +85,7 @@ def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
                 checked = setting.check(value)
             except ConfigError as error:
                 raise ConfigError(str(error).replace(name, setting.flag, 1)) from None
-            _put(layer, setting, Value(checked, setting.flag))
+            put(layer, setting, Value(checked, setting.flag))
     return layer
 
 
@@ -96,17 +94,7 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
     layer: dict[str, Value] = {}
     for key, value in arguments.items():
         setting = find_setting(key)
-        _put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
-    return layer
-
-
-def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
-    """The layer of environment variables; an empty variable counts as not set."""
-    environ = os.environ if environ is None else environ
-    layer: dict[str, Value] = {}
-    for name, setting in ENV_VARS.items():
-        if (text := variable(name, environ)) is not None:
-            layer[setting] = Value(config_fields()[setting].check(text), f"${name}")
+        put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
     return layer
 
 
@@ -155,7 +143,7 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
     return layer
 
 
-def _put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
+def put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
     """Add a value to a layer where each setting is given once.
 
     Raises:

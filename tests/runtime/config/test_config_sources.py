@@ -7,12 +7,12 @@ import pytest
 from engine.runtime.config.config_fields import config_fields, setting_names
 from engine.runtime.config.config_sources import (
     from_arguments,
-    from_environment,
     from_flags,
     from_yaml_file,
     merge,
 )
 from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.environment import from_environment
 from engine.runtime.errors import ConfigError
 
 
@@ -187,6 +187,17 @@ def test_python_arguments_are_checked_like_all_others():
         ("tensor_parallel_size", 2, "tp", 2),
         ("tp_size", 2, "tp", 2),
         ("num_speculative_tokens", 4, "speculative_num_draft_tokens", 4),
+        ("model_path", "m", "model", "m"),
+        ("alias", "m", "served_model_name", "m"),
+        ("threads", 2, "num_threads", 2),
+        ("chat_template_file", "t", "chat_template", "t"),
+        ("random_seed", 3, "seed", 3),
+        ("ssl_cert_file", "c", "ssl_certfile", "c"),
+        ("ssl_key_file", "k", "ssl_keyfile", "k"),
+        ("shutdown_timeout", 2.5, "drain_timeout", 2.5),
+        ("enable_log_requests", True, "log_requests", True),
+        ("disable_log_requests", True, "log_requests", False),
+        ("crash_dump_folder", "f", "crash_dir", "f"),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):
