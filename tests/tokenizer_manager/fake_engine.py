@@ -279,6 +279,7 @@ def make_services(
     scheduler: dict[str, Any] | None = None,
     answers: dict[str, Any] | None = None,
     prover: GrammarProver | None = None,
+    log_requests: bool = False,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -290,7 +291,7 @@ def make_services(
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
-        log=LogConfig(crash_dir=str(engine.crash_dir)),
+        log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
     manager = TokenizerManager(
         encoder=encoder,
