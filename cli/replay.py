@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..runtime.config.config_fields import AUTO, find_setting
+from ..runtime.counted import counted
 from ..runtime.errors import ConfigError, EngineError
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
@@ -106,8 +107,8 @@ def _print_header(console: Any, number: int, header: Header) -> None:
     settings = header.scheduler_config()  # settings added after the run have their defaults
     console.print(
         f"run {number}, {started}: engine {header.engine_version}, model {header.model}, "
-        f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings.schedule_policy}, "
-        f"chunks of {settings.chunked_prefill_size}, {settings.phases} steps",
+        f"{counted(header.capacity.num_pages, 'page', commas=True)} of {header.capacity.page_size}, "
+        f"policy {settings.schedule_policy}, chunks of {settings.chunked_prefill_size}, {settings.phases} steps",
         markup=False,
     )
     if header.engine_version != __version__:
@@ -125,9 +126,9 @@ def _print_result(console: Any, result: Replay, seconds: float, *, is_whole: boo
     if not is_whole:
         percent += " of what could be read"
     console.print(
-        f"  {_count(result.num_passes, 'pass', 'passes')}, {result.num_equal:,} equal ({percent}), "
-        f"digest {result.digest}; {_count(result.num_requests, 'request', 'requests')}, "
-        f"{_count(result.num_steps, 'step', 'steps')} in {result.span_s:,.1f} s, "
+        f"  {counted(result.num_passes, 'pass', 'passes', commas=True)}, {result.num_equal:,} equal ({percent}), "
+        f"digest {result.digest}; {counted(result.num_requests, 'request', commas=True)}, "
+        f"{counted(result.num_steps, 'step', commas=True)} in {result.span_s:,.1f} s, "
         f"replayed in {seconds:.2f} s",
         style="red" if not result.is_equal else "green" if is_whole else "yellow",
         markup=False,
@@ -138,17 +139,13 @@ def _print_result(console: Any, result: Replay, seconds: float, *, is_whole: boo
         console.print(f"  the run ended in an error, and so did the replay: {result.raised}", markup=False)
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def _print_difference(console: Any, difference: Difference) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console.print(
-        f"  first difference after {difference.num_passes_before:,} equal passes, at {difference.now_s:.6f} s: "
-        f"{difference.what}",
+        f"  first difference after {counted(difference.num_passes_before, 'equal pass', 'equal passes', commas=True)}, "
+        f"at {difference.now_s:.6f} s: {difference.what}",
         markup=False,
     )
     if not difference.fields:
@@ -174,8 +171,8 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
         if result.difference is not None:
             raise EngineError(
                 f"--set needs a log that this engine replays exactly; run {number} differs after "
-                f"{result.num_equal:,} of {_count(result.num_passes, 'pass', 'passes')}: `engine replay {path}` shows "
-                "where"
+                f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
+                f"`engine replay {path}` shows where"
             )
         if result.raised:
             raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")

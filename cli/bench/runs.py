@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ...runtime.errors import ConfigError, EngineError, RequestError
+from ..console import output_console
 from .load import LoadRun, Target, run_load
 from .records import BenchRequest, RequestRecord
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
@@ -119,7 +120,7 @@ def report(
 ) -> bool:
     """Print the figures and write the result file; returns whether every request succeeded."""
     summary = summarize(run, parse_goodput(output.goodput))
-    print_summary(Console(), summary, title)
+    print_summary(output_console(), summary, title)
     if output.output_file is not None:
         rows = [RequestRow.of(record, run.start_s, output.details) for record in run.records]
         result = Run(

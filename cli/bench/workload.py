@@ -16,6 +16,7 @@ import typer
 
 from ...runtime.errors import ConfigError
 from .arrivals import arrival_offsets
+from .custom_dataset import custom_requests
 from .datasets import LengthRange, random_requests, shared_prefix_requests, sharegpt_requests
 from .records import BenchRequest
 
@@ -29,6 +30,7 @@ class DatasetName(enum.StrEnum):
     RANDOM = "random"
     SHARED_PREFIX = "generated-shared-prefix"
     SHAREGPT = "sharegpt"
+    CUSTOM = "custom"
 
 
 class WorkloadTokenizer:
@@ -67,6 +69,10 @@ def _gsp(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, generated-shared-prefix")
 
 
+def _custom(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Workload, custom")
+
+
 def _sharegpt(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, sharegpt")
 
@@ -76,7 +82,7 @@ class WorkloadSettings:
     """The requests and their arrival times; every field is an option of `engine bench`."""
 
     dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
-    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt).")] = 64
+    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt, custom).")] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
     random_range_ratio: Annotated[
@@ -89,7 +95,8 @@ class WorkloadSettings:
     gsp_question_len: Annotated[int, _gsp("Tokens of a request after the shared prefix.")] = 64
     gsp_output_len: Annotated[int, _gsp("Output tokens of a request.")] = 64
     dataset_path: Annotated[
-        Path | None, _sharegpt("File of conversations (JSON); nothing is downloaded.")
+        Path | None,
+        _sharegpt("File of conversations (JSON), or of prompts (custom: JSON Lines); nothing is downloaded."),
     ] = None
     sharegpt_output_len: Annotated[
         int | None, _sharegpt("Output tokens (default: those of the recorded answer).")
@@ -97,6 +104,7 @@ class WorkloadSettings:
     sharegpt_max_len: Annotated[int, _sharegpt("Skip conversations with more tokens than this in total.")] = (
         2048
     )
+    custom_output_len: Annotated[int, _custom("Output tokens of a row without output_tokens.")] = 256
     request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
     burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0
     max_concurrency: Annotated[int | None, _load("Most requests in flight at the same time.")] = None
@@ -114,10 +122,19 @@ class WorkloadSettings:
             raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but it must be at least 1")
         if self.warmup_requests < 0:
             raise ConfigError(f"--warmup-requests is {self.warmup_requests}, but it must be 0 or more")
-        if self.dataset_name is DatasetName.SHAREGPT and self.dataset_path is None:
-            raise ConfigError("--dataset-name sharegpt needs --dataset-path FILE; nothing is downloaded")
+        if self.has_texts and self.dataset_path is None:
+            raise ConfigError(
+                f"--dataset-name {self.dataset_name} needs --dataset-path FILE; nothing is downloaded"
+            )
+        if self.custom_output_len < 1:
+            raise ConfigError(f"--custom-output-len is {self.custom_output_len}, but it must be at least 1")
         arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
         self._length_ranges()
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the prompts are texts, which chats need."""
+        return self.dataset_name in (DatasetName.SHAREGPT, DatasetName.CUSTOM)
 
     def requests(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
         """The workload, in the order of sending."""
@@ -135,6 +152,11 @@ class WorkloadSettings:
                     output_len=self.gsp_output_len,
                     token_ids=tokenizer.ordinary_token_ids(),
                     seed=self.seed,
+                )
+            case DatasetName.CUSTOM:
+                assert self.dataset_path is not None  # by `check`
+                return custom_requests(
+                    self.dataset_path, self.num_prompts, tokenizer, output_len=self.custom_output_len
                 )
             case DatasetName.SHAREGPT:
                 assert self.dataset_path is not None  # by `check`
