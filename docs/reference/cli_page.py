@@ -38,11 +38,20 @@ def cli_page() -> str:
             f"configuration are described once, in [{CONFIGURATION}]({CONFIGURATION}), with type, default and names in "
             "SGLang and vLLM; here each command lists those that it takes."
         ),
+        bullet(f"{link_to('Exit codes')}, {link_to('Shell completion')}"),
         *(bullet(f"{link_to(name)}: {plain(_first_line(command))}") for name, command in commands.items()),
         "## engine",
         *_parameters("engine", get_command(app)),
-        paragraph("Exit codes of all commands:"),
+        "## Exit codes",
         *(bullet(f"{code(str(int(number)))}: {meaning}") for number, meaning in MEANINGS.items()),
+        "## Shell completion",
+        paragraph(
+            "`engine --install-completion` adds completion to the shell that runs it (bash, zsh, fish, PowerShell): "
+            "commands, options, and the words that an option takes. For bash it writes "
+            "`~/.bash_completions/engine.sh` and a line in `~/.bashrc`, for zsh `~/.zfunc/_engine` and lines in "
+            "`~/.zshrc`, for fish `~/.config/fish/completions/engine.fish`; remove them to undo it. "
+            "`engine --show-completion` prints the script instead."
+        ),
         *(block for name, command in commands.items() for block in _command(name, command)),
     )
 
