@@ -28,6 +28,16 @@ def check_start(config: EngineConfig) -> None:
     if config.parallel.node_rank == 0:
         check_port(config.server)
         _check_access(config.server)
+    check_files(config)
+
+
+def check_files(config: EngineConfig) -> None:
+    """Check the names and files of a configuration, besides those of the connections.
+
+    Raises:
+        ConfigError: the first one that would end the start.
+    """
+    if config.parallel.node_rank == 0:
         _check_parsers(config.answers)
         _check_chat_template(config.model.chat_template)
         if config.log.decision_log is not None and config.parallel.executor == "local":
