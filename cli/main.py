@@ -1,7 +1,7 @@
 """`engine`: the entry point of the command line; prints its errors.
 
 Commands are imported when they run: `engine --help` shows them from the table below and loads nothing else. The exit
-code is 0 on success, 2 for a mistake of the user, 130 after Ctrl-C, otherwise 1.
+codes are those of `exit_codes.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-from ..runtime.errors import ConfigError, EngineError, RequestError
+from ..runtime.config.migration import answer_for
+from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
 from ..runtime.version import __version__
+from .arguments import check_arguments, show_what_cannot_be_encoded
+from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
 
 PROG_NAME: Final = "engine"
@@ -47,9 +50,6 @@ EXAMPLES: Final = """Examples:
   engine chat "Why is the sky blue?"   one question; stdout is the answer
 
 Every command takes --help, and works without a model: the default is small."""
-EXIT_USER: Final = 2
-EXIT_FAILED: Final = 1
-EXIT_INTERRUPTED: Final = 130
 
 
 class LazyGroup(TyperGroup):
@@ -99,6 +99,7 @@ def root(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line and exit; a mistake of the user is one line, a bug is a traceback."""
+    show_what_cannot_be_encoded((sys.stdout, sys.stderr))
     sys.exit(run(argv))
 
 
@@ -108,28 +109,45 @@ def run(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments: Sequence[str] = ()
     try:
+        arguments = check_arguments(sys.argv[1:] if argv is None else argv)
         result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
         message = error.format_message().replace("Value error, ", "").rstrip(".")
-        return _fail(f"{message} (see {command} --help)", EXIT_USER)
+        if answer := _answer(error, arguments):
+            return _fail(answer, ExitCode.USER)
+        return _fail(f"{message} (see {command} --help)", ExitCode.USER)
     except (ConfigError, RequestError) as error:
-        return _fail(str(error), EXIT_USER)
+        return _fail(str(error), ExitCode.USER)
+    except ServerError as error:
+        return _fail(str(error), ExitCode.SERVER)
     except EngineError as error:
-        return _fail(str(error), EXIT_FAILED)
+        return _fail(str(error), ExitCode.FAILED)
     except PermissionError as error:
         return _fail(
-            f"{error.filename}: {error.strerror}; give this user access, or use another path", EXIT_USER
+            f"{error.filename}: {error.strerror}; give this user access, or use another path", ExitCode.USER
         )
     except (KeyboardInterrupt, typer.Abort):
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader (`head`) closed the pipe. Python would report that again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
+        return ExitCode.OUTPUT_CLOSED
     return result if isinstance(result, int) else 0
+
+
+def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
+    """What to use instead of an option of another engine; "" if the error is another one."""
+    if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in ("serve", "chat", "doctor"):
+        return ""
+    wrong = getattr(error, "option_name", "")
+    for argument in arguments:
+        word = argument.partition("=")[0]
+        if wrong and word.startswith(wrong) and (answer := answer_for(word)):
+            return f"there is no option {word}: {answer}"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:

@@ -16,16 +16,24 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 from typer.core import TyperCommand
 
-from ..runtime.config.config_fields import AUTO, ConfigField, SettingName, config_fields, flag_of
+from ..runtime.config.config_fields import (
+    AUTO,
+    ConfigField,
+    SettingName,
+    config_fields,
+    flag_of,
+    setting_names,
+)
 from ..runtime.config.config_sources import (
     Layer,
     MergedConfig,
-    from_environment,
     from_flags,
     from_yaml_file,
     merge,
 )
+from ..runtime.config.environment import CONFIG_FILE, from_environment
 from ..runtime.errors import ConfigError
+from ..runtime.unicode_text import variable
 
 GROUP_TITLES: Final = {
     "model": "Model",
@@ -48,7 +56,7 @@ ConfigFileOption = Annotated[
     typer.Option(
         "--config",
         metavar="FILE",
-        help="YAML file with settings, such as `page_size: 16`; flags win over it.",
+        help="YAML file with settings, such as `page_size: 16` (or set ENGINE_CONFIG); flags win over it.",
     ),
 ]
 PrintConfigOption = Annotated[
@@ -139,8 +147,11 @@ def merge_options(
                 f"the model is given twice: {model!r} and --model {settings['model']!r}; drop one"
             )
         flags = {**settings, "model": model}
+    if config_file is None and (named := variable(CONFIG_FILE)) is not None:
+        config_file = Path(named)
     file_layer = from_yaml_file(config_file) if config_file is not None else {}
-    return merge(base or {}, file_layer, from_environment(), from_flags(flags))
+    taken = {setting_names()[name].field.name for name in settings}
+    return merge(base or {}, file_layer, from_environment(names=taken), from_flags(flags))
 
 
 def _parameter(setting: SettingName) -> inspect.Parameter:
@@ -170,7 +181,8 @@ def _declaration(setting: SettingName) -> str:
 
 def _alias_text(field: ConfigField) -> str:
     """` (also --max-num-seqs)`."""
-    return f" (also {', '.join(flag_of(alias.name) for alias in field.aliases)})" if field.aliases else ""
+    named = [flag_of(alias.name) for alias in field.aliases if alias.in_help]
+    return f" (also {', '.join(named)})" if named else ""
 
 
 def _metavar(field: ConfigField) -> str:

@@ -23,10 +23,12 @@ def check_port(config: ServerConfig) -> None:
         addresses = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError as error:
-        raise ConfigError(
-            f"host {config.host!r} has no address ({error.strerror}); use --host 127.0.0.1"
-        ) from None
+    except (
+        OSError,
+        UnicodeError,
+    ) as error:  # no name of the internet, such as one with a part of 64 characters
+        reason = getattr(error, "strerror", None) or "it is no host name"
+        raise ConfigError(f"host {config.host!r} has no address ({reason}); use --host 127.0.0.1") from None
     family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         # Like the server: connections of a process that has just ended do not count as "in use".

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..runtime.config.config_fields import AUTO, find_setting
+from ..runtime.counted import counted
 from ..runtime.errors import ConfigError, EngineError
+from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
     from ..scheduler.journal.log_file import Header
     from ..scheduler.journal.replay import Difference, Replay
 
-EXIT_DIFFERENT: Final = 1
-EXIT_INCOMPLETE: Final = 3
 _FILE_COLUMNS: Final = 1000
 _GROUPS: Final = ("scheduler", "cache")
 
@@ -41,7 +41,7 @@ def replay(
     """Replay a decision log and compare every decision.
 
     The same scheduler gets the same messages at the same times, without a model. The exit code is 1 if a decision
-    differs, and 3 if none differs but a damaged part of the file could not be compared. With --set the workload of the
+    differs, and 4 if none differs but a damaged part of the file could not be compared. With --set the workload of the
     log runs again with other settings and a model of its step times, and the changes in latency and throughput are
     printed.
     """
@@ -96,8 +96,8 @@ def _replay_all(path: Path) -> int:
     for damage in damages:
         console.print(f"note: {damage}", style="yellow", markup=False)
     if not all_equal:
-        return EXIT_DIFFERENT
-    return EXIT_INCOMPLETE if damages else 0
+        return ExitCode.FAILED
+    return ExitCode.NOT_FOUND if damages else 0
 
 
 def _print_header(console: Any, number: int, header: Header) -> None:
@@ -107,8 +107,8 @@ def _print_header(console: Any, number: int, header: Header) -> None:
     settings = header.scheduler_config()  # settings added after the run have their defaults
     console.print(
         f"run {number}, {started}: engine {header.engine_version}, model {header.model}, "
-        f"{header.capacity.num_pages:,} pages of {header.capacity.page_size}, policy {settings.schedule_policy}, "
-        f"chunks of {settings.chunked_prefill_size}, {settings.phases} steps",
+        f"{counted(header.capacity.num_pages, 'page', commas=True)} of {header.capacity.page_size}, "
+        f"policy {settings.schedule_policy}, chunks of {settings.chunked_prefill_size}, {settings.phases} steps",
         markup=False,
     )
     if header.engine_version != __version__:
@@ -126,9 +126,9 @@ def _print_result(console: Any, result: Replay, seconds: float, *, is_whole: boo
     if not is_whole:
         percent += " of what could be read"
     console.print(
-        f"  {_count(result.num_passes, 'pass', 'passes')}, {result.num_equal:,} equal ({percent}), "
-        f"digest {result.digest}; {_count(result.num_requests, 'request', 'requests')}, "
-        f"{_count(result.num_steps, 'step', 'steps')} in {result.span_s:,.1f} s, "
+        f"  {counted(result.num_passes, 'pass', 'passes', commas=True)}, {result.num_equal:,} equal ({percent}), "
+        f"digest {result.digest}; {counted(result.num_requests, 'request', commas=True)}, "
+        f"{counted(result.num_steps, 'step', commas=True)} in {result.span_s:,.1f} s, "
         f"replayed in {seconds:.2f} s",
         style="red" if not result.is_equal else "green" if is_whole else "yellow",
         markup=False,
@@ -139,17 +139,13 @@ def _print_result(console: Any, result: Replay, seconds: float, *, is_whole: boo
         console.print(f"  the run ended in an error, and so did the replay: {result.raised}", markup=False)
 
 
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
-
-
 def _print_difference(console: Any, difference: Difference) -> None:
     from rich.table import Table
     from rich.text import Text
 
     console.print(
-        f"  first difference after {difference.num_passes_before:,} equal passes, at {difference.now_s:.6f} s: "
-        f"{difference.what}",
+        f"  first difference after {counted(difference.num_passes_before, 'equal pass', 'equal passes', commas=True)}, "
+        f"at {difference.now_s:.6f} s: {difference.what}",
         markup=False,
     )
     if not difference.fields:
@@ -175,8 +171,8 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
         if result.difference is not None:
             raise EngineError(
                 f"--set needs a log that this engine replays exactly; run {number} differs after "
-                f"{result.num_equal:,} of {_count(result.num_passes, 'pass', 'passes')}: `engine replay {path}` shows "
-                "where"
+                f"{result.num_equal:,} of {counted(result.num_passes, 'pass', 'passes', commas=True)}: "
+                f"`engine replay {path}` shows where"
             )
         if result.raised:
             raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")

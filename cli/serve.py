@@ -18,7 +18,9 @@ import typer
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
 from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.environment import doubtful_variables
 from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
+from ..runtime.counted import counted
 from ..runtime.progress.startup_display import StartupDisplay
 from .options import (
     CONTEXT_SETTINGS,
@@ -30,7 +32,7 @@ from .options import (
     merge_options,
     takes_config_options,
 )
-from .port import check_port
+from .preflight import check_start
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +67,13 @@ def serve(
 
         with StartupDisplay() as display:
             prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        for sentence in doubtful_variables():
+            typer.echo(f"engine: {sentence}", err=True)
         typer.echo(render_config(prepared.config, merged, prepared.notes, prepared.sampling_defaults))
         return 0
+    check_start(merged.config)
     if merged.config.parallel.node_rank > 0:
         return _run_node(merged)
-    check_port(merged.config.server)
     if line := preset_line(merged):
         typer.echo(line, err=True)
     return _run(merged)
@@ -86,6 +90,8 @@ def _run(merged: MergedConfig) -> int:
     from .doctor.command import warn_at_start
 
     configure_logging(merged.config.log, "supervisor")
+    for sentence in doubtful_variables():
+        logger.warning("%s", sentence)
     setproctitle.setproctitle(_TITLE)  # instead of the command line, which may contain a key
     host = warn_at_start(merged.config)
     with StartupDisplay() as display:
@@ -114,6 +120,7 @@ def _run(merged: MergedConfig) -> int:
             started_requests=_started_requests,
         )
         outcome = supervisor.run()
+        logger.info("stopped exit_code=%d after_s=%.1f", outcome.exit_code, time.monotonic() - _STARTED_S)
         if outcome.exit_code != 0:
             typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code
@@ -165,23 +172,34 @@ def preset_line(merged: MergedConfig) -> str:
     return f"{preset_origin(preset)}: {' '.join(flags)}"
 
 
+def address_to_open(url: str) -> str:
+    """The URL of a server for a client on this machine: a wildcard address is none that can be opened."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 def ready_text(config: EngineConfig, url: str) -> str:
-    """The ready message: the address, the capacity and an example request."""
+    """The ready message: an address that can be opened, the capacity and an example request."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     name = str(model.served_model_name)
     body = json.dumps(
         {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}, ensure_ascii=False
     )
     key = ' -H "Authorization: Bearer $ENGINE_API_KEY"' if config.server.needs_key else ""
-    where = f"{model.device}, {model.num_threads} threads" if model.device == "cpu" else str(model.device)
+    here = address_to_open(url)
+    where = (
+        f"{model.device}, {counted(model.num_threads, 'thread')}"
+        if model.device == "cpu"
+        else str(model.device)
+    )
     return "\n".join(
         [
             "",
-            f"Ready after {time.monotonic() - _STARTED_S:.1f} s: {name} at {url}",
-            f"  {model.dtype} on {where}; context {model.max_model_len} tokens, KV pool {cache.max_total_tokens} "
-            f"tokens, {scheduler.max_running_requests} requests at once",
+            f"Ready after {time.monotonic() - _STARTED_S:.1f} s: {name} at {here}",
+            *([f"  Listens on every address of this machine ({url})."] if here != url else []),
+            f"  {model.dtype} on {where}; context {counted(model.max_model_len, 'token')}, KV pool "
+            f"{counted(cache.max_total_tokens, 'token')}, {counted(scheduler.max_running_requests, 'request')} at once",
             "  Try:",
-            f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+            f"  curl {here}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
             "  Stop with Ctrl-C.",
             "",
         ]

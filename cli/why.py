@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from urllib.parse import quote
@@ -10,13 +9,14 @@ from urllib.parse import quote
 import typer
 
 from ..runtime.config.server_config import ServerConfig
-from ..runtime.errors import EngineError, RequestError
+from ..runtime.errors import RequestError, ServerError
+from ..runtime.unicode_text import variable
+from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
 
 if TYPE_CHECKING:
     from ..runtime.messages import Explanation
 
-EXIT_UNKNOWN: Final = 3
 _SERVER: Final = ServerConfig()
 DEFAULT_URL: Final = f"http://{_SERVER.host}:{_SERVER.port}"
 _TIMEOUT_S: Final = 10.0
@@ -46,19 +46,19 @@ def why(
 ) -> int:
     """Explain why a request waited, was preempted or missed the cache: one sentence and a table.
 
-    A server keeps its last few thousand decisions; a file has all of them. The exit code is 3 if the request is
-    unknown, and 1 if the server does not answer.
+    A server keeps its last few thousand decisions; a file has all of them. The exit code is 4 if the request is
+    unknown.
     """
     if log is not None and url is not None:
         raise RequestError("--log reads a file and --url asks a server; pass one of them")
     if log is not None:
         explanation = _ask_file(log, rid)
     else:
-        key = api_key or os.environ.get("ENGINE_API_KEY")
+        key = api_key or variable("ENGINE_API_KEY")
         explanation = _ask_server(url or DEFAULT_URL, key, rid)
     if not explanation.found:
         typer.echo(f"engine: {explanation.sentence}", err=True)
-        return EXIT_UNKNOWN
+        return ExitCode.NOT_FOUND
     print_explanation(explanation)
     return 0
 
@@ -92,11 +92,11 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
             f"{base}/v1/requests/{quote(rid, safe='')}/why", headers=headers, timeout=_TIMEOUT_S
         )
     except httpx.ConnectError:
-        raise EngineError(
+        raise ServerError(
             f"no server answers at {base}; name it with --url, or read its decision log with --log FILE"
         ) from None
     except httpx.HTTPError as error:
-        raise EngineError(f"the connection to {base} broke: {str(error) or type(error).__name__}") from None
+        raise ServerError(f"the connection to {base} broke: {str(error) or type(error).__name__}") from None
     body = _json_of(response)
     error_body = body.get("error")
     if isinstance(error_body, dict) and error_body.get("code") == "request_not_found":
@@ -106,10 +106,10 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
         rows = tuple(tuple(map(str, row)) for row in body.get("rows", ()))
         return Explanation(0, bool(body.get("found")), str(body["sentence"]), columns, rows)
     if response.status_code == httpx.codes.NOT_FOUND:
-        raise EngineError(f"{base} does not explain requests; is it an engine of this version? Check --url")
+        raise ServerError(f"{base} does not explain requests; is it an engine of this version? Check --url")
     if response.status_code != httpx.codes.OK:
         raise error_of(response)
-    raise EngineError(f"{base} gave an answer that is no explanation; check --url")
+    raise ServerError(f"{base} gave an answer that is no explanation; check --url")
 
 
 def _json_of(response: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -196,7 +197,10 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
 
 
 def select_ops(target: Target, providers: Mapping[str, Sequence[Provider]] = PROVIDERS) -> Ops:
-    """Select the ops and log the table. On a GPU this may take seconds, because installed packages are tested first."""
+    """Select the ops; log how many each provider has, and the table at DEBUG.
+
+    On a GPU this may take seconds, because installed packages are tested first.
+    """
     if target.device.type == "cuda" and target.kernels is None:
         from .kernels.probe import probe_kernels
 
@@ -218,7 +222,9 @@ def select_ops(target: Target, providers: Mapping[str, Sequence[Provider]] = PRO
             raise AssertionError(f"no provider of {op}: the last one must have no reasons against any target")
     ops = Ops(**chosen, choices=tuple(choices))
     for line in table_lines(ops.choices):
-        logger.info("%s", line)
+        logger.debug("%s", line)
+    counts = Counter(choice.provider for choice in ops.choices)
+    logger.info("ops: %s", ", ".join(f"{count} by {name}" for name, count in counts.items()))
     return ops
 
 

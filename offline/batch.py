@@ -79,6 +79,7 @@ class Batch:
             self._engine.submit_all([self._message(request) for request in self._requests], rows)
             num_open = len(self._requests)
             while num_open:
+                self._engine.check_process()
                 row = rows.get()
                 if isinstance(row, EngineDeadError):
                     raise EngineDeadError(str(row)) from row

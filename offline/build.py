@@ -38,6 +38,11 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             f"{shlex.quote(config.model.model)} --tp {config.parallel.tp}` and use its HTTP API"
         )
 
+    if config.log.decision_log is not None:
+        from ..scheduler.journal.log_writer import check_log_file
+
+        check_log_file(config.log.decision_log)  # loading the weights takes seconds
+
     def build() -> EngineParts:
         from ..model_runner.kernels.cpu.first_build import compile_ahead
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import threading
 import time
@@ -77,15 +78,37 @@ class EngineThread:
             ConfigError: from `build`; its other errors are raised unchanged, too.
         """
         self._loop = _Loop()
+        self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run, args=(build,), name="engine", daemon=True)
         self._thread.start()
         # Runs on garbage collection and at interpreter exit, so that torch is not unloaded during a step.
-        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread)
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread, self._pid)
         try:
             self.capacity = self._loop.wait_until_built()
         except BaseException:
             self._finalizer()
             raise
+
+    def check_usable(self) -> None:
+        """Check that a call can be answered.
+
+        Raises:
+            EngineDeadError: the engine has ended, or as `check_process`.
+        """
+        self.check_process()
+        self._loop.check_alive()
+
+    def check_process(self) -> None:
+        """Check that this process has the engine's thread.
+
+        Raises:
+            EngineDeadError: it is a fork of the one that has; a fork copies no threads, so a call would wait for ever.
+        """
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                f"this engine runs in the process {self._pid}, and a forked process has no copy of it; make the LLM in "
+                f"the process that uses it, for example with the start method 'spawn' of multiprocessing"
+            )
 
     def submit(self, request: GenerateRequest, rows: RowQueue) -> None:
         """Start a request, already verified and known to fit; its rows go to `rows`, the last one has `finish` set.
@@ -93,7 +116,7 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
-        self._loop.add([request], rows)
+        self.submit_all([request], rows)
 
     def submit_all(self, requests: Sequence[GenerateRequest], rows: RowQueue) -> None:
         """As `submit`; no step runs between these requests, so that the same batch is always scheduled alike.
@@ -101,11 +124,13 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
+        self.check_usable()
         self._loop.add(requests, rows)
 
     def abort(self, rid: str, reason: str) -> None:
         """End a request; unknown and finished ones are ignored. A finished row still arrives for it."""
-        self._loop.send(AbortRequest(rid, reason))
+        if os.getpid() == self._pid:
+            self._loop.send(AbortRequest(rid, reason))
 
     def flush_cache(self) -> FlushCacheDone:
         """Drop every page of the prefix cache that no running request uses.
@@ -113,6 +138,7 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
+        self.check_usable()
         return self._loop.ask(FlushCache, FlushCacheDone)
 
     def pin(self, input_ids: bytes, ttl_s: float, extra_key: str) -> PinDone:
@@ -121,6 +147,7 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
+        self.check_usable()
         return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
 
     def explain(self, rid: str) -> Explanation:
@@ -129,10 +156,11 @@ class EngineThread:
         Raises:
             EngineDeadError: the engine has ended.
         """
+        self.check_usable()
         return self._loop.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     def close(self) -> None:
-        """End the thread; open requests get an `EngineDeadError`. Closing twice is allowed."""
+        """End the thread; open requests get an `EngineDeadError`. Closing twice, or in a forked process, is allowed."""
         self._finalizer()
 
 
@@ -186,6 +214,10 @@ class _Loop:
         self._closing = True
         self._inbox.put(())
 
+    def check_alive(self) -> None:
+        with self._lock:
+            self._check_alive()
+
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death
@@ -194,7 +226,7 @@ class _Loop:
 
     def run(self, build: Callable[[], EngineParts]) -> None:
         """The thread's main function; whatever happens, every waiting caller gets an answer."""
-        death = EngineDeadError("the engine has been closed")
+        death = EngineDeadError("the engine has been closed; make a new LLM")
         try:
             parts = build()
             with contextlib.closing(parts.recorder):
@@ -299,7 +331,9 @@ def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
     return min(max(until_wake_s, _MIN_WAIT_S), HEARTBEAT_INTERVAL_S)
 
 
-def _stop(loop: _Loop, thread: threading.Thread) -> None:
+def _stop(loop: _Loop, thread: threading.Thread, pid: int) -> None:
+    if os.getpid() != pid:  # a forked process: the thread is that of its parent
+        return
     loop.close()
     if (
         thread is not threading.current_thread()

@@ -215,6 +215,7 @@ class LLM:
             RequestError: a prompt or parameter is invalid; no request has started.
             EngineDeadError: the engine has ended.
         """
+        self._engine.check_usable()
         items, is_single = as_prompts(prompts)
         batch = self._prepare(items, params, options, add_special_tokens=add_special_tokens)
         if stream:
@@ -237,6 +238,7 @@ class LLM:
         Raises:
             RequestError: n is below 1, or as for `generate`.
         """
+        self._engine.check_usable()
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         scheduling = checked_options(options)
@@ -299,6 +301,7 @@ class LLM:
         Raises:
             RequestError: a message the template refuses, or as for `generate`.
         """
+        self._engine.check_usable()
         scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         constraint = checked_constraint(options, self.config)
@@ -321,6 +324,7 @@ class LLM:
         Raises:
             RequestError: a message the template refuses.
         """
+        self._engine.check_process()  # the tokenizer's threads are those of its process, too
         checked_options(options, tuple(ChatOptions.__annotations__))
         conversation = conversation_of(messages, options, self.config.limits, None)
         return self.tokenizer.encode(self._plan(conversation, None).prompt, add_special_tokens=False)
@@ -349,6 +353,7 @@ class LLM:
         Raises:
             RequestError: the prompt is empty or no prompt, or `ttl` is no number, negative or not finite.
         """
+        self._engine.check_usable()
         ttl = check_number("ttl", plain(ttl), 0.0, MAX_TTL_S, unit="seconds; 0 unpins")
         check_text("cache_salt", cache_salt)
         token_ids = self._encode(prompt, add_special_tokens=True)
@@ -370,6 +375,12 @@ class LLM:
     def close(self) -> None:
         """End the engine and free its memory; running calls raise `EngineDeadError`. Closing twice is allowed."""
         self._engine.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM cannot be pickled or copied, because its engine runs in this process; make one in each process "
+            "that needs it, or start `engine serve` and use its HTTP API"
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -44,5 +44,9 @@ class EngineDeadError(EngineError):
     """A process of the engine died or stopped answering: every request gets 503 with the root cause in the message."""
 
 
+class ServerError(EngineError):
+    """A client command gets no answer from a server, or an error of the server. Exit code 3."""
+
+
 class RankLostError(EngineError):
     """A rank lost its connection to the group. The root cause is the failure of another rank, not this error."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .config.engine_config import EngineConfig
+from .counted import counted
 from .kv_size import GIB, kv_dtype_of, kv_token_bytes
 from .messages import Record
 
@@ -82,26 +83,28 @@ def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
 
 def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
     """Why such a request can never run, with the arithmetic and a fix; None if it can."""
+    prompt = counted(prompt_len, "token")
     most = max_new_tokens_for(prompt_len, capacity)
     if max_new_tokens <= most:
         return None
     if prompt_len >= capacity.max_model_len:
         return (
-            f"the prompt has {prompt_len} tokens and the context holds {capacity.max_model_len}, of which at least one "
+            f"the prompt has {prompt} and the context holds {capacity.max_model_len}, of which at least one "
             f"is for the answer; shorten the prompt or raise --max-model-len"
         )
     if most < 1:
         return (
-            f"the prompt has {prompt_len} tokens and the KV pool holds {capacity.max_total_tokens}; shorten the prompt "
+            f"the prompt has {prompt} and the KV pool holds {capacity.max_total_tokens}; shorten the prompt "
             f"or raise --max-total-tokens"
         )
     total = prompt_len + max_new_tokens
     if total > capacity.max_model_len:
         return (
-            f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total} in all, the context holds "
+            f"the prompt has {prompt} and max_tokens is {max_new_tokens}: {total} in all, the context holds "
             f"{capacity.max_model_len}; shorten the prompt, lower max_tokens to {most} or raise --max-model-len"
         )
     return (
-        f"the prompt has {prompt_len} tokens and max_tokens is {max_new_tokens}: {total - 1} KV slots, the KV pool has "
-        f"{capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise --max-total-tokens"
+        f"the prompt has {prompt} and max_tokens is {max_new_tokens}: {counted(total - 1, 'KV slot')}, "
+        f"the KV pool has {capacity.max_total_tokens}; shorten the prompt, lower max_tokens to {most} or raise "
+        f"--max-total-tokens"
     )

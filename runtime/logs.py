@@ -1,8 +1,9 @@
 """Logs: one line per record on standard error, with its process. Never prompt text.
 
-Two forms, `--log-format`:
+Two forms, `--log-format`, and a short one of the first for terminals:
 
     2026-01-31T12:00:00.123Z level=info process=scheduler logger=scheduler.event_loop step running=3 queue=0
+    12:00:00 scheduler: step running=3 queue=0
     {"time":"2026-01-31T12:00:00.123Z","level":"info","process":"scheduler",...,"running":3,"queue":0}
 
 All processes write to the same standard error; a line is one `write`, so lines do not mix. Format strings name their
@@ -47,14 +48,25 @@ class KeyValueFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """One record as text, without the final line break."""
-        message = _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), record.getMessage())
-        line = (
-            f"{_time_text(record)} level={record.levelname.lower()} process={self._process} "
-            f"logger={_logger_name(record)} {message}"
-        )
+        line = self._line(record, _safe_message(record))
         if record.exc_info:
             line = f"{line}\n{self.formatException(record.exc_info)}"
         return line
+
+    def _line(self, record: logging.LogRecord, message: str) -> str:
+        return (
+            f"{_time_text(record)} level={record.levelname.lower()} process={self._process} "
+            f"logger={_logger_name(record)} {message}"
+        )
+
+
+class TerminalFormatter(KeyValueFormatter):
+    """For a person at a terminal: local time and process, then the message; the level where it is not INFO."""
+
+    def _line(self, record: logging.LogRecord, message: str) -> str:
+        when = time.strftime("%H:%M:%S", time.localtime(record.created))
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        return f"{when} {self._process}: {level}{message}"
 
 
 class JsonFormatter(logging.Formatter):
@@ -91,9 +103,7 @@ def configure_logging(config: LogConfig, process: str) -> None:
         process: name of this process, in every line.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonFormatter(process) if config.log_format == "json" else KeyValueFormatter(process)
-    )
+    handler.setFormatter(_formatter(config, process, on_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     set_log_level(config.log_level)
 
@@ -106,6 +116,16 @@ def set_log_level(level: LogLevel) -> None:
 def with_log_level(config: EngineConfig, level: LogLevel) -> EngineConfig:
     """The same settings with another least severity to log."""
     return replace(config, log=replace(config.log, log_level=level))
+
+
+def _formatter(config: LogConfig, process: str, *, on_terminal: bool) -> logging.Formatter:
+    if config.log_format == "json":
+        return JsonFormatter(process)
+    return TerminalFormatter(process) if on_terminal else KeyValueFormatter(process)
+
+
+def _safe_message(record: logging.LogRecord) -> str:
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), record.getMessage())
 
 
 def _time_text(record: logging.LogRecord) -> str:

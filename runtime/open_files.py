@@ -28,4 +28,4 @@ def make_room_for(num_connections: int) -> None:
     except (OSError, ValueError) as error:
         logger.warning("open_files=%d of wanted=%d: %s", soft, wanted, error)
         return
-    logger.info("open_files=%d, raised from %d", wanted, soft)
+    logger.debug("open_files=%d, raised from %d", wanted, soft)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ..runtime.config.config_fields import find_setting
+from ..runtime.counted import counted
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
 from ..scheduler.journal.log_file import Header
@@ -59,15 +60,19 @@ class Row(NamedTuple):
 
 
 class PassDifference(NamedTuple):
-    """The first pass in which the changed settings decided differently.
+    """The first pass in which the simulation with the changed settings decides differently from the one before.
+
+    Passes are those of the simulations: their steps do not end at the times of the log, so their number differs.
 
     Attributes:
-        number: passes before it were equal.
+        number: simulated passes before it, which are equal.
+        num_passes: of the simulation with the log's own settings.
         at_s: virtual time since the first arrival.
         baseline, changed: the decisions of each, in words; "nothing more" if its run was over.
     """
 
     number: int
+    num_passes: int
     at_s: float
     baseline: str
     changed: str
@@ -82,7 +87,7 @@ class WhatIf:
         recorded, baseline, changed: see the module.
         has_slo: whether there are objectives; without them goodput equals the rate.
         quality: of the cost model.
-        difference: None if all passes are equal.
+        difference: None if all simulated passes are equal.
         notes: limitations of the result.
     """
 
@@ -133,10 +138,13 @@ class WhatIf:
             f"the simulation with the log's own settings is {error:+.1%} off the recorded median E2E",
         ]
         if self.difference is None:
-            lines.append("no pass decided differently")
+            lines.append("both simulations decide alike in every pass")
         else:
-            number, at_s, baseline, changed = self.difference
-            lines.append(f"first different pass: number {number + 1:,}, {at_s:.3f} s after the first arrival")
+            number, num_passes, at_s, baseline, changed = self.difference
+            lines.append(
+                f"the simulations decide differently from simulated pass {number + 1:,} of {num_passes:,} on, "
+                f"{at_s:.3f} s after the first arrival"
+            )
             lines.append(f"  before: {baseline}")
             lines.append(f"  now:    {changed}")
         return lines + [f"note: {note}" for note in self.notes]
@@ -269,12 +277,12 @@ def _notes(run: RecordedRun) -> tuple[str, ...]:
     notes = []
     if run.num_left_out:
         notes.append(
-            f"{run.num_left_out:,} requests without a token are left out (refused, aborted, too late)"
+            f"left out: {counted(run.num_left_out, 'request', commas=True)} without a token (refused, aborted, late)"
         )
     if run.num_cut_short:
         notes.append(
-            f"{run.num_cut_short:,} requests ended early (a stop string, a deadline, an error, an abort); in all three "
-            "runs they count as answered with their last token, and deadlines end no request"
+            f"{counted(run.num_cut_short, 'request', commas=True)} ended early (a stop string, a deadline, an error, "
+            "an abort); in all three runs they count as answered with their last token, and deadlines end no request"
         )
     if run.damage:
         notes.append(run.damage)
@@ -289,14 +297,16 @@ _Decisions = tuple[int, tuple[tuple[str, int], ...], tuple[tuple[str, str], ...]
 def _first_difference(before: list[PassRecord], after: list[PassRecord]) -> PassDifference | None:
     for number, (one, other) in enumerate(zip(before, after, strict=False)):
         if _decisions(one) != _decisions(other):
-            return PassDifference(number, one.now_s, _words(_decisions(one)), _words(_decisions(other)))
+            return PassDifference(
+                number, len(before), one.now_s, _words(_decisions(one)), _words(_decisions(other))
+            )
     number = min(len(before), len(after))
     if len(before) == len(after):
         return None
     longer, text = (before, "nothing more") if len(before) > len(after) else (after, "nothing more")
     words = _words(_decisions(longer[number]))
     pair = (words, text) if longer is before else (text, words)
-    return PassDifference(number, longer[number].now_s, *pair)
+    return PassDifference(number, len(before), longer[number].now_s, *pair)
 
 
 def _decisions(record: PassRecord) -> _Decisions:
@@ -315,9 +325,9 @@ def _decisions(record: PassRecord) -> _Decisions:
 
 def _words(decisions: _Decisions) -> str:
     num_decodes, chunks, retractions = decisions
-    parts = [f"{num_decodes} decode"]
+    parts = [counted(num_decodes, "decode")]
     for rid, length in chunks[:_SHOWN_RIDS]:
-        parts.append(f"{rid} computes {length:,} tokens")
+        parts.append(f"{rid} computes {counted(length, 'token', commas=True)}")
     if len(chunks) > _SHOWN_RIDS:
         parts.append(f"and {len(chunks) - _SHOWN_RIDS} more prompts")
     for rid, mode in retractions[:_SHOWN_RIDS]:

@@ -246,7 +246,7 @@ class ChildWatch:
         match message:
             case Ready():
                 child.ready = message
-                logger.info("child ready child=%s", child.label)
+                logger.debug("child ready child=%s", child.label)
             case Failed(kind="config"):
                 raise ChildFailure(message.message, exit_code=2, child=child)
             case Failed(kind="rank_lost"):

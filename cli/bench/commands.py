@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -22,13 +23,18 @@ from .serve_run import ServerSettings
 from .workload import WorkloadSettings
 
 app = typer.Typer(
-    help="Measure throughput and latency, in process or over HTTP, and compare two measurements.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-EXIT_SOME_FAILED = 1
+
+
+@app.callback()
+def root(ctx: typer.Context) -> None:
+    """Measure throughput and latency, in process or over HTTP, and compare two measurements."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
@@ -40,7 +46,7 @@ def serve(
     from .serve_run import run_serve
 
     if not run_serve(server, sampling, workload, output):
-        raise typer.Exit(EXIT_SOME_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
@@ -60,7 +66,7 @@ def offline(
 
     merged = merge_options(settings, config_file=config_file, model=model_argument)
     if not run_offline(merged, sampling, workload, output):
-        raise typer.Exit(EXIT_SOME_FAILED)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)

@@ -150,7 +150,10 @@ def _compare_metric(
     pools = [np.array([v for run in runs for v in metric.samples(run)]) for runs in (runs_a, runs_b)]
     if min(len(pool) for pool in pools) < 2:
         return None
-    ratios = _resampled(metric, pools[1], rng) / _resampled(metric, pools[0], rng)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = _resampled(metric, pools[1], rng) / _resampled(metric, pools[0], rng)
+    if not np.isfinite(ratios).all():  # some samples are 0, such as blocks without a token in a short run
+        return None
     tail = (1 - CONFIDENCE) / 2 * 100
     low, high = (float(q) for q in np.percentile(ratios, [tail, 100 - tail]))
     return Comparison(metric, a, b, b / a, low, high, between_runs=False)

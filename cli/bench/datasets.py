@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...runtime.errors import ConfigError
+from ...runtime.unicode_text import is_unicode
 from .records import BenchRequest
 
 if TYPE_CHECKING:
@@ -121,14 +122,15 @@ def sharegpt_requests(
     """First questions of conversations in a file of texts, each with the length of the recorded answer.
 
     Conversations without an answer, or with less than 4 tokens on either side, or longer than `max_total_len` are left
-    out. The file has ShareGPT conversations, rows of messages, or Alpaca rows.
+    out; so are those with a text that is not Unicode. The file has ShareGPT conversations, rows of messages, or Alpaca
+    rows.
 
     Raises:
         ConfigError: the file cannot be read, is not of this form, or holds no usable conversation.
     """
     from ...simulator.traces.texts import conversations
 
-    first = [turns[0] for turns in conversations(path)]
+    first = [turns[0] for turns in conversations(path) if all(map(is_unicode, turns[0]))]
     rng = np.random.default_rng(seed)
     requests: list[BenchRequest] = []
     for index in rng.permutation(len(first)):

@@ -63,7 +63,7 @@ class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
         )
         reason = reason_against(len(token_ids), request.output_len, self._engine.capacity)
         if reason is not None:
-            record.error = reason
+            record.error, record.refused = reason, True
             return
         sampling = SamplingParams(
             max_new_tokens=request.output_len,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import aiohttp
 
-from ...runtime.errors import EngineError
+from ...runtime.errors import RequestError, ServerError
 from .records import BenchRequest, RequestRecord
 from .structured import StructuredOutput
 
@@ -68,6 +68,7 @@ class OpenAITarget:
             async with self._session.post(path, json=self._body(request)) as response:
                 if response.status != 200:
                     record.error = f"HTTP {response.status}: {_error_text(await response.text())}"
+                    record.refused = _refuses(response.status)
                 elif self._options.stream:
                     await self._read_stream(response, record)
                 else:
@@ -141,7 +142,8 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
     """Wait until the server lists its models; returns the first model's name.
 
     Raises:
-        EngineError: no answer within the time.
+        RequestError: a wrong key, or no such endpoint.
+        ServerError: no answer within the time.
     """
     import asyncio
 
@@ -154,12 +156,14 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
                     if response.status == 200:
                         return str((await response.json())["data"][0]["id"])
                     reason = f"HTTP {response.status}: {_error_text(await response.text())}"
+                    if _refuses(response.status):
+                        raise RequestError(f"the server at {url} refuses ({reason}); see --url and --api-key")
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 reason = str(error) or type(error).__name__
             except (ValueError, KeyError, IndexError, TypeError):
                 reason = "its /v1/models does not follow the OpenAI API"
             if time.monotonic() > deadline:
-                raise EngineError(
+                raise ServerError(
                     f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url"
                 )
             await asyncio.sleep(0.2)
@@ -169,17 +173,21 @@ async def flush_cache(url: str, api_key: str | None) -> None:
     """Empty the server's prefix cache.
 
     Raises:
-        EngineError: the server has no such endpoint, or refuses.
+        RequestError: the server has no such endpoint, or refuses.
+        ServerError: it does not answer.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with (
-        aiohttp.ClientSession(headers=headers) as session,
-        session.post(f"{url}/flush_cache") as response,
-    ):
-        if response.status != 200:
-            raise EngineError(
-                f"POST {url}/flush_cache answered HTTP {response.status}; leave out --flush-cache"
-            )
+    try:
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(f"{url}/flush_cache") as response,
+        ):
+            status = response.status
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ServerError(f"POST {url}/flush_cache failed: {str(error) or type(error).__name__}") from None
+    if status != 200:
+        kind = RequestError if _refuses(status) else ServerError
+        raise kind(f"POST {url}/flush_cache answered HTTP {status}; leave out --flush-cache")
 
 
 async def _sse_data(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -198,6 +206,11 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.prompt_tokens = usage["prompt_tokens"]
     record.output_tokens = usage["completion_tokens"]
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _refuses(status: int) -> bool:
+    """Whether an HTTP status refuses the request itself: an equal one would be refused, too."""
+    return 400 <= status < 500 and status not in (408, 429)
 
 
 def _error_text(body: Any) -> str:

@@ -39,6 +39,7 @@ class RequestRecord:
         end_s: when the answer was complete or failed.
         prompt_tokens, output_tokens, cached_tokens: as the server counts them.
         error: why it failed; None for success.
+        refused: it failed because it is refused, as an equal one would be.
         valid: whether the answer matches the schema of `--structured`; None without one.
     """
 
@@ -50,6 +51,7 @@ class RequestRecord:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     end_s: float = 0.0
     error: str | None = None
+    refused: bool = False
     valid: bool | None = None
 
     @property

@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ...runtime.errors import ConfigError, EngineError
+from ...runtime.errors import ConfigError, EngineError, RequestError
+from ..console import output_console
 from .load import LoadRun, Target, run_load
 from .records import BenchRequest, RequestRecord
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
@@ -62,6 +63,8 @@ class OutputSettings:
             ConfigError: a bad goodput, or a folder that does not exist.
         """
         parse_goodput(self.goodput)
+        if self.output_file is not None and self.output_file.is_dir():
+            raise ConfigError(f"--output-file {self.output_file} is a folder; name a file")
         if self.output_file is not None and not self.output_file.parent.is_dir():
             raise ConfigError(
                 f"--output-file {self.output_file}: the folder {self.output_file.parent} does not exist"
@@ -74,17 +77,20 @@ async def measure(
     warmup: Sequence[BenchRequest],
     workload: WorkloadSettings,
     before_run: Any = None,
+    failure: type[EngineError] = EngineError,
 ) -> LoadRun:
     """Warm up within the concurrency limit, then run the workload with a progress bar.
 
     Raises:
-        EngineError: a warm-up request failed; the run would only repeat it many times.
+        RequestError: a warm-up request is refused; the run would only repeat it many times.
+        EngineError: one failed otherwise, as `failure`.
     """
     async with target_context as target:
         warm = await run_load(target, warmup, [0.0] * len(warmup), workload.max_concurrency, lambda _: None)
         for record in warm.records:
             if not record.ok:
-                raise EngineError(f"the warm-up request failed: {record.error}")
+                kind = RequestError if record.refused else failure
+                raise kind(f"the warm-up request failed: {record.error}")
         if before_run is not None:
             await before_run()
         with _progress() as progress:
@@ -114,7 +120,7 @@ def report(
 ) -> bool:
     """Print the figures and write the result file; returns whether every request succeeded."""
     summary = summarize(run, parse_goodput(output.goodput))
-    print_summary(Console(), summary, title)
+    print_summary(output_console(), summary, title)
     if output.output_file is not None:
         rows = [RequestRow.of(record, run.start_s, output.details) for record in run.records]
         result = Run(

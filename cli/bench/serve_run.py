@@ -3,39 +3,79 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final
 
 import aiohttp
 import typer
 
-from ...runtime.errors import ConfigError
-from .openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
+from ...runtime.errors import ConfigError, ServerError
+from ...runtime.unicode_text import variable
+from .openai_target import Endpoint, OpenAITarget, RequestOptions, check_ready, flush_cache
+from .records import BenchRequest
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
 from .structured import StructuredOutput
-from .workload import DatasetName, WorkloadSettings, WorkloadTokenizer
+from .workload import WorkloadSettings, WorkloadTokenizer
 
 
 def _server(help_text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel="Server", **more)
 
 
+DEFAULT_URL: Final = "http://127.0.0.1:30000"
+ENDPOINTS: Final[Mapping[str, Endpoint]] = {
+    "completions": "completions",
+    "chat": "chat",
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+}
+BACKENDS: Final[Mapping[str, Endpoint]] = {
+    "openai": "completions",
+    "vllm": "completions",
+    "sglang": "completions",
+    "sglang-oai": "completions",
+    "openai-chat": "chat",
+    "vllm-chat": "chat",
+    "sglang-oai-chat": "chat",
+}
+
+
+def _known(option: str, name: str | None, names: Mapping[str, Endpoint]) -> Endpoint | None:
+    if name is not None and name not in names:
+        raise ConfigError(f"{option} is {name!r}, but it must be one of {', '.join(names)}")
+    return None if name is None else names[name]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Which server is measured, and how requests are sent."""
 
-    url: Annotated[str, _server("Server to measure.", "--url", "--base-url")] = "http://127.0.0.1:30000"
+    url: Annotated[
+        str | None,
+        _server("Server to measure (default: http://127.0.0.1:30000).", "--url", "--base-url"),
+    ] = None
+    host: Annotated[str | None, _server("Its address, instead of --url.")] = None
+    port: Annotated[int | None, _server("Its port, instead of --url.")] = None
     model: Annotated[str | None, _server("Model to ask for (default: the first that the server lists).")] = (
         None
     )
     endpoint: Annotated[
-        Literal["completions", "chat"], _server("Endpoint to call; chat takes text prompts (sharegpt) only.")
-    ] = "completions"
+        str | None,
+        _server(
+            "Endpoint to call: completions (the default), chat, or its path; chat takes text prompts (sharegpt, "
+            "custom) only."
+        ),
+    ] = None
+    backend: Annotated[
+        str | None, _server(f"The endpoint by the names of vLLM and SGLang: {', '.join(BACKENDS)}.")
+    ] = None
     tokenizer: Annotated[
         str, _server("Model with the tokenizer of the prompts: folder, .gguf file or name.")
     ] = "default"
-    api_key: Annotated[str | None, _server("API key of the server.", envvar="ENGINE_API_KEY")] = None
+    api_key: Annotated[str | None, _server("API key of the server (or set ENGINE_API_KEY).")] = None
     stream: Annotated[bool, _server("Stream the responses; without streaming there are no token times.")] = (
         True
     )
@@ -51,8 +91,35 @@ class ServerSettings:
 
     @property
     def base_url(self) -> str:
-        """The URL without a trailing `/v1`."""
-        return self.url.rstrip("/").removesuffix("/v1")
+        """The URL without a trailing `/v1`.
+
+        Raises:
+            ConfigError: the server is given twice.
+        """
+        if self.host is None and self.port is None:
+            return (self.url or DEFAULT_URL).rstrip("/").removesuffix("/v1")
+        if self.url is not None:
+            raise ConfigError(
+                f"the server is given twice, by --url {self.url} and --host or --port; drop one"
+            )
+        host = self.host or "127.0.0.1"
+        host = host.removeprefix("http://").rstrip("/")  # vLLM's clients take both
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port or 30000}"
+
+    @property
+    def api(self) -> Endpoint:
+        """The endpoint, by `--endpoint` or `--backend`.
+
+        Raises:
+            ConfigError: an unknown name, or two different ones.
+        """
+        named = _known("--endpoint", self.endpoint, ENDPOINTS)
+        by_backend = _known("--backend", self.backend, BACKENDS)
+        if named and by_backend and named != by_backend:
+            raise ConfigError(
+                f"--backend {self.backend} calls {by_backend}, and --endpoint is {self.endpoint}; drop one"
+            )
+        return named or by_backend or "completions"
 
 
 def run_serve(
@@ -62,17 +129,23 @@ def run_serve(
 
     Raises:
         ConfigError: a bad setting.
-        EngineError: no server answers.
+        RequestError: the server refuses.
+        ServerError: no server answers.
     """
     workload.check()
     output.check()
-    if server.endpoint == "chat" and workload.dataset_name is not DatasetName.SHAREGPT:
+    server.base_url  # noqa: B018  (a wrong address is told before the data set is read)
+    if server.api == "chat" and not workload.has_texts:
         raise ConfigError(
-            "--endpoint chat needs text prompts: use --dataset-name sharegpt, or --endpoint completions"
+            "--endpoint chat needs text prompts: use --dataset-name sharegpt or custom, or --endpoint completions"
         )
     structured = None if server.structured is None else StructuredOutput.read(server.structured)
+    if not server.api_key:
+        server = dataclasses.replace(server, api_key=variable("ENGINE_API_KEY"))
     tokenizer = WorkloadTokenizer.load(server.tokenizer)
-    return asyncio.run(_measure_server(server, sampling, workload, output, tokenizer, structured))
+    requests = workload.requests(tokenizer)
+    warmup = [] if server.api == "chat" else workload.warmup(tokenizer)
+    return asyncio.run(_measure_server(server, sampling, workload, output, requests, warmup, structured))
 
 
 async def _measure_server(
@@ -80,13 +153,14 @@ async def _measure_server(
     sampling: SamplingSettings,
     workload: WorkloadSettings,
     output: OutputSettings,
-    tokenizer: WorkloadTokenizer,
+    requests: list[BenchRequest],
+    warmup: list[BenchRequest],
     structured: StructuredOutput | None,
 ) -> bool:
     served_model = await check_ready(server.base_url, server.api_key, server.ready_check_timeout_sec)
     options = RequestOptions(
         model=server.model or served_model,
-        endpoint=server.endpoint,
+        endpoint=server.api,
         temperature=sampling.temperature,
         ignore_eos=sampling.ignore_eos,
         stream=server.stream,
@@ -94,20 +168,20 @@ async def _measure_server(
         structured=structured,
     )
     facts = await _server_info(server)
-    warmup = [] if server.endpoint == "chat" else workload.warmup(tokenizer)
 
     async def before_run() -> None:
         if server.flush_cache:
             await flush_cache(server.base_url, server.api_key)
 
-    requests = workload.requests(tokenizer)
     target = OpenAITarget(server.base_url, server.api_key, options, server.timeout)
-    run = await measure(target, requests, warmup, workload, before_run=before_run)
+    run = await measure(target, requests, warmup, workload, before_run=before_run, failure=ServerError)
     client = {
         **plain_settings(server),
         **plain_settings(sampling),
         **plain_settings(workload),
         "model": options.model,
+        "url": server.base_url,
+        "endpoint": options.endpoint,
     }
     return report(run, "serve", f"{options.model} at {server.base_url}", client, facts, output)
 

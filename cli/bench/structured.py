@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...runtime.errors import ConfigError
+from ..json_input import read_json
 
 
 class StructuredOutput:
@@ -29,12 +30,7 @@ class StructuredOutput:
         Raises:
             ConfigError: there is none, or no library that checks answers is installed.
         """
-        try:
-            schema = json.loads(path.read_bytes())
-        except OSError as error:
-            raise ConfigError(f"--structured {path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise ConfigError(f"--structured {path} is not JSON: {error}") from None
+        schema = read_json(path, f"--structured {path}")
         if not isinstance(schema, dict):
             raise ConfigError(f"--structured {path} must hold a JSON Schema, which is an object")
         return cls(schema, _validator(schema, path))

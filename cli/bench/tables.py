@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
+from ...runtime.counted import counted
+from ..console import framed_table, output_console
 from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, setting_differences
 from .result_file import read_results
 from .summary import Distribution, Summary
@@ -14,13 +15,13 @@ from .summary import Distribution, Summary
 
 def print_summary(console: Console, summary: Summary, title: str) -> None:
     """Print every figure of a run."""
-    table = Table(title=title, show_header=False, title_justify="left", min_width=60)
+    table = framed_table(console, title=title, show_header=False, title_justify="left", min_width=60)
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in _rows(summary):
         table.add_row(name, value)
     console.print(table)
-    latencies = Table(title="latency in milliseconds", title_justify="left", min_width=60)
+    latencies = framed_table(console, title="latency in milliseconds", title_justify="left", min_width=60)
     for column in ("", "mean", "median", "P90", "P99", "max"):
         latencies.add_column(column, justify="right" if column else "left")
     for name, distribution in (
@@ -45,9 +46,11 @@ def print_comparison(path_a: Path, path_b: Path) -> None:
     """
     runs_a, runs_b = read_results(path_a).runs, read_results(path_b).runs
     comparisons = compare(runs_a, runs_b)
-    console = Console()
-    table = Table(
-        title=f"A = {path_a} ({len(runs_a)} runs), B = {path_b} ({len(runs_b)} runs)", title_justify="left"
+    console = output_console()
+    table = framed_table(
+        console,
+        title=f"A = {path_a} ({counted(len(runs_a), 'run')}), B = {path_b} ({counted(len(runs_b), 'run')})",
+        title_justify="left",
     )
     for column in ("", "A", "B", "B / A", "95 % interval"):
         table.add_column(column, justify="right" if column else "left")

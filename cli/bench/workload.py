@@ -16,6 +16,7 @@ import typer
 
 from ...runtime.errors import ConfigError
 from .arrivals import arrival_offsets
+from .custom_dataset import custom_requests
 from .datasets import (
     LengthRange,
     TextEncoder,
@@ -37,6 +38,7 @@ class DatasetName(enum.StrEnum):
     RANDOM = "random"
     SHARED_PREFIX = "generated-shared-prefix"
     SHAREGPT = "sharegpt"
+    CUSTOM = "custom"
     TRACE = "trace"
 
 
@@ -101,7 +103,7 @@ class WorkloadSettings:
     """The requests and their arrival times; every field is an option of `engine bench`."""
 
     dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
-    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt, trace).")] = 64
+    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt, custom, trace).")] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
     random_range_ratio: Annotated[
@@ -116,8 +118,8 @@ class WorkloadSettings:
     dataset_path: Annotated[
         Path | None,
         _file(
-            "File; nothing is downloaded. sharegpt: ShareGPT conversations, rows of messages, Alpaca rows; trace: a "
-            "Mooncake, Qwen, Azure or BurstGPT trace."
+            "File; nothing is downloaded. sharegpt: ShareGPT conversations, rows of messages, Alpaca rows; custom: "
+            "prompts as JSON Lines; trace: a Mooncake, Qwen, Azure or BurstGPT trace."
         ),
     ] = None
     sharegpt_output_len: Annotated[
@@ -134,6 +136,7 @@ class WorkloadSettings:
     time_scale: Annotated[
         float | None, _file("trace: divisor of the times; 2: twice the rate; the times are replayed.")
     ] = None
+    custom_output_len: Annotated[int, _file("custom: output tokens of a row without output_tokens.")] = 256
     request_rate: Annotated[float, _load("Mean arrivals per second; inf sends all at once.")] = math.inf
     burstiness: Annotated[float, _load("1: Poisson; below 1: burstier; above 1: more even.")] = 1.0
     max_concurrency: Annotated[int | None, _load("Most requests in flight at the same time.")] = None
@@ -151,17 +154,19 @@ class WorkloadSettings:
             raise ConfigError(f"--max-concurrency is {self.max_concurrency}, but it must be at least 1")
         if self.warmup_requests < 0:
             raise ConfigError(f"--warmup-requests is {self.warmup_requests}, but it must be 0 or more")
+        if self.custom_output_len < 1:
+            raise ConfigError(f"--custom-output-len is {self.custom_output_len}, but it must be at least 1")
         self._check_file()
         arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
         self._length_ranges()
 
     def _check_file(self) -> None:
-        name, of_file = self.dataset_name, self.dataset_name in (DatasetName.SHAREGPT, DatasetName.TRACE)
+        name, of_file = self.dataset_name, self.has_texts or self.dataset_name is DatasetName.TRACE
         if of_file and self.dataset_path is None:
             raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE; nothing is downloaded")
         if self.dataset_path is not None and not of_file:
             raise ConfigError(
-                f"--dataset-path has no effect on --dataset-name {name}; use sharegpt or trace, or leave it out"
+                f"--dataset-path has no effect on --dataset-name {name}; use sharegpt, custom or trace, or leave it out"
             )
         for flag, value in (
             ("--trace-block-size", self.trace_block_size),
@@ -174,7 +179,7 @@ class WorkloadSettings:
             raise ConfigError(
                 "a trace has its own times; leave out --request-rate and --burstiness, and use --time-scale"
             )
-        if self.dataset_path is not None:
+        if self.dataset_path is not None and name is not DatasetName.CUSTOM:
             from ...simulator.traces.kinds import kind_of
 
             kind = kind_of(self.dataset_path)
@@ -188,6 +193,11 @@ class WorkloadSettings:
 
         unit: Any = None if self.trace_time_unit is None else self.trace_time_unit.value
         return TraceOptions(self.trace_block_size, unit, self.time_scale)
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether the prompts are texts, which chats need."""
+        return self.dataset_name in (DatasetName.SHAREGPT, DatasetName.CUSTOM)
 
     def requests(self, tokenizer: PromptTokenizer) -> list[BenchRequest]:
         """The workload, in the order of sending."""
@@ -206,6 +216,11 @@ class WorkloadSettings:
                     token_ids=tokenizer.ordinary_token_ids(),
                     seed=self.seed,
                 )
+            case DatasetName.CUSTOM:
+                assert self.dataset_path is not None  # by `check`
+                return custom_requests(
+                    self.dataset_path, self.num_prompts, tokenizer, output_len=self.custom_output_len
+                )
             case DatasetName.SHAREGPT:
                 assert self.dataset_path is not None  # by `check`
                 return sharegpt_requests(
@@ -216,7 +231,6 @@ class WorkloadSettings:
                     output_len=self.sharegpt_output_len,
                     seed=self.seed,
                 )
-
             case DatasetName.TRACE:
                 assert self.dataset_path is not None  # by `check`
                 return trace_requests(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...runtime.errors import RequestError
+from ..json_input import read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,17 @@ class AnswerForm:
         """Read the files of the options.
 
         Raises:
-            RequestError: a file cannot be read, or has another content.
+            ConfigError: a file cannot be read, or is not JSON.
+            RequestError: it has another content.
         """
         form = cls()
         if schema is not None:
-            value = _json_of(schema, "--schema")
+            value = read_json(schema, f"--schema {schema}")
             if not isinstance(value, dict):
                 raise RequestError(f"--schema {schema} must hold a JSON Schema, which is an object")
             form = cls(value, form.tools)
         if tools is not None:
-            form = cls(form.schema, tuple(_tools_of(_json_of(tools, "--tools"), tools)))
+            form = cls(form.schema, tuple(_tools_of(read_json(tools, f"--tools {tools}"), tools)))
         return form
 
     def response_format(self) -> dict[str, Any] | None:
@@ -54,15 +55,6 @@ class AnswerForm:
         if self.tools:
             fields["tools"] = list(self.tools)
         return fields
-
-
-def _json_of(path: Path, option: str) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise RequestError(f"{option} {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise RequestError(f"{option} {path} is not JSON: {error}") from None
 
 
 def _tools_of(value: Any, path: Path) -> list[dict[str, Any]]:

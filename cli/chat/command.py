@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 
 from ...runtime.config.config_fields import config_fields
-from ...runtime.errors import ConfigError, EngineError, RequestError
+from ...runtime.errors import RequestError
 from ...runtime.progress.startup_display import StartupDisplay
+from ...runtime.unicode_text import variable
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -27,8 +27,6 @@ from .one_shot import ask_once, interactive_terminal, read_question
 from .screen import Screen, wants_color
 from .session import ChatSession
 from .settings import ChatSettings
-
-EXIT_SERVER: Final = 3
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -128,8 +126,7 @@ def chat(
     """Chat with a model in the terminal, or ask one question.
 
     Without --url the model is loaded into this process. Piped input is the question, or is appended to it:
-    `engine chat "Summarize this:" < notes.txt`. Standard output carries only the answer; the exit code is 0, 2 for a
-    wrong option, 3 when the engine or the server failed, 130 after Ctrl-C.
+    `engine chat "Summarize this:" < notes.txt`. Standard output carries only the answer.
     """
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "stop": stop}
     session = ChatSession(
@@ -144,39 +141,31 @@ def chat(
         raise RequestError(
             'there is no question and no terminal to hold a conversation; try: engine chat "Hello"'
         )
+    with StartupDisplay(quiet=quiet) as display:
+        backend: Backend
+        backend = (
+            _connect(url, api_key, settings, form) if url else _start(settings, config_file, display, form)
+        )
     try:
-        with StartupDisplay(quiet=quiet) as display:
-            backend: Backend
-            backend = (
-                _connect(url, api_key, settings, form)
-                if url
-                else _start(settings, config_file, display, form)
+        if one_question is not None:
+            shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
+            screen = Screen(sys.stdout, sys.stderr, styles_markdown=markdown)
+            return ask_once(
+                session,
+                backend,
+                screen,
+                one_question,
+                as_json=as_json,
+                shows_stats=shows,
+                stops_loops=stop_loops,
             )
-        try:
-            if one_question is not None:
-                shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
-                screen = Screen(sys.stdout, sys.stderr, styles_markdown=markdown)
-                return ask_once(
-                    session,
-                    backend,
-                    screen,
-                    one_question,
-                    as_json=as_json,
-                    shows_stats=shows,
-                    stops_loops=stop_loops,
-                )
-            screen = Screen.for_conversation(sys.stdout, styles_markdown=markdown)
-            conversation = Conversation(
-                session, backend, screen, shows_stats=stats is not False and not quiet, stops_loops=stop_loops
-            )
-            return _converse(conversation, display, quiet=quiet, history=history)
-        finally:
-            backend.close()
-    except (ConfigError, RequestError):
-        raise
-    except EngineError as error:
-        typer.echo(f"engine: {error}", err=True)
-        return EXIT_SERVER
+        screen = Screen.for_conversation(sys.stdout, styles_markdown=markdown)
+        conversation = Conversation(
+            session, backend, screen, shows_stats=stats is not False and not quiet, stops_loops=stop_loops
+        )
+        return _converse(conversation, display, quiet=quiet, history=history)
+    finally:
+        backend.close()
 
 
 def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, history: bool) -> int:
@@ -214,7 +203,7 @@ def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerFo
         raise RequestError(
             f"{config_fields()[useless[0]].flag} has no effect on a server that runs already; drop it"
         )
-    key = api_key or os.environ.get("ENGINE_API_KEY")
+    key = api_key or variable("ENGINE_API_KEY")
     return HttpBackend(url, api_key=key, model=settings["model"], form=form)
 
 

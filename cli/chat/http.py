@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import httpx
 
-from ...runtime.errors import EngineError, RequestError
+from ...runtime.errors import EngineError, RequestError, ServerError
+from ...runtime.unicode_text import replace_surrogates
 from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message
@@ -39,7 +40,7 @@ class HttpBackend:
 
         Raises:
             RequestError: not a URL, or no such model there.
-            EngineError: no server answers, or it refuses.
+            ServerError: no server answers.
         """
         self._base = base_url(url)
         self._form = form
@@ -78,9 +79,9 @@ class HttpBackend:
                     finished = finished or chunk.finish_reason is not None
                     yield chunk
                 if not finished:
-                    raise EngineError(f"{self._base}: the stream broke off before the answer was complete")
+                    raise ServerError(f"{self._base}: the stream broke off before the answer was complete")
         except httpx.HTTPError as error:
-            raise EngineError(_no_connection(self._base, error)) from None
+            raise ServerError(_no_connection(self._base, error)) from None
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
         """See `Backend`; servers without `/tokenize` are asked once."""
@@ -103,15 +104,15 @@ class HttpBackend:
         try:
             response = self._client.get(f"{self._base}/v1/models", timeout=_QUICK_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise EngineError(_no_connection(self._base, error)) from None
+            raise ServerError(_no_connection(self._base, error)) from None
         if response.status_code != httpx.codes.OK:
             raise error_of(response)
         try:
             entries = {str(entry["id"]): entry for entry in response.json()["data"]}
         except (ValueError, KeyError, TypeError):
-            raise EngineError(f"{self._base}/v1/models does not speak the OpenAI API; check --url") from None
+            raise ServerError(f"{self._base}/v1/models does not speak the OpenAI API; check --url") from None
         if not entries:
-            raise EngineError(f"{self._base} serves no model")
+            raise ServerError(f"{self._base} serves no model")
         if model is not None and model not in entries:
             raise RequestError(
                 f"{self._base} has no model {model!r}; it serves {', '.join(entries)}", param="model"
@@ -145,7 +146,7 @@ def _events(response: httpx.Response) -> Iterator[Mapping[str, Any]]:
             try:
                 event = json.loads(text)
             except ValueError:
-                raise EngineError("the server sent an event that is not JSON") from None
+                raise ServerError("the server sent an event that is not JSON") from None
             if isinstance(event, Mapping):
                 yield event
 
@@ -156,10 +157,10 @@ def _chunk_of(event: Mapping[str, Any]) -> AnswerChunk:
     choices = event.get("choices") or [{}]
     delta = choices[0].get("delta") or {}
     return AnswerChunk(
-        delta.get("content") or "",
+        replace_surrogates(delta.get("content") or ""),
         _usage_of(event.get("usage")),
         choices[0].get("finish_reason"),
-        reasoning=delta.get("reasoning_content") or delta.get("reasoning") or "",
+        reasoning=replace_surrogates(delta.get("reasoning_content") or delta.get("reasoning") or ""),
         calls=tuple(_call_of(call) for call in delta.get("tool_calls") or ()),
     )
 
@@ -187,9 +188,10 @@ def error_of(response: httpx.Response) -> EngineError:
     except (ValueError, KeyError, TypeError):
         error = response.text.strip()[:200] or response.reason_phrase
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        if "authorization" in response.request.headers:
-            return EngineError("the server does not know this API key; check --api-key or ENGINE_API_KEY")
-        return EngineError("the server wants an API key; pass --api-key or set ENGINE_API_KEY")
+        sent = "authorization" in response.request.headers
+        problem = "does not know this API key; check" if sent else "wants an API key; pass"
+        where = "--api-key or ENGINE_API_KEY" if sent else "--api-key or set ENGINE_API_KEY"
+        return RequestError(f"the server {problem} {where}", status=401)
     return _error_from(error, status=response.status_code)
 
 
@@ -201,7 +203,7 @@ def _error_from(error: object, *, status: int) -> EngineError:
     message = message or f"status {status} without a message"
     if 400 <= status < 500:
         return RequestError(message, param=param, code=code, status=status)
-    return EngineError(f"the server failed: {message}")
+    return ServerError(f"the server failed: {message}")
 
 
 def _no_connection(base: str, error: httpx.HTTPError) -> str:

@@ -16,6 +16,7 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, Output
 
+from ...runtime.unicode_text import replace_surrogates
 from .slash_commands import COMMANDS, PATH, is_command
 
 QUOTES: Final = '"""'
@@ -57,13 +58,21 @@ class LineEditor:
         )
 
     def read(self, default: str = "") -> str:
-        """The next message, unwrapped.
+        """The next message, unwrapped; bytes that are not UTF-8 are replaced, as the terminal shows them.
 
         Raises:
             EOFError: Ctrl-D on an empty line.
             KeyboardInterrupt: Ctrl-C.
         """
-        return unwrap(self._session.prompt(default=default))
+        return unwrap(replace_surrogates(self._session.prompt(default=default)))
+
+
+class UnicodeHistory(FileHistory):
+    """A history file for lines that may have bytes that are not UTF-8, which arrive as lone surrogates."""
+
+    def store_string(self, string: str) -> None:
+        """Append a line."""
+        super().store_string(replace_surrogates(string))
 
 
 class SlashCompleter(Completer):
@@ -129,7 +138,7 @@ def _history(path: Path | None) -> History:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))  # questions are private
     except OSError:
         return InMemoryHistory()
-    return FileHistory(str(path))
+    return UnicodeHistory(str(path))
 
 
 def _key_bindings() -> KeyBindings:

@@ -6,17 +6,16 @@ import json
 import os
 import stat
 import sys
-from typing import Any, Final, TextIO
+from typing import Any, TextIO
 
 from ...runtime.errors import RequestError
+from ...runtime.unicode_text import decode_utf8
+from ..exit_codes import ExitCode
 from .answer_view import AnswerView, call_line
 from .backend import Backend
 from .receiving import AnswerStats, Stopped, receive
 from .screen import Screen
 from .session import ChatSession
-
-EXIT_DONE: Final = 0
-EXIT_INTERRUPTED: Final = 130
 
 
 def ask_once(
@@ -44,7 +43,7 @@ def ask_once(
         screen.note(stats.loop_note())
     if shows_stats:
         screen.note(stats.footer(backend.max_context))
-    return EXIT_INTERRUPTED if stats.stopped is Stopped.INTERRUPT else EXIT_DONE
+    return ExitCode.INTERRUPTED if stats.stopped is Stopped.INTERRUPT else ExitCode.SUCCESS
 
 
 def read_question(words: list[str], stdin: TextIO) -> str | None:
@@ -54,18 +53,16 @@ def read_question(words: list[str], stdin: TextIO) -> str | None:
     pass on a terminal, a socket or nothing.
 
     Raises:
-        RequestError: the input is not text, or empty.
+        ConfigError: the input is not UTF-8.
+        RequestError: it is empty.
     """
     question = " ".join(words).strip()
     piped = ""
     mode = _mode_of(stdin)
     if stat.S_ISFIFO(mode) or stat.S_ISREG(mode):
-        try:
-            piped = stdin.read().strip()
-        except UnicodeDecodeError as error:
-            raise RequestError(
-                f"standard input is not UTF-8 text: {error.reason} at byte {error.start}"
-            ) from None
+        # The bytes, because a text stream decodes them as the locale demands.
+        text = decode_utf8(stdin.buffer.read(), "standard input")
+        piped = text.replace("\r\n", "\n").replace("\r", "\n").strip()
         if not (question or piped):
             raise RequestError("there is no question: standard input is empty")
     return "\n\n".join(part for part in (question, piped) if part) or None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
-
+from ..exit_codes import ExitCode
 from .conversation import Conversation
 from .line_editor import LineEditor
 from .slash_commands import LeaveChat, is_command, message_of, run_command
-
-EXIT_LEFT: Final = 0
-EXIT_INTERRUPTED: Final = 130
 
 
 def run_repl(chat: Conversation, editor: LineEditor) -> int:
@@ -26,10 +22,10 @@ def run_repl(chat: Conversation, editor: LineEditor) -> int:
             default, chat.pending = chat.pending or "", None
             line = editor.read(default)
         except EOFError:
-            return EXIT_LEFT
+            return ExitCode.SUCCESS
         except KeyboardInterrupt:
             if interrupted:
-                return EXIT_INTERRUPTED
+                return ExitCode.INTERRUPTED
             interrupted = True
             chat.screen.note("Ctrl-C again leaves; so does Ctrl-D.")
             continue
@@ -42,6 +38,6 @@ def run_repl(chat: Conversation, editor: LineEditor) -> int:
             else:
                 chat.ask(message_of(line))
         except LeaveChat:
-            return EXIT_LEFT
+            return ExitCode.SUCCESS
         except KeyboardInterrupt:  # between two answers, while a server is asked for a token count
             chat.screen.note("[stopped]")

@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from ...runtime.errors import RequestError
+from ...runtime.errors import ConfigError, RequestError
+from ..json_input import read_json
 from .settings import PARAMETERS, ChatSettings
 
 FILE_VERSION: Final = 1
@@ -105,11 +106,9 @@ class ChatSession:
             RequestError: it cannot be read.
         """
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RequestError(f"cannot read {path}: {error.strerror}") from None
-        except ValueError:
-            raise RequestError(f"{path} is not a saved chat: it is not JSON") from None
+            document = read_json(path, f"the saved chat {path}")
+        except ConfigError as error:
+            raise RequestError(str(error)) from None
         system, settings, messages = _check_document(document, path)
         self.system, self.settings, self._messages = system, settings, messages
 

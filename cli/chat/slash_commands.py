@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from ...runtime.counted import counted
 from ...runtime.errors import RequestError
 from .conversation import Conversation
 from .settings import DEFAULTS, PARAMETERS
@@ -151,7 +152,9 @@ def _edit(chat: Conversation, _argument: str) -> None:
 def _drop(chat: Conversation, argument: str) -> None:
     count = _count(argument or "1")
     dropped = chat.session.drop_oldest(count)
-    chat.screen.note(f"Forgot the {dropped} oldest of {dropped + chat.session.num_exchanges} exchanges.")
+    chat.screen.note(
+        f"Forgot the {dropped} oldest of {counted(dropped + chat.session.num_exchanges, 'exchange')}."
+    )
 
 
 def _save(chat: Conversation, argument: str) -> None:
@@ -202,7 +205,9 @@ def _stats(chat: Conversation, argument: str) -> None:
         raise RequestError(f"/stats takes on or off, not {argument!r}")
     if chat.last is not None:
         chat.screen.line(f"  last answer  {chat.last.footer(chat.backend.max_context) or 'nothing came'}")
-    chat.screen.line(f"  this chat    {chat.num_answers} answers, {chat.num_tokens} tokens")
+    chat.screen.line(
+        f"  this chat    {counted(chat.num_answers, 'answer')}, {counted(chat.num_tokens, 'token')}"
+    )
 
 
 def _tokens(chat: Conversation, _argument: str) -> None:
@@ -210,7 +215,7 @@ def _tokens(chat: Conversation, _argument: str) -> None:
     if used is None:
         raise RequestError("this server cannot count tokens; the footer of an answer has its numbers")
     if limit is None:
-        chat.screen.line(f"The conversation has {used} tokens.")
+        chat.screen.line(f"The conversation has {counted(used, 'token')}.")
     else:
         chat.screen.line(f"The conversation has {used} of {limit} tokens ({used / limit:.0%}).")
 

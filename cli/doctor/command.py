@@ -17,6 +17,7 @@ import typer
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.progress.startup_display import StartupDisplay
 from ...runtime.resolve.host_facts import HostFacts
+from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -30,7 +31,6 @@ from .check import Check, CheckStatus, will_serve
 
 logger = logging.getLogger(__name__)
 
-EXIT_WILL_NOT_SERVE: Final = 1
 _STYLES: Final = {
     CheckStatus.OK: "green",
     CheckStatus.WARN: "yellow",
@@ -80,7 +80,7 @@ def doctor(
         typer.echo(json_text(checks))
     else:
         print_checks(checks)
-    return 0 if will_serve(checks) else EXIT_WILL_NOT_SERVE
+    return 0 if will_serve(checks) else ExitCode.FAILED
 
 
 def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
@@ -89,7 +89,7 @@ def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
     body = schema.check_schema_file(path, config)
     for line in [schema.json_text(body)] if as_json else schema.lines(body):
         typer.echo(line)
-    return 0 if body.ok else EXIT_WILL_NOT_SERVE
+    return 0 if body.ok else ExitCode.FAILED
 
 
 def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:

@@ -39,7 +39,6 @@ _MODEL_FIELDS: Final = tuple(
     for field in config_fields().values()
     if field.group == "model" and field.name != "max_model_len"
 )
-_FILE_COLUMNS: Final = 160
 _WORKLOAD, _MACHINES, _OUTPUT = "Workload", "Machines", "Output"
 
 
@@ -273,13 +272,10 @@ def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tup
 
 
 def _print(reports: list[Report], title: str, note: str, warning: str, *, has_slo: bool) -> None:
-    from rich.console import Console
-
+    from ..console import output_console
     from .tables import print_comparison, print_report
 
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no limit on the line width
-        console.width = _FILE_COLUMNS
+    console = output_console()
     if len(reports) == 1:
         print_report(console, reports[0], title, has_slo=has_slo)
     else:

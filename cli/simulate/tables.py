@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+
+from ..console import framed_table
 
 if TYPE_CHECKING:
     from ...simulator.report import Report
@@ -14,13 +15,15 @@ if TYPE_CHECKING:
 
 def print_report(console: Console, report: Report, title: str, *, has_slo: bool) -> None:
     """Every figure of one simulation."""
-    table = Table(title=f"{title}, {report.name}", show_header=False, title_justify="left", min_width=60)
+    table = framed_table(
+        console, title=f"{title}, {report.name}", show_header=False, title_justify="left", min_width=60
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in _rows(report, has_slo):
         table.add_row(name, value)
     console.print(table)
-    latencies = Table(title="latency in milliseconds", title_justify="left", min_width=60)
+    latencies = framed_table(console, title="latency in milliseconds", title_justify="left", min_width=60)
     for column in ("", "mean", "P50", "P95", "P99"):
         latencies.add_column(column, justify="right" if column else "left")
     for name, each in (
@@ -56,7 +59,7 @@ def _rows(report: Report, has_slo: bool) -> list[tuple[str, str]]:
 
 def print_comparison(console: Console, reports: Sequence[Report], title: str, *, has_slo: bool) -> None:
     """One row per simulation."""
-    table = Table(title=f"{title} (latencies in ms)", title_justify="left")
+    table = framed_table(console, title=f"{title} (latencies in ms)", title_justify="left")
     columns = ["policy", "req/s", "out tok/s"]
     columns += ["goodput"] if has_slo else []
     columns += ["TTFT P50", "P99", "TPOT P50", "P99", "E2E P50", "P99", "KV", "hits", "retr.", "padding"]

@@ -8,14 +8,14 @@ from typing import Any, Final, Self
 
 import httpx
 
-from ...runtime.errors import EngineError, RequestError
+from ...runtime.errors import RequestError, ServerError
 from ..chat.http import base_url, error_of
 from .snapshot import Snapshot
 
 _TIMEOUT_S: Final = 10.0
 
 
-class Unreachable(EngineError):
+class Unreachable(ServerError):
     """No server answers now; a live view tries again."""
 
 
@@ -50,7 +50,8 @@ class Client:
 
         Raises:
             Unreachable: no server answers, or it is shutting down.
-            EngineError: a server refuses, or is not an engine.
+            RequestError: a server refuses.
+        ServerError: it is not an engine.
         """
         info = self._get("/server_info")
         return Snapshot.from_answers(self.base, info, self._get("/v1/requests"))
@@ -68,7 +69,7 @@ class Client:
                 f"the connection to {self.base} broke: {str(error) or type(error).__name__}; try again"
             ) from None
         if response.status_code == httpx.codes.NOT_FOUND:
-            raise EngineError(f"{self.base} has no {path}; is it an engine of this version? Check the URL")
+            raise ServerError(f"{self.base} has no {path}; is it an engine of this version? Check the URL")
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             raise Unreachable(str(error_of(response)))
         if response.status_code != httpx.codes.OK:
@@ -78,7 +79,7 @@ class Client:
         except ValueError:
             answer = None
         if not isinstance(answer, dict):
-            raise EngineError(f"{self.base}{path} is no JSON object; is it an engine? Check the URL")
+            raise ServerError(f"{self.base}{path} is no JSON object; is it an engine? Check the URL")
         return answer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Annotated, Final, NamedTuple
 import typer
 
 from ...runtime.errors import RequestError
+from ...runtime.unicode_text import variable
 from ..options import CONTEXT_SETTINGS
 from ..why import DEFAULT_URL
 from .client import Client, Unreachable
@@ -70,7 +70,7 @@ def top(
         raise RequestError("--json prints one snapshot; add --once")
     if not once and not sys.stdout.isatty():
         raise RequestError("standard output is no terminal to draw on; use --once, or --once --json")
-    key = api_key or next((value for name in _KEY_VARIABLES if (value := os.environ.get(name))), None)
+    key = api_key or next((value for name in _KEY_VARIABLES if (value := variable(name))), None)
     if api_key:
         import setproctitle
 

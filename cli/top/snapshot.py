@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
-from ...runtime.errors import EngineError
+from ...runtime.errors import ServerError
 from ...runtime.messages import SchedulerReport
 
 
@@ -63,7 +63,7 @@ class Snapshot:
         """Read the answers of `/server_info` and `/v1/requests`. Unknown fields of a newer server are ignored.
 
         Raises:
-            EngineError: they do not come from an engine.
+            ServerError: they do not come from an engine.
         """
         try:
             return cls(
@@ -77,7 +77,7 @@ class Snapshot:
                 last_pass=msgspec.convert(listed.get("last_pass", {}), dict[str, int]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(
+            raise ServerError(
                 f"{url} gave an answer that is not an engine's of this version ({error}); check the URL"
             ) from None
 

@@ -9,6 +9,7 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
+from ...runtime.counted import counted
 from ...runtime.errors import ConfigError, EngineError
 from ...scheduler.journal.log_file import LoggedRun, read_runs
 from ..options import CONTEXT_SETTINGS, GroupedCommand
@@ -88,7 +89,10 @@ def trace(
         raise  # the reader closed the pipe: `main` handles it
     except OSError as error:
         raise ConfigError(f"{target} cannot be written: {error.strerror}; choose another with -o") from None
-    typer.echo(f"{target}: {len(timeline.requests):,} requests, {len(timeline.passes):,} passes")
+    typer.echo(
+        f"{target}: {counted(len(timeline.requests), 'request', commas=True)}, "
+        f"{counted(len(timeline.passes), 'pass', 'passes', commas=True)}"
+    )
 
 
 def read_log(path: Path, run: int | None) -> tuple[Timeline, Origin]:

@@ -10,7 +10,8 @@ import enum
 from collections.abc import Iterable
 from typing import Final
 
-from ...runtime.errors import EngineError
+from ...runtime.counted import counted
+from ...runtime.errors import ConfigError
 from ...scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
@@ -26,7 +27,7 @@ MAX_SPANS: Final = 1_000_000
 """When there are more, short ones are merged; a span takes about 150 bytes."""
 
 
-class EmptyLogError(EngineError):
+class EmptyLogError(ConfigError):
     """A log without a single pass."""
 
 
@@ -150,7 +151,7 @@ class TimelineBuilder:
             self._wait(track, verdict, idx)
             return 0
         if verdict.reason is Reason.SWAPPED_IN or track.on_host:
-            text = f"swapped in: {verdict.prefix_len:,} tokens came back from the host"
+            text = f"swapped in: {counted(verdict.prefix_len, 'token', commas=True)} came back from the host"
             track.story.marks.append(Mark(MarkKind.SWAPPED_IN, idx, text))
         track.on_host = False
         return self._compute(track, verdict, idx, is_last=not verdict.reason.is_cut)
@@ -200,8 +201,8 @@ class TimelineBuilder:
         swapped = retraction.mode == "swap"
         words = "swapped out" if swapped else "retracted, to be computed again"
         text = (
-            f"{words} ({retraction.cause}): {retraction.num_pages:,} pages, "
-            f"{retraction.output_len:,} tokens generated so far"
+            f"{words} ({retraction.cause}): {counted(retraction.num_pages, 'page', commas=True)}, "
+            f"{counted(retraction.output_len, 'token', commas=True)} generated so far"
         )
         track.story.marks.append(Mark(MarkKind.SWAPPED_OUT if swapped else MarkKind.RETRACTED, idx, text))
         track.phase, track.since, track.on_host = _Phase.WAIT, idx, swapped

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 from typer.main import get_command
 
-from engine.cli.main import COMMANDS, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USER, app
+from engine.cli.exit_codes import MEANINGS
+from engine.cli.main import COMMANDS, app
 from engine.cli.options import GROUP_TITLES
 from engine.runtime.config.config_fields import config_fields, flag_of, setting_names
 
@@ -37,12 +38,19 @@ def cli_page() -> str:
             f"configuration are described once, in [{CONFIGURATION}]({CONFIGURATION}), with type, default and names in "
             "SGLang and vLLM; here each command lists those that it takes."
         ),
+        bullet(f"{link_to('Exit codes')}, {link_to('Shell completion')}"),
         *(bullet(f"{link_to(name)}: {plain(_first_line(command))}") for name, command in commands.items()),
         "## engine",
         *_parameters("engine", get_command(app)),
+        "## Exit codes",
+        *(bullet(f"{code(str(int(number)))}: {meaning}") for number, meaning in MEANINGS.items()),
+        "## Shell completion",
         paragraph(
-            f"Exit codes: 0 success, {EXIT_USER} a mistake in the command line or the configuration, "
-            f"{EXIT_INTERRUPTED} after Ctrl-C, otherwise {EXIT_FAILED}; a command that has further codes lists them."
+            "`engine --install-completion` adds completion to the shell that runs it (bash, zsh, fish, PowerShell): "
+            "commands, options, and the words that an option takes. For bash it writes "
+            "`~/.bash_completions/engine.sh` and a line in `~/.bashrc`, for zsh `~/.zfunc/_engine` and lines in "
+            "`~/.zshrc`, for fish `~/.config/fish/completions/engine.fish`; remove them to undo it. "
+            "`engine --show-completion` prints the script instead."
         ),
         *(block for name, command in commands.items() for block in _command(name, command)),
     )

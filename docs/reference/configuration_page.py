@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Final
 
 from engine.cli.options import GROUP_TITLES
-from engine.runtime.config.config_fields import ConfigField, config_fields
-from engine.runtime.config.config_sources import ENV_VARS
+from engine.runtime.config.config_fields import SECRETS, ConfigField, config_fields
+from engine.runtime.config.environment import variable_of
 from engine.runtime.config.presets import PRESETS
 
 from .markdown import DASH, bullet, code, link_to, page, paragraph, plain
@@ -48,7 +48,8 @@ def configuration_page() -> str:
         paragraph(
             "A setting has one name everywhere: `page_size` in a file and in `LLM(page_size=16)`, `--page-size` on the "
             "command line. A file may use dashes or underscores, and may put settings under the name of their group. "
-            "A boolean setting has two flags, `--strict` and `--no-strict`."
+            "A boolean setting has two flags, `--strict` and `--no-strict`. Its environment variable is `ENGINE_` and "
+            "the name in capitals, `ENGINE_PAGE_SIZE=16`."
         ),
         _EXAMPLE,
         paragraph(
@@ -71,6 +72,8 @@ def names_text(names: PeerNames | None) -> str:
     text = f"SGLang: {_codes(names.sglang)}; vLLM: {_codes(names.vllm)}"
     if names.sglang and names.sglang == names.vllm:
         text = f"SGLang and vLLM: {_codes(names.sglang)}"
+    if names.llama_server:
+        text += f"; llama-server: {_codes(names.llama_server)}"
     return f"{text}. {names.note}" if names.note else text
 
 
@@ -86,9 +89,8 @@ def _group(name: str, fields: list[ConfigField]) -> Iterator[str]:
         yield paragraph(plain(field.help))
         yield bullet(f"flag: {_flags(field)}")
         yield bullet(f"type: {type_text(field)}; default: {default_text(field)}")
-        variables = [variable for variable, setting in ENV_VARS.items() if setting == field.name]
-        if variables:
-            yield bullet(f"environment variable: {_codes(variables)}")
+        if field.name in SECRETS:
+            yield bullet(f"environment variable: {code(variable_of(field.name))}")
         yield bullet(names_text(SETTINGS.get(field.name)))
 
 

@@ -12,13 +12,19 @@ from .cli_page import NAME as CLI
 from .cli_page import cli_page
 from .configuration_page import NAME as CONFIGURATION
 from .configuration_page import configuration_page
+from .migration_page import NAME as MIGRATION
+from .migration_page import migration_page
 
 FOLDER: Final = Path(__file__).parent.parent
 
 
 def pages() -> dict[Path, str]:
     """The file of each page and its text."""
-    return {FOLDER / CLI: cli_page(), FOLDER / CONFIGURATION: configuration_page()}
+    return {
+        FOLDER / CLI: cli_page(),
+        FOLDER / CONFIGURATION: configuration_page(),
+        FOLDER / MIGRATION: migration_page(),
+    }
 
 
 def main() -> None:

@@ -24,12 +24,19 @@ class PeerNames:
     Attributes:
         sglang: fields of `ServerArgs`; empty: there is none.
         vllm: fields of `EngineArgs` or `FrontendArgs`; empty: there is none.
+        llama_server: options of llama.cpp's server.
         note: what differs, or the nearest setting.
     """
 
     sglang: tuple[str, ...] = ()
     vllm: tuple[str, ...] = ()
+    llama_server: tuple[str, ...] = ()
     note: str = ""
+
+
+def all_names(peers: PeerNames) -> tuple[str, ...]:
+    """The names in every engine."""
+    return *peers.sglang, *peers.vllm, *peers.llama_server
 
 
 def _both(*names: str, note: str = "") -> PeerNames:
@@ -47,8 +54,10 @@ def _vllm(*names: str, note: str = "") -> PeerNames:
 _V0_ONLY: Final = "Only the V0 engine of vLLM supports values above 1."
 SETTINGS: Final[Mapping[str, PeerNames]] = {
     # model
-    "model": PeerNames(sglang=("model_path",), vllm=("model",)),
-    "served_model_name": _both("served_model_name"),
+    "model": PeerNames(sglang=("model_path",), vllm=("model",), llama_server=("model",)),
+    "served_model_name": PeerNames(
+        sglang=("served_model_name",), vllm=("served_model_name",), llama_server=("alias",)
+    ),
     "max_model_len": PeerNames(sglang=("context_length",), vllm=("max_model_len",)),
     "dtype": _both("dtype"),
     "load_format": _both("load_format"),
@@ -57,7 +66,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     ),
     "quantization": _both("quantization"),
     "device": _sglang("device"),
-    "chat_template": _both("chat_template"),
+    "num_threads": PeerNames(llama_server=("threads",)),
+    "chat_template": PeerNames(
+        sglang=("chat_template",), vllm=("chat_template",), llama_server=("chat_template_file",)
+    ),
     "seed": PeerNames(sglang=("random_seed",), vllm=("seed",)),
     # cache
     "page_size": PeerNames(sglang=("page_size",), vllm=("block_size",)),
@@ -163,8 +175,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "cors_origin": _vllm(
         "allowed_origins", note="vLLM takes a JSON list and allows every origin by default."
     ),
-    "ssl_certfile": _both("ssl_certfile"),
-    "ssl_keyfile": _both("ssl_keyfile"),
+    "ssl_certfile": PeerNames(
+        sglang=("ssl_certfile",), vllm=("ssl_certfile",), llama_server=("ssl_cert_file",)
+    ),
+    "ssl_keyfile": PeerNames(sglang=("ssl_keyfile",), vllm=("ssl_keyfile",), llama_server=("ssl_key_file",)),
     "max_header_kb": _vllm("h11_max_incomplete_event_size", note="vLLM counts bytes."),
     "keep_alive_timeout": PeerNames(note="vLLM has the environment variable `VLLM_HTTP_TIMEOUT_KEEP_ALIVE`."),
     "drain_timeout": _vllm("shutdown_timeout", note="The default of vLLM is 0."),
@@ -175,6 +189,11 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "max_logprobs": _vllm("max_logprobs"),
     # log
     "log_level": _sglang("log_level", note="vLLM has the environment variable `VLLM_LOGGING_LEVEL`."),
+    "log_requests": PeerNames(
+        sglang=("log_requests",),
+        vllm=("enable_log_requests", "disable_log_requests"),
+        note="SGLang and vLLM can log texts, too.",
+    ),
     "log_interval": PeerNames(
         note="SGLang `decode_log_interval` counts decode steps; vLLM has the environment variable "
         "`VLLM_LOG_STATS_INTERVAL`, in seconds."

@@ -65,7 +65,7 @@ def select_backend(
         )
     for name, found in reasons.items():
         if found:
-            logger.info("attention_backend=%s passed over: %s", name, "; ".join(found))
+            logger.debug("attention_backend=%s passed over: %s", name, "; ".join(found))
     by_name = {backend.name: backend for backend in backends}
     prompts, decodes = (by_name[name] for name in asked)
     logger.info("attention_backend prompts=%s decodes=%s device=%s", prompts.name, decodes.name, device)

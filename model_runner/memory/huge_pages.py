@@ -68,7 +68,7 @@ def collapse_resident_memory() -> int:
         return 0
     moved_bytes = collapse(found, madvise)
     taken_ms = (time.perf_counter() - started_s) * 1e3
-    logger.info("huge_pages_mib=%.0f huge_pages_ms=%.0f", moved_bytes / (1 << 20), taken_ms)
+    logger.debug("huge_pages_mib=%.0f huge_pages_ms=%.0f", moved_bytes / (1 << 20), taken_ms)
     return moved_bytes
 
 

@@ -303,7 +303,7 @@ def programmed_forward(
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward
-    logger.info(
+    logger.debug(
         "forward_program=native calls=%d programs=%d traced_ms=%.0f",
         made.programs[0].program.num_calls,
         len(made.programs),

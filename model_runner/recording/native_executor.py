@@ -111,7 +111,7 @@ class NativeExecutor:
             logger.info("decode_recordings=none: not recordable: %s", recorded.reason_against)
             return numbers.output(batch, logits)
         if not self._recordings:
-            logger.info(
+            logger.debug(
                 "decode_recordings=native calls=%d tokens=%d arena_mib=%.1f record_ms=%.0f "
                 "(logged once; other sizes are recorded when they occur)",
                 program.num_calls,

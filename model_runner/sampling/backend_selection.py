@@ -85,7 +85,7 @@ def select_sampler_backend(
         reasons = provider.reasons_against(device)
         if not reasons:
             why = f" passed over: {'; '.join(passed_over)}" if passed_over else ""
-            logger.info("op=sample provider=%s%s", provider.name, why)
+            logger.debug("op=sample provider=%s%s", provider.name, why)
             return provider.make(counts)
         passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     raise AssertionError("no sampler backend can run: the last one must have no reasons against any device")

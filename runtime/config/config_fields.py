@@ -15,7 +15,9 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
+from ..unicode_text import is_unicode
 from .engine_config import DERIVED, EngineConfig
+from .migration import answer_for
 from .setting_declaration import Alias
 
 AUTO = "auto"
@@ -81,7 +83,7 @@ class ConfigField:
         if self.kind is bool and word.lower() in _TRUE | _FALSE:
             return word.lower() in _TRUE
         if self.kind is str and (not self.choices or word in self.choices):
-            return word if self.choices else text
+            return word if self.choices else self._checked_text(text)
         if self.kind in (int, float):
             try:
                 return self.kind(word.replace("_", ""))
@@ -90,6 +92,14 @@ class ConfigField:
         raise ConfigError(
             f"{self.name} is {text!r}, but it must be {self.wants}{_suggestion(word, self.choices)}"
         )
+
+    def _checked_text(self, text: str) -> str:
+        """The text, which must be Unicode and have no NUL: neither can be in a path, a name or a message."""
+        if not is_unicode(text) or "\0" in text:
+            problem = "a NUL character" if is_unicode(text) else "half of a surrogate pair"
+            shown = "" if self.name in SECRETS else f" is {text!r}, which"
+            raise ConfigError(f"{self.name}{shown} has {problem}; use text without it")
+        return text
 
     def check(self, value: object) -> object:
         """`value` in the field's type, if it has that type or converts to it without loss.
@@ -204,6 +214,8 @@ def find_setting(key: str) -> SettingName:
     names = setting_names()
     name = key.replace("-", "_")
     if name not in names:
+        if answer := answer_for(name):
+            raise ConfigError(f"there is no setting {key!r}: {answer}")
         hint = _suggestion(name, names) or "; `engine serve --help` lists them all"
         raise ConfigError(f"unknown setting {key!r}{hint}")
     return names[name]

@@ -1,23 +1,23 @@
 """The sources of a setting's value: defaults < preset < YAML file < environment < flags (or arguments of `LLM`).
 
 `merge` combines the layers and keeps the origin of every value: `--print-config` shows it, and an error names the line
-or flag to change. The environment sets only secrets, which must not appear in a process list.
+or flag to change. `environment.py` has the layer of environment variables.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, get_type_hints
 
 from ..errors import ConfigError
-from .config_fields import ConfigField, SettingName, config_fields, find_setting, setting_names
+from ..unicode_text import decode_utf8
+from .config_fields import SettingName, config_fields, find_setting, setting_names
 from .engine_config import EngineConfig
 from .presets import PRESETS, preset_origin
+from .yaml_scalar import scalar_value
 
-ENV_VARS: Final = {"ENGINE_API_KEY": "api_key", "ENGINE_ADMIN_API_KEY": "admin_api_key"}
 DEFAULT_ORIGIN: Final = "default"
 _GUARDS: Final = {
     "api_key": "every client would have access",
@@ -85,7 +85,7 @@ def from_flags(given: Mapping[str, object]) -> dict[str, Value]:
                 checked = setting.check(value)
             except ConfigError as error:
                 raise ConfigError(str(error).replace(name, setting.flag, 1)) from None
-            _put(layer, setting, Value(checked, setting.flag))
+            put(layer, setting, Value(checked, setting.flag))
     return layer
 
 
@@ -94,18 +94,8 @@ def from_arguments(arguments: Mapping[str, object]) -> dict[str, Value]:
     layer: dict[str, Value] = {}
     for key, value in arguments.items():
         setting = find_setting(key)
-        _put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
+        put(layer, setting, Value(setting.check(value), f"argument {setting.name}"))
     return layer
-
-
-def from_environment(environ: Mapping[str, str] | None = None) -> dict[str, Value]:
-    """The layer of environment variables; an empty variable counts as not set."""
-    environ = os.environ if environ is None else environ
-    return {
-        name: Value(config_fields()[name].check(environ[variable]), f"${variable}")
-        for variable, name in ENV_VARS.items()
-        if environ.get(variable)
-    }
 
 
 def from_yaml_file(path: Path) -> dict[str, Value]:
@@ -117,10 +107,9 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
     import yaml  # here, because most starts have no file
 
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from None
+        text = decode_utf8(path.read_bytes(), f"the configuration file {path}")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
@@ -147,14 +136,14 @@ def from_yaml_file(path: Path) -> dict[str, Value]:
                 raise ConfigError(
                     f"{key} has no value, and without one {_GUARDS[setting.field.name]}; write one, or null"
                 )
-            value = setting.check(_scalar(loader, node, setting.field))
+            value = setting.check(_node_value(loader, node, setting))
             layer[setting.field.name] = Value(value, origin)
         except ConfigError as error:
             raise ConfigError(f"{origin}: {error}") from None
     return layer
 
 
-def _put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
+def put(layer: dict[str, Value], setting: SettingName, value: Value) -> None:
     """Add a value to a layer where each setting is given once.
 
     Raises:
@@ -194,22 +183,15 @@ def _settings(loader: Any, root: Any, path: Path) -> Iterator[tuple[str, Any, in
             yield name, inner_node, line
 
 
-def _scalar(loader: Any, node: Any, field: ConfigField) -> object:
-    """The node's value; plain scalars for text settings stay text where YAML would read a number or a boolean."""
+def _node_value(loader: Any, node: Any, setting: SettingName) -> object:
+    """The node's value, or a list of values for a setting that holds several."""
     import yaml
 
-    if field.many and isinstance(node, yaml.SequenceNode):
-        return [_scalar(loader, item, field) for item in node.value]
+    if setting.field.many and isinstance(node, yaml.SequenceNode):
+        return [_node_value(loader, item, setting) for item in node.value]
     if not isinstance(node, yaml.ScalarNode):
-        raise ConfigError(f"{field.name} is a list or a mapping, but it must be {field.wants}")
-    if field.choices and node.tag != "tag:yaml.org,2002:null":
-        return node.value
-    try:
-        return loader.construct_object(node)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(
-            f"{field.name} cannot be read: {getattr(error, 'problem', None) or error}"
-        ) from None
+        raise ConfigError(f"{setting.name} is a list or a mapping, but it must be {setting.field.wants}")
+    return scalar_value(loader, node, setting)
 
 
 def _with_origin(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:

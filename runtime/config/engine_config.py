@@ -69,10 +69,12 @@ class ModelConfig:
     model: Annotated[
         str,
         "Folder in Hugging Face layout, .gguf file, org/repo, org/repo:Q4_K_M, or 'default' (SmolLM2-135M).",
+        Alias("model_path", in_help=False),
     ] = "default"
     served_model_name: Annotated[
         str | None,
         "Name of the model in the API (default: derived from the model); * accepts any name in requests.",
+        Alias("alias", in_help=False),
     ] = None
     max_model_len: Annotated[
         int | Auto, "Longest sequence in tokens, prompt and output together.", Alias("context_length")
@@ -92,9 +94,13 @@ class ModelConfig:
         "with kernels for them).",
     ] = None
     device: Annotated[Device, "Device that the model runs on."] = "auto"
-    num_threads: Annotated[int | Auto, "CPU threads of the model runner."] = "auto"
+    num_threads: Annotated[
+        int | Auto, "CPU threads of the model runner.", Alias("threads", in_help=False)
+    ] = "auto"
     chat_template: Annotated[
-        str | None, "File with a Jinja chat template that replaces the one of the model."
+        str | None,
+        "File with a Jinja chat template that replaces the one of the model.",
+        Alias("chat_template_file", in_help=False),
     ] = None
     sampling_defaults: Annotated[
         SamplingDefaultsName,
@@ -102,7 +108,9 @@ class ModelConfig:
         "(temperature 1, nothing filtered).",
     ] = "model"
     seed: Annotated[
-        int, "Seed of dummy weights, and of requests without a seed (0: a random one per request)."
+        int,
+        "Seed of dummy weights, and of requests without a seed (0: a random one per request).",
+        Alias("random_seed", in_help=False),
     ] = 0
 
     def __post_init__(self) -> None:
@@ -355,14 +363,23 @@ class LogConfig:
 
     log_level: Annotated[LogLevel, "Lowest severity that is logged."] = "info"
     log_format: Annotated[
-        LogFormat, "text: one line of key=value per record; json: one JSON object per record."
+        LogFormat,
+        "text: one line of key=value per record, on a terminal a shorter one; json: one JSON object per record.",
     ] = "text"
+    log_requests: Annotated[
+        bool,
+        "Log one line for each finished request: tokens, times, reason of the end; never text.",
+        Alias("enable_log_requests", in_help=False),
+        Alias("disable_log_requests", {True: False}, in_help=False),
+    ] = False
     log_interval: Annotated[float, "Seconds between the step lines of the scheduler."] = 10.0
     decision_log: Annotated[
         str | None, "File for every decision of the scheduler; it contains token ids, so keep it private."
     ] = None
     crash_dir: Annotated[
-        str | None, "Folder for the report on a failure that ends the server (default: in the cache folder)."
+        str | None,
+        "Folder for the report on a failure that ends the server (default: in the cache folder).",
+        Alias("crash_dump_folder", in_help=False),
     ] = None
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
-from .setting_declaration import check_at_least, check_finite
+from .setting_declaration import Alias, check_at_least, check_finite
 
 OverloadMode = Literal["refuse", "queue"]
 
@@ -56,9 +56,13 @@ class ServerConfig:
     page: Annotated[
         bool, "Serve a page with a chat and the live requests at /, for browsers; its files need no key."
     ] = True
-    ssl_certfile: Annotated[str | None, "Certificate chain (PEM) for HTTPS."] = None
+    ssl_certfile: Annotated[
+        str | None, "Certificate chain (PEM) for HTTPS.", Alias("ssl_cert_file", in_help=False)
+    ] = None
     ssl_keyfile: Annotated[
-        str | None, "Private key (PEM) of the certificate, if it is not in --ssl-certfile."
+        str | None,
+        "Private key (PEM) of the certificate, if it is not in --ssl-certfile.",
+        Alias("ssl_key_file", in_help=False),
     ] = None
     max_body_mb: Annotated[float, "Largest request body in MiB; larger ones get 413."] = 16.0
     max_header_kb: Annotated[
@@ -76,7 +80,11 @@ class ServerConfig:
     ] = 60.0
     keep_alive_timeout: Annotated[float, "Seconds that a connection may be idle between two requests."] = 75.0
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
-    drain_timeout: Annotated[float, "Seconds that running requests may take to finish after SIGTERM."] = 30.0
+    drain_timeout: Annotated[
+        float,
+        "Seconds that running requests may take to finish after SIGTERM.",
+        Alias("shutdown_timeout", in_help=False),
+    ] = 30.0
     startup_timeout: Annotated[float, "Seconds that the processes may take to become ready."] = 600.0
     watchdog_timeout: Annotated[
         float, "Seconds without a heartbeat after which a process counts as hung."

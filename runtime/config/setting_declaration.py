@@ -27,10 +27,12 @@ class Alias:
         name: as a field's, with underscores.
         switch: for a boolean name of a setting that is not boolean: the values for true and, if present, for false;
             None for a name that takes the setting's own values.
+        in_help: whether `--help` names it; docs/configuration.md names all.
     """
 
     name: str
     switch: Mapping[bool, object] | None = None
+    in_help: bool = True
 
 
 def check_finite(name: str, value: float, low: float, *, open_end: bool) -> None:

@@ -14,6 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..errors import ConfigError
+from ..unicode_text import check_os_text
 from .default_model import (
     DEFAULT_MODEL,
     DEFAULT_MODEL_NAME,
@@ -60,6 +61,14 @@ def resolve_source(
     Raises:
         ConfigError: no files, or none that the engine reads; the message says what to do.
     """
+    source = _find_source(model, need_weights, progress, fetch)
+    check_os_text(source.path, "the path of the model")  # it is sent to other processes as UTF-8
+    return source
+
+
+def _find_source(
+    model: str | None, need_weights: bool, progress: Progress | None, fetch: bool
+) -> ModelSource:
     if model is None or model == "default":
         return _default_source(progress, fetch)
     path = Path(

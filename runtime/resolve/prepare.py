@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..config.config_fields import SECRETS, config_fields
-from ..config.config_sources import MergedConfig
+from ..config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ..config.engine_config import EngineConfig
 from ..config.presets import preset_reasons
 from ..model_files.download_progress import Progress
@@ -97,17 +97,24 @@ def prepare(
 
 
 def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:
-    """Log the settings that differ from the defaults in one line; at DEBUG, the origin of each."""
-    effective = {}
+    """Log the settings that the user gave in one line; at DEBUG, all that differ from the defaults, with origins."""
+    effective, given = {}, {}
     for field in config_fields().values():
         value = getattr(getattr(prepared.config, field.group), field.name)
         if value != field.default:
             effective[field.name] = "(hidden)" if field.name in SECRETS else value
+            if origins[field.name] != DEFAULT_ORIGIN:
+                given[field.name] = effective[field.name]
             logger.debug(
                 "setting=%s reason=%r", field.name, prepared.notes.get(field.name, origins[field.name])
             )
-    logger.info("resolved %s", " ".join(f"{name}={value}" for name, value in effective.items()))
+    logger.info("settings %s", _listed(given) or "are the defaults")
+    logger.debug("resolved %s", _listed(effective))
     logger.info("sampling defaults: %s", prepared.sampling_defaults.described())
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
 
 
 def _no_step(_name: str) -> None:

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, Final, TypeVar
 import msgspec
 
 from ...runtime.config.engine_config import CacheConfig, SchedulerConfig
-from ...runtime.errors import EngineError
+from ...runtime.errors import ConfigError
 from ...runtime.feasibility import Capacity
 from ...runtime.messages import SchedulerInput
 from ...runtime.version import __version__
@@ -56,7 +56,7 @@ _SCAN_BYTES: Final = 1 << 20
 _Config = TypeVar("_Config", SchedulerConfig, CacheConfig)
 
 
-class LogFileError(EngineError):
+class LogFileError(ConfigError):
     """A file that is not a decision log, or that this engine cannot read."""
 
 

@@ -43,6 +43,19 @@ def header_of(
     )
 
 
+def check_log_file(path: str | Path) -> None:
+    """Check that a run can be written to a file, before there is one; a file that was not there is not left.
+
+    Raises:
+        ConfigError: as `LogWriter`.
+    """
+    was_there = Path(path).expanduser().exists()
+    writer = LogWriter(path)
+    writer.discard()
+    if not was_there:
+        Path(path).expanduser().unlink(missing_ok=True)
+
+
 class LogWriter:
     """One run in a file. Records are buffered; `flush` writes them with one system call.
 
@@ -102,6 +115,11 @@ class LogWriter:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+    def discard(self) -> None:
+        """Close the file without writing the buffered records."""
+        self._pending.clear()
+        self.close()
 
     def _give_up(self, reason: str) -> None:
         logger.warning(

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from ...runtime.counted import counted
 from ...runtime.messages import Explanation
 from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import Arrived, DecisionRecord, Finished, Retraction
@@ -98,7 +99,7 @@ def _unknown(rid: str, others: list[str], num_records: int, span_s: float, *, hi
     count = (
         f"{len(others)}{'+' if len(others) == _KEPT_RIDS else ''} request{'' if len(others) == 1 else 's'}"
     )
-    decisions = f"{num_records:,} decisions of {span_s:,.1f} s"
+    decisions = f"{counted(num_records, 'decision', commas=True)} of {span_s:,.1f} s"
     return f"Nothing is known of {rid}: remembered are {decisions}, about {count}{such_as}"
 
 
@@ -144,7 +145,7 @@ def _waiting_words(story: RequestStory, now_s: float) -> str:
     last = next(each for each, cause in reversed(waits) if cause.reason is reason)
     share = "" if len(by_reason) == 1 else f"in {count:,} of them "
     verb = "has waited" if still else "waited"
-    passes = "1 pass" if num_passes == 1 else f"{num_passes:,} passes"
+    passes = counted(num_passes, "pass", "passes", commas=True)
     return f"{verb} {waited_s:.3f} s in {passes}, {share}because {_why(last)}{_arithmetic(last.verdict)}"
 
 
@@ -182,7 +183,8 @@ def _prompt_words(story: RequestStory) -> Iterator[str]:
                 cuts[each.cause.reason] = None
     if num_chunks > 1 + story.num_retractions:
         reasons = "; ".join(reason.text for reason in cuts) or Reason.CHUNKED.text
-        yield f"computed its prompt in {num_chunks} chunks, {num_tokens:,} tokens ({reasons})"
+        tokens = counted(num_tokens, "token", commas=True)
+        yield f"computed its prompt in {counted(num_chunks, 'chunk')}, {tokens} ({reasons})"
 
 
 def _cache_words(story: RequestStory) -> Iterator[str]:
@@ -223,7 +225,7 @@ def _end_words(story: RequestStory, now_s: float) -> Iterator[str]:
     after_s = story.episodes[-1].last_s - story.episodes[0].first_s
     message = f": {left.message}" if left.message else ""
     kind = f"{left.kind}{_by_grammar(story)}{message}{_draft_words(left)}{_overruled_words(left)}"
-    yield f"ended after {after_s:.3f} s with {left.output_len:,} tokens ({kind})"
+    yield f"ended after {after_s:.3f} s with {counted(left.output_len, 'token', commas=True)} ({kind})"
 
 
 def _by_grammar(story: RequestStory | None) -> str:
@@ -306,12 +308,15 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
         case Finished():
             message = f": {cause.message}" if cause.message else ""
             by_grammar = _by_grammar(story)
-            more = f"{_draft_words(cause)}{_overruled_words(cause)}"
-            return f"{cause.kind}, {cause.output_len:,} tokens{by_grammar}{message}{more}"
+            tokens = counted(cause.output_len, "token", commas=True)
+            return (
+                f"{cause.kind}, {tokens}{by_grammar}{message}{_draft_words(cause)}{_overruled_words(cause)}"
+            )
 
 
 def _arrival_words(arrived: Arrived) -> str:
-    words = f"prompt of {arrived.prompt_len:,} tokens, at most {arrived.max_new_tokens:,} new ones"
+    most = counted(arrived.max_new_tokens, "new one", commas=True)
+    words = f"prompt of {counted(arrived.prompt_len, 'token', commas=True)}, at most {most}"
     if arrived.num_delivered:
         words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
     if arrived.priority:
@@ -338,12 +343,11 @@ def _decision_words(decision: Decision, episode: Episode) -> str:
 
 
 def _loss_words(retraction: Retraction, story: RequestStory | None) -> str:
-    words = (
-        f"{_CAUSES.get(retraction.cause, retraction.cause)}; after {retraction.output_len:,} generated tokens"
-    )
+    generated = counted(retraction.output_len, "generated token", commas=True)
+    words = f"{_CAUSES.get(retraction.cause, retraction.cause)}; after {generated}"
     if retraction.mode == "swap":
-        return f"{words} its {retraction.num_pages:,} pages went to the host"
+        return f"{words} its {counted(retraction.num_pages, 'page', commas=True)} went to the host"
     if story is None or story.arrived is None:
-        return f"{words} its {retraction.num_pages:,} pages went, to be computed again"
+        return f"{words} its {counted(retraction.num_pages, 'page', commas=True)} went, to be computed again"
     num_tokens = story.arrived.prompt_len + retraction.output_len
     return f"{words} its {num_tokens:,} tokens must be computed again, except those that are still cached"

@@ -52,7 +52,13 @@ def test_help_loads_no_command_and_nothing_heavy():
     )
     top, ours = done.stderr.strip().splitlines()
     assert not {"torch", "numpy", "litestar", "tokenizers", "rich", "prompt_toolkit"} & set(top.split())
-    assert set(ours.split()) == {"engine.cli", "engine.cli.main", "engine.cli.options"}
+    assert set(ours.split()) == {
+        "engine.cli",
+        "engine.cli.main",
+        "engine.cli.arguments",
+        "engine.cli.exit_codes",
+        "engine.cli.options",
+    }
 
 
 @pytest.mark.parametrize(

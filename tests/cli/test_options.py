@@ -13,6 +13,7 @@ from engine.runtime.errors import ConfigError
 SERVE_FLAGS = """
 --admin-api-key
 --admission-estimator
+--alias
 --allowed-host
 --api-key
 --api-key-file
@@ -22,12 +23,14 @@ SERVE_FLAGS = """
 --body-timeout
 --chaos
 --chat-template
+--chat-template-file
 --chunked-prefill-size
 --cluster-key-file
 --config
 --context-length
 --cors-origin
 --crash-dir
+--crash-dump-folder
 --cuda-graph
 --cuda-graph-max-bs
 --decision-log
@@ -35,6 +38,7 @@ SERVE_FLAGS = """
 --deterministic
 --device
 --disable-cuda-graph
+--disable-log-requests
 --disable-overlap-schedule
 --disable-radix-cache
 --dist-init-addr
@@ -42,6 +46,7 @@ SERVE_FLAGS = """
 --drain-timeout
 --dtype
 --enable-chunked-prefill
+--enable-log-requests
 --enable-mixed-chunk
 --enable-prefix-caching
 --enforce-eager
@@ -61,6 +66,7 @@ SERVE_FLAGS = """
 --log-format
 --log-interval
 --log-level
+--log-requests
 --long-prefill-token-threshold
 --look-ahead
 --max-body-mb
@@ -94,15 +100,18 @@ SERVE_FLAGS = """
 --mem-fraction
 --model
 --model-impl
+--model-path
 --nnodes
 --no-async-scheduling
 --no-cuda-graph
 --no-deterministic
 --no-enable-chunked-prefill
+--no-enable-log-requests
 --no-enable-mixed-chunk
 --no-enable-prefix-caching
 --no-in-batch-prefix-caching
 --no-isolate-tenants
+--no-log-requests
 --no-overlap
 --no-page
 --no-priority-preemption
@@ -134,6 +143,7 @@ SERVE_FLAGS = """
 --queue-timeout
 --radix-cache
 --radix-eviction-policy
+--random-seed
 --reasoning-field
 --reasoning-parser
 --record-steps
@@ -144,9 +154,12 @@ SERVE_FLAGS = """
 --seed
 --send-timeout
 --served-model-name
+--shutdown-timeout
 --speculative
 --speculative-num-draft-tokens
+--ssl-cert-file
 --ssl-certfile
+--ssl-key-file
 --ssl-keyfile
 --startup-timeout
 --static-batch-size
@@ -156,6 +169,7 @@ SERVE_FLAGS = """
 --target-step-ms
 --tenant-quantum
 --tensor-parallel-size
+--threads
 --tool-call-parser
 --tp
 --tp-size

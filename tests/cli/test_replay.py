@@ -94,7 +94,7 @@ def test_a_run_that_differs(log, capsys):
 def test_a_damaged_run_says_so(log, capsys):
     log.write_bytes(log.read_bytes()[:-2])
 
-    assert cli.run(["replay", str(log)]) == 3
+    assert cli.run(["replay", str(log)]) == 4
 
     out = capsys.readouterr().out
     assert "equal (100 % of what could be read)" in out
@@ -105,7 +105,7 @@ def test_a_run_that_is_lost_as_a_whole_says_so(log, capsys):
     whole = log.read_bytes()
     log.write_bytes(whole[:40] + whole)
 
-    assert cli.run(["replay", str(log)]) == 3
+    assert cli.run(["replay", str(log)]) == 4
 
     out = capsys.readouterr().out
     assert "equal (100 %)" in out
@@ -146,7 +146,7 @@ def test_a_run_of_another_engine_says_so(log, capsys):
 
 
 def test_a_file_that_is_no_log(tmp_path, capsys):
-    assert cli.run(["replay", str(tmp_path / "none")]) == 1
+    assert cli.run(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read: No such file or directory" in capsys.readouterr().err
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import os
+import pty
 import re
 import shlex
 import signal
@@ -174,6 +178,66 @@ def test_serve_says_ready_answers_and_stops_on_ctrl_c(tiny_model):
     assert process.returncode == 0, err
     assert out == ""
     assert "Traceback" not in err
+
+
+@pytest.mark.real_process
+def test_on_a_terminal_a_start_is_a_dozen_short_lines_and_the_end_is_told(tiny_model):
+    ours, theirs = pty.openpty()
+    command = [
+        sys.executable,
+        "-m",
+        "engine.cli.main",
+        "serve",
+        str(tiny_model),
+        "--port",
+        "0",
+        "--log-requests",
+    ]
+    process = subprocess.Popen(
+        [*command, "--num-threads", "1", "--max-total-tokens", "512"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        assert process.stdout is not None
+        while "Stop with Ctrl-C" not in process.stdout.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while part := os.read(ours, 65536):
+                seen += part
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+        os.close(ours)
+    lines = re.findall(r"^\d\d:\d\d:\d\d \w+: .*$", seen.decode().replace("\r\n", "\n"), re.MULTILINE)
+    ready = next(number for number, line in enumerate(lines) if " supervisor: ready url=" in line)
+    assert ready <= 14, lines
+    assert all(len(line) < 160 for line in lines)
+    assert re.search(r" supervisor: stopped exit_code=0 after_s=[\d.]+$", lines[-1])
+
+
+@pytest.mark.parametrize(
+    ("bound", "opened"),
+    [
+        ("http://0.0.0.0:80", "http://127.0.0.1:80"),
+        ("https://[::]:443", "https://[::1]:443"),
+        ("http://10.0.0.0:80", "http://10.0.0.0:80"),
+        ("http://127.0.0.1:1", "http://127.0.0.1:1"),
+    ],
+)
+def test_the_ready_message_has_an_address_that_can_be_opened(bound, opened):
+    config = dataclasses.replace(
+        ready_config(), model=dataclasses.replace(ready_config().model, num_threads=1)
+    )
+    text = ready_text(config, bound)
+    assert re.search(rf"^Ready after [\d.]+ s: it's at {re.escape(opened)}$", text, re.MULTILINE)
+    assert f"curl {opened}/v1/chat/completions" in text
+    assert (f"Listens on every address of this machine ({bound})." in text) == (bound != opened)
+    assert "1 thread;" in text
 
 
 @pytest.mark.real_process

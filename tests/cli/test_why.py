@@ -129,17 +129,17 @@ def test_a_request_that_is_not_known(server, capsys):
     error = {"message": "Nothing is known of x.", "type": "invalid_request_error", "param": None}
     server.answers({"error": {**error, "code": "request_not_found"}}, 404)
 
-    assert cli.run(["why", "x", "--url", server.url]) == 3
+    assert cli.run(["why", "x", "--url", server.url]) == 4
     assert capsys.readouterr().err == "engine: Nothing is known of x.\n"
 
 
 @pytest.mark.parametrize(
     ("status", "body", "message", "code"),
     [
-        (404, {"detail": "Not Found"}, "does not explain requests; is it an engine of this version?", 1),
-        (401, {"error": {"message": "no"}}, "the server wants an API key; pass --api-key", 1),
-        (500, {"error": {"message": "the scheduler is gone"}}, "the server failed: the scheduler is gone", 1),
-        (200, ["a list"], "gave an answer that is no explanation; check --url", 1),
+        (404, {"detail": "Not Found"}, "does not explain requests; is it an engine of this version?", 3),
+        (401, {"error": {"message": "no"}}, "the server wants an API key; pass --api-key", 2),
+        (500, {"error": {"message": "the scheduler is gone"}}, "the server failed: the scheduler is gone", 3),
+        (200, ["a list"], "gave an answer that is no explanation; check --url", 3),
     ],
 )
 def test_other_answers_are_one_line(server, capsys, status, body, message, code):
@@ -154,7 +154,7 @@ def test_other_answers_are_one_line(server, capsys, status, body, message, code)
 def test_without_a_server_there_is_a_way_out(server, capsys):
     server.close()
 
-    assert cli.run(["why", "x", "--url", server.url]) == 1
+    assert cli.run(["why", "x", "--url", server.url]) == 3
     assert f"no server answers at {server.url}; name it with --url, or read its decision log" in (
         capsys.readouterr().err
     )
@@ -169,7 +169,7 @@ def test_a_file_is_asked_in_all_its_runs(log, capsys, rid):
 
 
 def test_a_file_that_does_not_know(log, capsys):
-    assert cli.run(["why", "r11", "--log", str(log)]) == 3
+    assert cli.run(["why", "r11", "--log", str(log)]) == 4
     assert "Nothing is known of r11" in capsys.readouterr().err
 
 
@@ -186,7 +186,7 @@ def test_a_file_that_is_none(tmp_path, capsys):
     path = tmp_path / "notes.txt"
     path.write_text("notes")
 
-    assert cli.run(["why", "x", "--log", str(path)]) == 1
+    assert cli.run(["why", "x", "--log", str(path)]) == 2
     assert capsys.readouterr().err == f"engine: {path} is not a decision log; --decision-log FILE makes one\n"
 
 

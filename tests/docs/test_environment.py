@@ -12,8 +12,8 @@ from .conftest import DOCS
 ROOT = DOCS.parent
 NOT_PRODUCT = {"tests", "docs", "benchmarks", "build", "dist"}
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
-# Words in capitals in modules that use the environment: kinds of resources of a Ray cluster.
-OTHER_WORDS = {"CPU", "GPU"}
+# Words in capitals in modules that use the environment: resources of a Ray cluster, placeholders of options.
+OTHER_WORDS = {"CPU", "GPU", "INT", "NUMBER", "TEXT"}
 LIBRARIES = "## Read by libraries and tools"
 TESTS = "## Tests"
 
@@ -32,7 +32,7 @@ def product_folders() -> list[Path]:
 def uses_environment(node: ast.AST) -> bool:
     return (
         (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"))
-        or (isinstance(node, ast.Name) and node.id in ("environ", "getenv"))
+        or (isinstance(node, ast.Name) and node.id in ("environ", "getenv", "variable"))
         or (isinstance(node, ast.keyword) and node.arg == "envvar")
     )
 

@@ -10,7 +10,7 @@ from engine.runtime.config.config_fields import config_fields, setting_names
 
 from .conftest import DOCS
 
-PAGES = ("cli.md", "configuration.md")
+PAGES = ("cli.md", "configuration.md", "migration.md")
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -67,7 +67,7 @@ def test_every_alias_is_a_name_in_another_engine(import_reference):
         for field in config_fields().values()
         for alias in field.aliases
         if alias.name not in peer_names.EARLIER_NAMES
-        if field.name not in names or alias.name not in (*names[field.name].sglang, *names[field.name].vllm)
+        if field.name not in names or alias.name not in peer_names.all_names(names[field.name])
     ]
 
     assert missing == [], "add them to docs/reference/peer_names.py"

@@ -249,7 +249,7 @@ def test_half_a_record_is_told_and_costs_no_more_than_itself(cut_short, tmp_path
     torn = tmp_path / "torn.edl"
     torn.write_bytes(cut_short.read_bytes()[:-3])
     done = run_engine(tmp_path, "replay", str(torn))
-    assert done.returncode == 3, done.stderr  # what could be read is equal, but something is lost
+    assert done.returncode == 4, done.stderr  # what could be read is equal, but something is lost
     assert "100 %" in done.stdout
     assert "the file ends inside a record" in done.stdout
 

@@ -105,13 +105,13 @@ def test_without_sgl_kernel_triton_computes():
 
 def test_without_either_torch_serves_and_the_table_says_why(caplog):
     target = Target(SPEC, GPU, torch.bfloat16, NEITHER)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         ops = select_ops(target)
     assert {choice.provider for choice in ops.choices} == {"torch"}
     assert ops.rms_norm is plain.rms_norm
     (line,) = (line for line in caplog.messages if line.startswith("op=rms_norm "))
     assert line.endswith("passed over: sgl-kernel: not installed; triton: no C compiler")
-    assert caplog.messages == table_lines(ops.choices)
+    assert caplog.messages == [*table_lines(ops.choices), "ops: 11 by torch"]
 
 
 def test_a_gpu_is_looked_at_once_and_only_where_nobody_has(monkeypatch):

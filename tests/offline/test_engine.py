@@ -188,7 +188,7 @@ def test_closing_ends_what_runs():
     (*_, last) = read(rows)
     closing.join(30)
     assert isinstance(last, EngineDeadError)
-    assert str(last) == "the engine has been closed"
+    assert str(last) == "the engine has been closed; make a new LLM"
 
 
 def test_an_abort_is_answered_with_a_finished_row():

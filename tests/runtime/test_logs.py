@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.engine_config import LogConfig
-from engine.runtime.logs import JsonFormatter, KeyValueFormatter, configure_logging
+from engine.runtime.logs import JsonFormatter, KeyValueFormatter, TerminalFormatter, configure_logging
 
 
 @pytest.fixture
@@ -116,5 +116,35 @@ def test_the_setting_chooses_the_form(log_format, first, capsys):
         configure_logging(LogConfig(log_format=log_format), "tester")
         logging.getLogger("engine.somewhere").info("hello")
         assert capsys.readouterr().err.startswith(first)
+    finally:
+        logging.root.handlers[:] = before
+
+
+def test_on_a_terminal_a_line_is_short(monkeypatch):
+    formatter = TerminalFormatter("scheduler")
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d scheduler: rid=r1 tokens=3", formatter.format(record("rid=%s tokens=%d", "r1", 3))
+    )
+    warning = record("low\nmemory")
+    warning.levelno, warning.levelname = logging.WARNING, "WARNING"
+    assert formatter.format(warning).endswith(r" scheduler: warning: low\nmemory")
+
+
+@pytest.mark.parametrize(
+    ("log_format", "on_terminal", "kind"),
+    [
+        ("text", True, TerminalFormatter),
+        ("text", False, KeyValueFormatter),
+        ("json", True, JsonFormatter),
+        ("json", False, JsonFormatter),
+    ],
+)
+def test_only_text_has_a_form_for_terminals(monkeypatch, log_format, on_terminal, kind):
+    before = logging.root.handlers[:]
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: on_terminal, raising=False)
+    try:
+        configure_logging(LogConfig(log_format=log_format), "tester")
+        (handler,) = logging.root.handlers
+        assert type(handler.formatter) is kind
     finally:
         logging.root.handlers[:] = before

@@ -205,7 +205,7 @@ def test_the_same_settings_change_nothing(path, make_replica):
     assert result.baseline.e2e_ms == result.changed.e2e_ms
     assert result.baseline.e2e_ms.p50 == pytest.approx(truth.e2e_ms.p50, rel=0.05)
     assert result.recorded.e2e_ms.p50 == pytest.approx(truth.e2e_ms.p50, rel=1e-3)
-    assert "no pass decided differently" in result.lines()
+    assert "both simulations decide alike in every pass" in result.lines()
 
 
 def test_other_settings_have_the_effect_that_they_really_have(path, tmp_path, make_replica):
@@ -240,6 +240,8 @@ def test_the_first_pass_that_decides_differently_is_named(path, make_replica):
     result = what_if(path, {"max_running_requests": "2"})
     assert result.difference is not None
     assert result.difference.number == 0
+    assert result.difference.num_passes > 4  # of the simulation, not of the log
+    assert any(f"simulated pass 1 of {result.difference.num_passes} on" in line for line in result.lines())
     assert result.difference.at_s == 0.0
     assert result.difference.baseline.count("computes 100 tokens") == 4
     assert result.difference.changed.count("computes 100 tokens") == 2

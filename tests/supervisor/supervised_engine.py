@@ -104,7 +104,9 @@ def go_an_hour_ahead(note: str, child: str) -> None:
         is_late = child in ready and (Path(os.environ["TMPDIR"]) / note).exists()
         return true_clock() + 3600.0 * is_late
 
-    logging.getLogger("engine.supervisor.child_watch").addFilter(listen)
+    child_watch = logging.getLogger("engine.supervisor.child_watch")
+    child_watch.setLevel(logging.DEBUG)
+    child_watch.addFilter(listen)
     time.monotonic = clock
 
 

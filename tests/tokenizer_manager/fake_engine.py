@@ -287,6 +287,7 @@ def make_services(
     model: dict[str, Any] | None = None,
     of_model: SamplingDefaults = OPENAI_DEFAULTS,
     tokenizer: Tokenizer = TOKENIZER,
+    log_requests: bool = False,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -298,7 +299,7 @@ def make_services(
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
-        log=LogConfig(crash_dir=str(engine.crash_dir)),
+        log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
     manager = TokenizerManager(
         encoder=encoder,

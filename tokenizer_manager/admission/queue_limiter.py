@@ -107,7 +107,8 @@ class QueueLimiter:
         if excess <= 0:
             return None
         return QueueFullError(
-            f"{waiting} requests wait, the limit is {self._max_queued}; retry later, or raise --max-queued-requests",
+            f"{waiting} request{' waits' if waiting == 1 else 's wait'}, the limit is {self._max_queued}; retry later, "
+            "or raise --max-queued-requests",
             self._seconds_for(excess, now_s),
             waiting,
         )

@@ -158,14 +158,22 @@ def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) 
             ConfigError
         ) as error:  # clients see the template's name, which must not have a path of the server
             raise ConfigError(f"{model_path}: {error}") from error
+    return ChatTemplate(read_template(path), tokenizer.special_tokens, f"the chat template {path}")
+
+
+def read_template(path: str) -> str:
+    """The text of the file of `--chat-template`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     try:
-        source = Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(
             f"{path}: the chat template cannot be read: {reason}; give another one with --chat-template"
         ) from error
-    return ChatTemplate(source, tokenizer.special_tokens, f"the chat template {path}")
 
 
 def _with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -57,8 +57,7 @@ def detect_formats(
     Raises:
         ConfigError: the configuration names an unknown format.
     """
-    named_tools = _named(config.tool_call_parser, FAMILIES, "--tool-call-parser")
-    named_reasoning = _named(config.reasoning_parser, REASONING_FAMILIES, "--reasoning-parser")
+    named_tools, named_reasoning = check_parser_names(config)
     if template is None:
         tools = named_tools if config.tool_call_parser != "auto" else GENERIC
         formats = AnswerFormats(tools=tools, reasoning=named_reasoning)
@@ -72,6 +71,18 @@ def detect_formats(
         formats.reasoning_switch or "none",
     )
     return formats
+
+
+def check_parser_names(config: AnswerConfig) -> tuple[ToolFamily | None, ReasoningFamily | None]:
+    """The formats that the configuration names; None for `auto` and `none`.
+
+    Raises:
+        ConfigError: it names an unknown one.
+    """
+    return (
+        _named(config.tool_call_parser, FAMILIES, "--tool-call-parser"),
+        _named(config.reasoning_parser, REASONING_FAMILIES, "--reasoning-parser"),
+    )
 
 
 def _named(name: str, families: Mapping[str, _Family], flag: str) -> _Family | None:

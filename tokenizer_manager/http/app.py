@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ...runtime.errors import RequestError
+from .access_log import AccessLog, NoAccessLog
 from .error_shapes import shape_of
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .guards.auth import Caller, key_of
@@ -48,6 +49,7 @@ class App:
             tls=server.ssl_certfile is not None,
             needs_key=services.authorizer.needs_key,
         )
+        self._access_log = AccessLog() if services.config.log.log_requests else NoAccessLog()
         self._exact: dict[str, dict[str, Route]] = {}
         self._around: dict[tuple[str, str], dict[str, Route]] = {}  # (before the name, after it)
         for route in ROUTES:
@@ -71,7 +73,9 @@ class App:
             exchange.status = _CLIENT_GONE
         except Exception as error:  # a request is answered even if its handler has a bug
             await _answer(exchange, error)
-        self._services.metrics.http_responses.add(str(exchange.status or _CLIENT_GONE))
+        exchange.status = exchange.status or _CLIENT_GONE
+        self._services.metrics.http_responses.add(str(exchange.status))
+        self._access_log.ended(exchange)
 
     async def _handle(self, exchange: Exchange) -> None:
         if b"origin" in exchange.headers:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
+from ..generation import Generation
 from .guards.auth import Caller
 from .guards.body_budget import BodyReservation
 from .schema.errors import ErrorReply
@@ -50,6 +52,8 @@ class Exchange:
         streaming: the response is an event stream.
         caller: the sender; set once it is authenticated.
         more_headers: sent with every kind of response.
+        arrival_s: by the monotonic clock.
+        generation: what it started, once it has.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
@@ -61,6 +65,8 @@ class Exchange:
         self.streaming = False
         self.caller = Caller()
         self.more_headers: list[tuple[bytes, bytes]] = []
+        self.arrival_s = time.monotonic()
+        self.generation: Generation | None = None
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex

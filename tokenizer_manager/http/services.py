@@ -120,7 +120,7 @@ class Services:
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """As `TokenizerManager.start`; the response has the queue position in a header."""
-        generation = await self.manager.start(request)
+        generation = exchange.generation = await self.manager.start(request)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 

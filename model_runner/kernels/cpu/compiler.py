@@ -75,7 +75,7 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) 
     Their output goes to files: a child that outlives its driver would keep a pipe open.
 
     Args:
-        folder: for the output files.
+        folder: for the output files and the temporary files of the compiler.
         deadline_s: in the time of `time.monotonic`.
 
     Raises:
@@ -86,7 +86,7 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) 
         for number, command in enumerate(commands):
             said = folder / f"{number}.log"
             with said.open("wb") as file:
-                running.append((command, said, _start(command, file.fileno())))
+                running.append((command, said, _start(command, file.fileno(), folder)))
         for command, said, process in running:
             try:
                 code = process.wait(timeout=max(0.0, deadline_s - time.monotonic()))
@@ -102,13 +102,15 @@ def run_all(commands: Sequence[Sequence[str]], folder: Path, deadline_s: float) 
                 process.wait()
 
 
-def _start(command: Sequence[str], output: int) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], output: int, folder: Path) -> subprocess.Popen[bytes]:
     try:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            # A compiler that is killed leaves its temporary files: below this folder they are removed with it.
+            env=os.environ | {"TMPDIR": str(folder)},
             start_new_session=True,
         )
     except OSError as error:

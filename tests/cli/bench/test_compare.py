@@ -87,3 +87,16 @@ def test_a_file_without_runs_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="holds no run"):
         read_results(path)
+
+
+def test_a_run_with_a_block_without_a_token_has_no_interval_of_its_blocks(make_run, recwarn):
+    run = make_run()
+    steady = (
+        msgspec.structs.replace(run.summary.steady, block_tok_s=[30.0, 0.0]) if run.summary.steady else None
+    )
+    assert steady is not None
+    short = msgspec.structs.replace(run, summary=msgspec.structs.replace(run.summary, steady=steady))
+    found = by_name(compare([short], [short]))
+    assert "output tok/s (steady)" not in found
+    assert "TTFT mean" in found
+    assert list(recwarn) == []

@@ -12,7 +12,7 @@ from engine.cli.chat.answer_view import AnswerView
 from engine.cli.chat.backend import AnswerChunk, Call
 from engine.cli.chat.http import _chunk_of
 from engine.cli.chat.screen import Screen
-from engine.runtime.errors import RequestError
+from engine.runtime.errors import ConfigError, RequestError
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}
 
@@ -100,7 +100,7 @@ def test_other_files_are_refused_by_name(tmp_path, schema, tools, reason):
             path.write_text(text)
         paths.append(None if text is None else path)
 
-    with pytest.raises(RequestError, match=reason):
+    with pytest.raises((ConfigError, RequestError), match=reason):
         AnswerForm.read(*paths)
-    with pytest.raises(RequestError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot be read"):
         AnswerForm.read(tmp_path / "missing", None)

@@ -19,7 +19,7 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.chat import command
 from engine.cli.chat.one_shot import read_question
-from engine.runtime.errors import EngineDeadError, EngineError, RequestError
+from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
 
 CHAT = [sys.executable, "-m", "engine.cli.main", "chat"]
 TINY = ["--num-threads", "1", "--dtype", "float32", "--temperature", "0"]
@@ -67,7 +67,11 @@ def test_figures_go_to_stderr_when_asked_for(tiny_model):
         (["Hi", "--model", "/no/such"], 2, "engine: /no/such: there is no such folder or .gguf file"),
         (["Hi", "--url", "127.0.0.1:9"], 3, "engine: no server answers at http://127.0.0.1:9"),
         (["Hi", "--url", "127.0.0.1:9", "--dtype", "auto"], 2, "engine: --dtype has no effect on a server"),
-        (["Hi", "--load", "/no/such.json"], 2, "engine: cannot read /no/such.json: No such file"),
+        (
+            ["Hi", "--load", "/no/such.json"],
+            2,
+            "engine: the saved chat /no/such.json cannot be read: No such file",
+        ),
         ([], 2, "engine: there is no question and no terminal"),
         (["Hi", "--frobnicate"], 2, "engine: No such option: --frobnicate"),
     ],
@@ -82,9 +86,9 @@ def test_mistakes_are_one_line_with_an_exit_code(capfd, monkeypatch, arguments, 
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(EngineDeadError("gone"), 3), (EngineError("gone"), 3), (RequestError("gone"), 2)]
+    ("error", "code"), [(EngineDeadError("gone"), 1), (ServerError("gone"), 3), (RequestError("gone"), 2)]
 )
-def test_a_failing_engine_is_3_and_a_refused_question_2(capsys, monkeypatch, error, code):
+def test_a_failing_engine_is_1_a_server_3_and_a_refused_question_2(capsys, monkeypatch, error, code):
     class Failing:
         model, where, max_context = "m", "w", None
 
@@ -111,7 +115,7 @@ def test_a_question_and_piped_text_are_put_together(tmp_path):
         assert read_question(["hi"], stdin) == "hi"
         assert read_question([], stdin) is None
     path.write_bytes(b"\xff\xfe")
-    with open(path, encoding="utf-8") as stdin, pytest.raises(RequestError, match="not UTF-8 text"):
+    with open(path, encoding="utf-8") as stdin, pytest.raises(ConfigError, match="not UTF-8 text"):
         read_question([], stdin)
     path.write_text(" \n")
     with open(path, encoding="utf-8") as stdin, pytest.raises(RequestError, match="standard input is empty"):

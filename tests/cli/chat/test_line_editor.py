@@ -87,3 +87,12 @@ def test_history_outlives_the_program_and_is_private(tmp_path):
 def test_a_history_that_cannot_be_written_is_no_obstacle(tmp_path):
     (tmp_path / "file").touch()
     assert typed(["hi" + ENTER], tmp_path / "file" / "history") == ["hi"]
+
+
+def test_bytes_that_are_not_utf8_are_replaced_in_the_message_and_in_the_history(tmp_path):
+    path = tmp_path / "history"
+    with create_pipe_input() as terminal:
+        editor = LineEditor(path, terminal_input=terminal, terminal_output=DummyOutput())
+        terminal.send_bytes(b"caf\xe9 \xf0\x9f\x98\x80\r")
+        assert editor.read() == "caf\N{REPLACEMENT CHARACTER} 😀"
+    assert path.read_text(encoding="utf-8").endswith("+caf\N{REPLACEMENT CHARACTER} 😀\n")

@@ -68,7 +68,7 @@ def test_a_saved_chat_comes_back_whole(session, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("not json", "is not a saved chat: it is not JSON"),
+        ("not json", "the saved chat .* is not JSON"),
         ("[]", "it has no list of messages"),
         ('{"version": 2, "messages": []}', "has version 2, this engine reads 1"),
         (
@@ -95,7 +95,7 @@ def test_a_file_that_is_not_ours_changes_nothing(session, tmp_path, text, messag
 
 
 def test_files_that_cannot_be_read_or_written_are_said(session, tmp_path):
-    with pytest.raises(RequestError, match=r"cannot read .*missing\.json: No such file"):
+    with pytest.raises(RequestError, match=r"the saved chat .*missing\.json cannot be read: No such file"):
         session.load(tmp_path / "missing.json")
     with pytest.raises(RequestError, match="cannot write .*: No such file"):
         session.save(tmp_path / "no" / "folder.json", "m")

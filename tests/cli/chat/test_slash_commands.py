@@ -121,7 +121,7 @@ def test_save_and_load(run, chat, tmp_path):
     run("/clear")
     assert run(f"/load {path}") == f"Loaded 2 exchanges from {path}.\n"
     assert chat.session.num_exchanges == 2
-    assert "cannot read" in run("/load /no/such/file")
+    assert "cannot be read" in run("/load /no/such/file")
     assert run("/save") == "which file? /save FILE\n"
 
 
@@ -133,7 +133,7 @@ def test_stats_tokens_and_model(run, chat):
     assert run("/regen") == "Hello there\n"
     text = run("/stats")
     assert "last answer  TTFT 500 ms" in text
-    assert "1 answers, 2 tokens" in text
+    assert "1 answer, 2 tokens" in text
     assert run("/stats maybe") == "/stats takes on or off, not 'maybe'\n"
     chat.backend.counts = False
     assert "cannot count tokens" in run("/tokens")

@@ -125,7 +125,7 @@ def test_no_server(capsys):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     code, line = says(capsys, f"http://127.0.0.1:{port}", "--once")
-    assert code == 1
+    assert code == 3
     assert (
         f"no server answers at http://127.0.0.1:{port} ([Errno 111] Connection refused); start one with"
         in line

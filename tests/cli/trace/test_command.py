@@ -109,7 +109,7 @@ def test_mistakes_are_one_line(log, tmp_path, write_log, sample_engine, capsys):
 def test_a_run_without_a_pass_says_so(write_log, sample_engine, capsys):
     empty = write_log([Arrived(1.0, "a", 1, 1)], name="empty.log")
     assert fails(capsys, empty) == (
-        1,
+        2,
         f"engine: {empty} has no scheduling pass: its server had nothing to do",
     )
     two = write_log(sample_engine(num_requests=2).records(), [], name="two.log")

@@ -189,7 +189,7 @@ def test_a_retracted_request_waits_from_that_pass_on(log):
     assert log.spans("a") == [("PREFILL", 0, 0), ("DECODE", 1, 1), ("WAIT", 2, 2), ("PREFILL", 3, 3)]
     assert [(mark.kind, mark.pass_idx) for mark in story.marks] == [(MarkKind.RETRACTED, 2)]
     assert (
-        story.marks[0].text == "retracted, to be computed again (memory): 3 pages, 1 tokens generated so far"
+        story.marks[0].text == "retracted, to be computed again (memory): 3 pages, 1 token generated so far"
     )
     assert not story.spans[2].on_host
 

@@ -50,7 +50,7 @@ def select(
 
 
 def test_backends_passed_over_are_logged_with_all_reasons(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert select("odd model", "cpu") == "slow"
     assert "fast passed over: head_dim 40 is not a multiple of 64; needs a GPU" in caplog.text
 

@@ -241,13 +241,13 @@ def test_a_larger_step_is_the_models(make, monkeypatch):
 
 
 def test_it_is_said_once_what_there_is(make, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         make("llama")
     assert caplog.text.count("forward_program=native calls=") == 1
 
 
 def test_what_is_no_native_call_is_a_reason(make, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         driver = make("llama", dtype="float32")  # products are oneDNN's or torch's
     assert not isinstance(driver.runner.executor.forward, ProgrammedForward)
     assert "forward_program=none: " in caplog.text
@@ -312,7 +312,7 @@ class Odd:
 )
 def test_calls_that_are_not_so_much_per_token_are_a_reason(make, change, reason, caplog):
     driver = make("llama")
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         odd: Any = Odd(driver, change)
         forward = programmed_forward(
             KernelConfig(),
@@ -383,7 +383,7 @@ def test_where_there_can_be_none_nothing_is_tried(kernels, num_ranks, reason, ca
             raise AssertionError("tried")
 
     model, attention, pool = Model(), TorchAttention(), None  # type: ignore[abstract]
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         forward = programmed_forward(
             KernelConfig(**kernels),
             model=model,  # type: ignore[arg-type]

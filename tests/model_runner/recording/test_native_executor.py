@@ -290,7 +290,7 @@ def test_all_sizes_share_one_plan(make_pair):
 
 
 def test_what_cannot_be_recorded_is_said_once_and_computed_eagerly(make_pair, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         recorded, eager = make_pair("llama", dtype="float32")  # linear layers are oneDNN's or torch's
         prompts = [[3, 4, 5], [6, 7, 8, 9]]
         assert recorded.generate(prompts, num=6) == eager.generate(prompts, num=6)
@@ -320,7 +320,7 @@ def test_a_burst_whose_first_round_could_not_be_recorded_goes_on_without(make_pa
 
 
 def test_recordings_are_logged_once(make_pair, caplog):
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         recorded, _ = make_pair("llama")
         recorded.generate([[3, 4, 5], [6, 7, 8, 9]], num=3)
         recorded.generate([[3, 4, 5]], num=3)
@@ -355,7 +355,7 @@ def test_where_nothing_can_be_recorded_nothing_is_tried(kernels, num_ranks, reas
     made: Any = dict.fromkeys(("model", "kv_pool", "relay", "slot_table"))
     attention = TorchAttention()  # type: ignore[abstract]
     eager = EagerExecutor(forward=made, attention=attention, buffers=made, **made)
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         executor = native_executor.native_executor(
             KernelConfig(**kernels), eager, num_ranks=num_ranks, **made
         )

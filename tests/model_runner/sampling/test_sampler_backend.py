@@ -396,14 +396,14 @@ class TestSelection:
     def test_our_kernels_choose_on_the_cpu_and_the_log_says_why(self, caplog, monkeypatch):
         monkeypatch.setattr(native_backend, "reasons_against_library", list)
         monkeypatch.setattr(native_backend, "load_library", lambda: Mock(name="library"))
-        caplog.set_level("INFO", "engine.model_runner.sampling.backend_selection")
+        caplog.set_level("DEBUG", "engine.model_runner.sampling.backend_selection")
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))
         assert isinstance(make_sampler(counts, torch.device("cpu"))._backend, NativeSamplerBackend)
         assert "provider=native passed over: triton: runs on CUDA devices, not on cpu" in caplog.text
 
     def test_torch_chooses_without_our_kernels(self, caplog, monkeypatch):
         monkeypatch.setattr(native_backend, "reasons_against_library", lambda: ["no compiler"])
-        caplog.set_level("INFO", "engine.model_runner.sampling.backend_selection")
+        caplog.set_level("DEBUG", "engine.model_runner.sampling.backend_selection")
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))
         assert isinstance(make_sampler(counts, torch.device("cpu"))._backend, TorchSamplerBackend)
         assert "native: no compiler" in caplog.text

@@ -7,12 +7,12 @@ import pytest
 from engine.runtime.config.config_fields import config_fields, setting_names
 from engine.runtime.config.config_sources import (
     from_arguments,
-    from_environment,
     from_flags,
     from_yaml_file,
     merge,
 )
 from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.environment import from_environment
 from engine.runtime.errors import ConfigError
 
 
@@ -95,12 +95,12 @@ def test_an_empty_environment_variable_counts_as_not_set():
             ":2: unknown setting 'max_runing_requests'; did you mean 'max_running_requests'?",
         ),
         ("page_size: big\n", ":1: page_size is 'big', but it must be a whole number"),
-        ("page_size: 1.5\n", ":1: page_size is 1.5, but it must be a whole number"),
+        ("page_size: 1.5\n", ":1: page_size is '1.5', but it must be a whole number"),
         ("page_size: true\n", ":1: page_size is True, but it must be a whole number"),
         ("page_size: [1]\n", ":1: page_size is a list or a mapping"),
         ("page_size:\n", ":1: page_size is None, but it must be a whole number"),
         ("max_model_len: some\n", "must be a whole number or 'auto'"),
-        ("served_model_name: 12\n", ":1: served_model_name is 12, but it must be text; put it in quotes"),
+        ("served_model_name: yes\n", ":1: served_model_name is yes, but it must be text; put it in quotes"),
         ("dtype: floar32\n", "must be one of auto, bfloat16, float32; did you mean 'float32'?"),
         ("port: 1\nport: 2\n", ":2: port is set a second time (first at "),
         ("server:\n  page_size: 1\n", ":2: page_size belongs to the group 'cache', not to 'server'"),
@@ -136,7 +136,7 @@ def test_null_resets_an_optional_setting(yaml_file):
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
 def test_a_key_that_is_no_text_is_refused_without_showing_it(yaml_file, name):
     with pytest.raises(ConfigError, match=f"{name} is no text, but it must be text; put it in quotes"):
-        from_yaml_file(yaml_file(f"{name}: 123456\n"))
+        from_yaml_file(yaml_file(f"{name}: no\n"))
 
 
 def test_a_value_out_of_range_names_its_origin(yaml_file):
@@ -187,6 +187,17 @@ def test_python_arguments_are_checked_like_all_others():
         ("tensor_parallel_size", 2, "tp", 2),
         ("tp_size", 2, "tp", 2),
         ("num_speculative_tokens", 4, "speculative_num_draft_tokens", 4),
+        ("model_path", "m", "model", "m"),
+        ("alias", "m", "served_model_name", "m"),
+        ("threads", 2, "num_threads", 2),
+        ("chat_template_file", "t", "chat_template", "t"),
+        ("random_seed", 3, "seed", 3),
+        ("ssl_cert_file", "c", "ssl_certfile", "c"),
+        ("ssl_key_file", "k", "ssl_keyfile", "k"),
+        ("shutdown_timeout", 2.5, "drain_timeout", 2.5),
+        ("enable_log_requests", True, "log_requests", True),
+        ("disable_log_requests", True, "log_requests", False),
+        ("crash_dump_folder", "f", "crash_dir", "f"),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from ....runtime.errors import RequestError
-from ....runtime.sampling_params import MAX_COUNT
 from ....runtime.grammar_use import GrammarSpec
+from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
 from .json_body import Body, show
 from .protocol import ChatRequest, PinRequest, TokenizeRequest, checked_template_variables

@@ -58,7 +58,7 @@ def make_pair(make_tiny_model: Any, make_driver: Any, caplog: Any) -> Any:
     def make(shape: str, dtype: str) -> Any:
         model_type = shape.split(maxsplit=1)[0]
         tiny = make_tiny_model(model_type, dtype=dtype, **SHAPES[shape])
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.DEBUG):
             driver = make_driver(tiny.spec, tiny.folder, dtype=dtype, page_size=16)
         assert "attention_backend prompts=native decodes=native" in caplog.text
         linear = "onednn" if dtype == "float32" else "native"

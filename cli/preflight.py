@@ -1,0 +1,99 @@
+"""`check_start`: the failures of `engine serve` that need no model, found before a model is read or a process started.
+
+Each check is the one of the process that uses the value: that process repeats it, because a file can change between.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ..runtime.child.crash_report import crash_dir
+from ..runtime.config.answer_config import AnswerConfig
+from ..runtime.config.engine_config import EngineConfig, LogConfig
+from ..runtime.config.server_config import ServerConfig
+from ..runtime.errors import ConfigError
+from .port import check_port
+
+_FOUND: frozenset[str] = frozenset({"auto", "none"})
+
+
+def check_start(config: EngineConfig) -> None:
+    """Check keys, certificates, files and names of a configuration, and that its port is free.
+
+    Raises:
+        ConfigError: the first one that would end the start.
+    """
+    if config.parallel.node_rank == 0:
+        check_port(config.server)
+        _check_access(config.server)
+    check_files(config)
+
+
+def check_files(config: EngineConfig) -> None:
+    """Check the names and files of a configuration, besides those of the connections.
+
+    Raises:
+        ConfigError: the first one that would end the start.
+    """
+    if config.parallel.node_rank == 0:
+        _check_parsers(config.answers)
+        _check_chat_template(config.model.chat_template)
+        if config.log.decision_log is not None and config.parallel.executor == "local":
+            from ..scheduler.journal.log_writer import check_log_file
+
+            check_log_file(config.log.decision_log)
+    _check_crash_dir(config.log)
+    if config.parallel.nnodes > 1 and config.parallel.executor == "local":
+        from ..runtime.transport.cluster_key import load_cluster_key
+
+        load_cluster_key(config.parallel.cluster_key_file)
+
+
+def _check_access(server: ServerConfig) -> None:
+    if server.needs_key or server.admin_api_key is not None:
+        from ..tokenizer_manager.http.guards.auth import read_keys
+
+        read_keys(server)
+    if server.ssl_certfile is not None:
+        from ..tokenizer_manager.http.server import check_tls
+
+        check_tls(server)
+
+
+def _check_parsers(answers: AnswerConfig) -> None:
+    if not _FOUND.issuperset((answers.tool_call_parser, answers.reasoning_parser)):
+        from ..tokenizer_manager.conversation.detection import check_parser_names
+
+        check_parser_names(answers)
+
+
+def _check_chat_template(path: str | None) -> None:
+    """Read and compile the template, unless it is a pipe, which can be read once."""
+    if path is None:
+        return
+    from ..tokenizer_manager.conversation.chat_template import ChatTemplate, read_template
+
+    if not _is_pipe(path):
+        ChatTemplate(read_template(path), {}, f"the chat template {path}")
+
+
+def _check_crash_dir(log: LogConfig) -> None:
+    """Whether a report could be written; nothing is created before there is one."""
+    if log.crash_dir is None:
+        return
+    folder = crash_dir(log.crash_dir)
+    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    problem = "" if there.is_dir() else "is no folder"
+    if not problem and not os.access(there, os.W_OK | os.X_OK):
+        problem = "is not writable for this user"
+    if problem:
+        raise ConfigError(f"crash_dir is {log.crash_dir!r}, but {there} {problem}; name another folder")
+
+
+def _is_pipe(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(Path(path).stat().st_mode)
+    except OSError:
+        return False

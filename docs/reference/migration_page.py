@@ -1,0 +1,51 @@
+"""`docs/migration.md`: the commonest flags of vLLM, SGLang and llama-server, and what to use here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from engine.runtime.config.config_fields import flag_of, setting_names
+from engine.runtime.config.migration import ANSWERS, COMMON, SHORT
+
+from .markdown import bullet, code, link_to, page, paragraph
+
+NAME: Final = "migration.md"
+
+
+def migration_page() -> str:
+    """The text of the page."""
+    return page(
+        "# Coming from vLLM, SGLang or llama-server",
+        "<!-- Generated from the code by `make docs`; do not edit. -->",
+        paragraph(
+            "Flags with the same meaning work under their names, as options, as keys of a configuration file and as "
+            "arguments of `LLM`; `--help` does not list them. A flag with another meaning is an error that says what "
+            "to use. [configuration.md](configuration.md) has all settings."
+        ),
+        *(bullet(link_to(engine)) for engine in COMMON),
+        bullet(link_to("Short flags")),
+        bullet(link_to("Benchmarks")),
+        *(block for engine, names in COMMON.items() for block in (f"## {engine}", *map(_line, names))),
+        "## Short flags",
+        paragraph("A short flag is an error that names the long one or the answer:"),
+        *(bullet(f"{code(short)}: {code(flag_of(name))}") for short, name in SHORT.items()),
+        "## Benchmarks",
+        paragraph(
+            "`engine bench serve` takes `--base-url`, or `--host` and `--port`; `--backend` with the names of vLLM and "
+            "SGLang for OpenAI's two endpoints; `--dataset-name custom` with a file of JSON Lines, "
+            '`{"prompt": "...", "output_tokens": 64}`.'
+        ),
+    )
+
+
+def _line(name: str) -> str:
+    setting = setting_names().get(name)
+    if setting is None:
+        return bullet(f"{code(flag_of(name))}: {ANSWERS[name]}")
+    link = f"[{code(setting.field.flag)}](configuration.md#{setting.field.name})"
+    if setting.alias is None:
+        return bullet(f"{code(flag_of(name))}: the same, {link}")
+    if setting.switch is None:
+        return bullet(f"{code(flag_of(name))}: {link}")
+    values = ", ".join(f"{str(on).lower()} is {str(value).lower()}" for on, value in setting.switch.items())
+    return bullet(f"{code(flag_of(name))}: {link} ({values})")

@@ -1,0 +1,73 @@
+"""Text from outside that may not be Unicode: bytes that are not UTF-8, and halves of surrogate pairs.
+
+Python passes such bytes on as lone surrogates (`surrogateescape`), and a JSON or YAML escape can name one. Neither has
+a UTF-8 form, so it would fail later, in an encoder. An input that decides something is refused with the position of
+the byte; text that is only shown is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from .errors import ConfigError
+
+_BYTE_ORDER_MARK: Final = "\ufeff"
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
+
+
+def decode_utf8(data: bytes, what: str) -> str:
+    """The text of bytes in UTF-8, without a byte order mark.
+
+    Args:
+        what: names the source in the error: `standard input`, `--schema FILE`.
+
+    Raises:
+        ConfigError: the bytes are not UTF-8.
+    """
+    try:
+        return data.decode().removeprefix(_BYTE_ORDER_MARK)
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{what} is not UTF-8 text: byte 0x{data[error.start]:02x} at position {error.start}"
+        ) from None
+
+
+def check_os_text(text: str, what: str) -> str:
+    """An argument, a variable or a path as the system gives it, if it is Unicode.
+
+    Raises:
+        ConfigError: its bytes are not UTF-8, or not in the encoding of the locale.
+    """
+    if not is_unicode(text):
+        data = os.fsencode(text)
+        decode_utf8(data, what)
+        position = next(index for index, byte in enumerate(data) if byte > 0x7F)
+        raise ConfigError(
+            f"{what} is not in the encoding of this locale ({sys.getfilesystemencoding()}): byte "
+            f"0x{data[position]:02x} at position {position}; set PYTHONUTF8=1"
+        )
+    return text
+
+
+def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """An environment variable; None if it is not set or empty.
+
+    Raises:
+        ConfigError: it is not UTF-8.
+    """
+    value = (os.environ if environ is None else environ).get(name)
+    return check_os_text(value, f"${name}") if value else None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no lone surrogate, so that it has a UTF-8 form."""
+    return text.isascii() or _SURROGATE.search(text) is None
+
+
+def replace_surrogates(text: str) -> str:
+    """The text to show: pairs of surrogates are joined, lone ones become U+FFFD."""
+    return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

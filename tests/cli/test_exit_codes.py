@@ -1,0 +1,184 @@
+"""The exit codes: one table for all commands, each driven into each class of failure that it can have."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import socket
+import sys
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from engine.cli import main as cli
+from engine.cli.exit_codes import MEANINGS, ExitCode
+from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
+
+NO_SERVER = "http://127.0.0.1:9"
+COMMANDS = (
+    "serve",
+    "chat",
+    "bench",
+    "bench serve",
+    "bench offline",
+    "bench compare",
+    "doctor",
+    "top",
+    "why",
+    "replay",
+    "trace",
+    "simulate",
+)
+CASES = [
+    # help, and nothing asked for
+    *((command, "--help", ExitCode.SUCCESS) for command in COMMANDS),
+    ("", "", ExitCode.SUCCESS),
+    ("", "--version", ExitCode.SUCCESS),
+    ("bench", "", ExitCode.SUCCESS),
+    # wrong usage
+    *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
+    *((command, "", ExitCode.USER) for command in ("bench compare", "why", "replay", "trace")),
+    ("no-such-command", "", ExitCode.USER),
+    ("bench", "no-such-command", ExitCode.USER),
+    ("serve", "--port x", ExitCode.USER),
+    ("serve", "--port 70000", ExitCode.USER),
+    ("chat", "hi --temperature hot", ExitCode.USER),
+    ("bench serve", "--num-prompts 0", ExitCode.USER),
+    ("bench offline", "--num-prompts 0", ExitCode.USER),
+    ("top", "--interval 0", ExitCode.USER),
+    ("simulate", "--replicas 0", ExitCode.USER),
+    ("replay", "/nope --set x", ExitCode.USER),
+    # a missing file
+    *(
+        (command, "--config /nope.yaml", ExitCode.USER)
+        for command in ("serve", "bench offline", "doctor", "simulate")
+    ),
+    ("chat", "hi --config /nope.yaml", ExitCode.USER),
+    *(("chat", f"hi {option} /nope.json", ExitCode.USER) for option in ("--load", "--schema", "--tools")),
+    ("bench serve", "--structured /nope.json", ExitCode.USER),
+    ("bench serve", "--output-file /nope/x.json", ExitCode.USER),
+    ("bench serve", "--output-file /", ExitCode.USER),
+    ("bench compare", "/nope /nope", ExitCode.USER),
+    ("why", "x --log /nope", ExitCode.USER),
+    ("top", "--once --cacert /nope", ExitCode.USER),
+    ("replay", "/nope", ExitCode.USER),
+    ("replay", "/nope --set schedule_policy=lpm", ExitCode.USER),
+    ("trace", "/nope", ExitCode.USER),
+    ("simulate", "--workload /nope", ExitCode.USER),
+    ("simulate", "--fit /nope", ExitCode.USER),
+    ("simulate", "--json /nope/x.json", ExitCode.USER),
+    # an unknown model; for doctor it is the result of a check
+    ("serve", "/nope --port 0", ExitCode.USER),
+    ("serve", "/nope --print-config", ExitCode.USER),
+    ("chat", "hi --model /nope", ExitCode.USER),
+    ("bench offline", "/nope", ExitCode.USER),
+    ("bench serve", "--tokenizer /nope", ExitCode.USER),
+    ("simulate", "/nope", ExitCode.USER),
+    ("doctor", "/nope --json", ExitCode.FAILED),
+    # no server
+    ("chat", f"hi --url {NO_SERVER}", ExitCode.SERVER),
+    ("bench serve", f"--url {NO_SERVER} --ready-check-timeout-sec 0 --tokenizer TINY", ExitCode.SERVER),
+    ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
+    ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+
+
+@pytest.mark.parametrize(("command", "arguments", "code"), CASES, ids=str)
+def test_each_command_and_failure_has_the_code_of_the_table(capsys, tiny_model, command, arguments, code):
+    words = [*command.split(), *arguments.split()]
+    assert cli.run([str(tiny_model) if word == "TINY" else word for word in words]) == code
+    captured = capsys.readouterr()
+    if code is ExitCode.SUCCESS:
+        assert captured.out
+        assert captured.err == ""
+    elif command != "doctor":
+        (line,) = captured.err.splitlines()
+        assert line.startswith("engine: ")
+        assert not line.startswith("engine: Usage")
+        assert captured.out == ""
+
+
+@contextmanager
+def stand_in_server(status):
+    """A server that answers everything with this status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"error": {"message": "the reason"}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815  (a name of the base class)
+
+        def log_message(self, *_args):
+            return
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+CLIENTS = (
+    "chat hi --url URL",
+    "bench serve --ready-check-timeout-sec 0 --tokenizer TINY --url URL",
+    "top --once URL",
+    "why x --url URL",
+)
+
+
+@pytest.mark.parametrize("command", CLIENTS)
+@pytest.mark.parametrize(
+    ("status", "code"), [(401, ExitCode.USER), (403, ExitCode.USER), (500, ExitCode.SERVER)]
+)
+def test_a_server_that_refuses_is_2_and_one_that_fails_is_3(capsys, tiny_model, command, status, code):
+    with stand_in_server(status) as url:
+        words = {"URL": url, "TINY": str(tiny_model)}
+        assert cli.run([words.get(word, word) for word in command.split()]) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("engine: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("the reason"), ExitCode.USER),
+        (RequestError("the reason"), ExitCode.USER),
+        (PermissionError(errno.EACCES, "the reason", "/hers"), ExitCode.USER),
+        (EngineDeadError("the reason"), ExitCode.FAILED),
+        (ServerError("the reason"), ExitCode.SERVER),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+    ],
+)
+def test_each_kind_of_error_has_one_code(capsys, monkeypatch, error, code):
+    def failing(*_args, **_kwargs):
+        raise error
+
+    monkeypatch.setattr(cli, "app", failing)
+    assert cli.run([]) == code
+    assert capsys.readouterr().err.count("the reason") == (code is not ExitCode.INTERRUPTED)
+
+
+def test_a_port_in_use_is_something_to_correct(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert cli.run(["serve", "--port", str(taken.getsockname()[1])]) == ExitCode.USER
+    assert "is in use" in capsys.readouterr().err
+
+
+def test_every_code_is_explained_and_none_twice():
+    assert set(MEANINGS) == set(ExitCode)
+    assert len(set(MEANINGS.values())) == len(MEANINGS)

@@ -1,0 +1,70 @@
+"""Flags of other engines: the commonest ones are settings, aliases, or errors that say what to use."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from engine.cli import main as cli
+from engine.cli.bench.serve_run import ServerSettings  # noqa: F401  (its options are among the answers)
+from engine.runtime.config.config_fields import find_setting, flag_of, setting_names
+from engine.runtime.config.config_sources import from_arguments, from_yaml_file
+from engine.runtime.config.migration import ANSWERS, COMMON, SHORT, answer_for
+from engine.runtime.errors import ConfigError
+
+FLAGS = [(engine, name) for engine, names in COMMON.items() for name in names]
+
+
+def test_each_engine_has_thirty_and_no_answer_hides_a_setting():
+    assert all(len(set(names)) == len(names) >= 30 for names in COMMON.values())
+    assert ANSWERS.keys() & setting_names().keys() == set()
+    assert all(name in ANSWERS or name in setting_names() for name in SHORT.values())
+
+
+@pytest.mark.parametrize(("engine", "name"), FLAGS)
+def test_each_common_flag_works_or_is_answered_everywhere(capsys, tmp_path, engine, name):
+    if name in setting_names():
+        assert find_setting(name.replace("_", "-")) is setting_names()[name]
+        return
+    answer = ANSWERS[name]
+    path = tmp_path / "engine.yaml"
+    path.write_text(f"{name.replace('_', '-')}: 1\n")
+    for ask in (lambda: from_arguments({name: 1}), lambda: from_yaml_file(path)):
+        with pytest.raises(ConfigError) as refused:
+            ask()
+        assert str(refused.value).endswith(f": {answer}")
+    for arguments in ((flag_of(name), "1"), (f"{flag_of(name)}=1",)):
+        assert cli.run(["serve", *arguments]) == 2
+        assert capsys.readouterr().err == f"engine: there is no option {flag_of(name)}: {answer}\n"
+
+
+@pytest.mark.parametrize("short", SHORT)
+def test_a_short_flag_names_the_long_one(capsys, short):
+    name = SHORT[short]
+    answer = ANSWERS.get(name, f"use {flag_of(name)}")
+    assert answer_for(short) == answer
+    assert cli.run(["serve", short, "1"]) == 2
+    assert capsys.readouterr().err == f"engine: there is no option {short}: {answer}\n"
+
+
+@pytest.mark.parametrize("answer", sorted(set(ANSWERS.values())))
+def test_an_answer_names_flags_that_exist(answer):
+    flags = {setting.flag for setting in setting_names().values()}
+    assert set(re.findall(r"--[\w-]+", answer)) <= flags
+
+
+def test_the_negation_of_a_switch_has_the_answer_too(capsys):
+    assert cli.run(["serve", "--no-mmap"]) == 2
+    assert capsys.readouterr().err.startswith(
+        "engine: there is no option --no-mmap: leave it out: weight files"
+    )
+
+
+def test_aliases_are_hidden_in_help_and_other_commands_keep_their_own_words(capsys):
+    assert cli.run(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    for word in ("--model-path", "--alias", "--threads", "--random-seed", "--crash-dump-folder"):
+        assert word not in text
+    assert cli.run(["top", "--metrics"]) == 2
+    assert "No such option" in capsys.readouterr().err

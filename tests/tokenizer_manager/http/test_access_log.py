@@ -1,0 +1,86 @@
+"""`--log-requests`: one line for each finished request, with its tokens and times, and no text of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+
+import pytest
+
+from engine.runtime.logs import JsonFormatter
+from engine.tokenizer_manager.http.access_log import AccessLog
+
+from ..conftest import Serve
+from ..fake_engine import say_all
+
+LINE = re.compile(
+    r"request id=(?P<id>\S+) endpoint=(?P<endpoint>\S+) status=(?P<status>\d+) prompt=(?P<prompt>\d+) "
+    r"cached=(?P<cached>\d+) output=(?P<output>\d+) ttft_ms=(?P<ttft_ms>\d+) rate_tok_s=(?P<rate_tok_s>\S+) "
+    r"duration_ms=\d+ finish=(?P<finish>\S+)"
+)
+CHAT = {"messages": [{"role": "user", "content": "zq secret"}]}
+CASES = [
+    ("/v1/completions", {"prompt": "zq secret"}, "cmpl-"),
+    ("/v1/completions", {"prompt": ["zq", "secret"], "n": 2}, "cmpl-"),
+    ("/v1/completions", {"prompt": "zq secret", "stream": True}, "cmpl-"),
+    ("/v1/chat/completions", CHAT, "chatcmpl-"),
+    ("/v1/chat/completions", CHAT | {"stream": True}, "chatcmpl-"),
+    ("/v1/responses", {"input": "zq secret"}, "resp"),
+    ("/v1/messages", CHAT | {"model": "org/tiny", "max_tokens": 9}, "msg"),
+    ("/api/chat", CHAT | {"model": "org/tiny"}, ""),
+    ("/generate", {"text": "zq secret"}, ""),
+]
+
+
+@pytest.fixture
+def records(caplog):
+    """The records of the log, in JSON as `--log-format json` writes them, too."""
+    caplog.set_level(logging.INFO, "engine.tokenizer_manager.http.access_log")
+
+    def of_log():
+        return [record for record in caplog.records if record.name == AccessLog.__module__]
+
+    return of_log
+
+
+@pytest.mark.parametrize(("path", "body", "prefix"), CASES)
+def test_each_endpoint_has_one_line_with_its_figures(serve: Serve, records, path, body, prefix):
+    served = serve(say_all("lo", " you"), log_requests=True)
+    answer = served.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    served.client.get("/health")  # handled after the line was written
+    (record,) = records()
+    found = LINE.fullmatch(record.getMessage())
+    assert found, record.getMessage()
+    num = len(body["prompt"]) * body["n"] if isinstance(body.get("prompt"), list) else 1
+    assert found["id"].startswith(prefix)
+    assert (found["endpoint"], found["status"], found["finish"]) == (path, "200", "stop")
+    assert int(found["prompt"]) > 0
+    assert int(found["output"]) > 0
+    assert int(found["output"]) % num == 0
+    fields = json.loads(JsonFormatter("x").format(record))
+    assert fields["output"] == int(found["output"])
+    assert fields["endpoint"] == path
+    assert "secret" not in json.dumps(fields)
+
+
+def test_a_refused_request_has_a_line_without_tokens(serve: Serve, records):
+    served = serve(say_all("x"), log_requests=True)
+    assert served.client.post("/v1/completions", json={"prompt": ""}).status_code == 400
+    served.client.get("/health")  # handled after the line was written
+    (record,) = records()
+    assert re.fullmatch(
+        r"request id=\w+ endpoint=/v1/completions status=400 duration_ms=\d+", record.getMessage()
+    )
+
+
+def test_probes_have_no_line_and_it_is_off_by_default(serve: Serve, records):
+    served = serve(say_all("x"), log_requests=True)
+    for path in ("/health", "/metrics", "/v1/models", "/docs"):
+        assert served.client.get(path).status_code == 200
+    served.client.get("/health")  # handled after the line was written
+    quiet = serve(say_all("x"))
+    assert quiet.client.post("/v1/completions", json={"prompt": "hel"}).status_code == 200
+    quiet.client.get("/health")
+    assert records() == []

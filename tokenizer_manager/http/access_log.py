@@ -1,0 +1,93 @@
+"""`AccessLog`: one line for each finished request (`--log-requests`); never prompt text.
+
+    request id=cmpl-3f2a endpoint=/v1/completions status=200 prompt=812 cached=768 output=64 ttft_ms=41 \
+rate_tok_s=62.3 duration_ms=1052 finish=stop
+
+With `--log-format json` the names are keys. Requests that generate nothing have id, endpoint, status and duration; GET
+requests, which probes and dashboards repeat all the time, have no line.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from ..generation import Choice, Generation
+from .exchange import Exchange
+from .schema.json_body import show
+
+logger = logging.getLogger(__name__)
+
+_GENERATION = (
+    "request id=%s endpoint=%s status=%d prompt=%d cached=%d output=%d ttft_ms=%s rate_tok_s=%s duration_ms=%.0f "
+    "finish=%s"
+)
+
+
+class NoAccessLog:
+    """Logs nothing."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """A request has been answered, or its client has gone."""
+
+
+class AccessLog(NoAccessLog):
+    """Logs every request but GETs."""
+
+    def ended(self, exchange: Exchange) -> None:
+        """See `NoAccessLog`."""
+        if exchange.method in ("GET", "HEAD", "OPTIONS"):
+            return
+        duration_ms = (time.monotonic() - exchange.arrival_s) * 1e3
+        endpoint, generation = _shown(exchange.path), exchange.generation
+        if generation is None:
+            logger.info(
+                "request id=%s endpoint=%s status=%d duration_ms=%.0f",
+                exchange.request_id,
+                endpoint,
+                exchange.status,
+                duration_ms,
+            )
+            return
+        choices = generation.choices
+        first_s = min(
+            (each.first_token_s for each in choices if each.first_token_s is not None), default=None
+        )
+        logger.info(
+            _GENERATION,
+            generation.id,
+            endpoint,
+            exchange.status,
+            sum(len(each.prompt_ids) for each in generation.prompt_choices),
+            sum(each.usage.cached_tokens for each in generation.prompt_choices),
+            sum(each.usage.completion_tokens for each in choices),
+            None if first_s is None else round((first_s - generation.arrival_s) * 1e3),
+            _rate(choices),
+            duration_ms,
+            _finish(generation),
+        )
+
+
+def _shown(path: str) -> str:
+    """The path, quoted if a blank or a control character in it could look like another field."""
+    return path if path.isascii() and path.isprintable() and " " not in path else show(path)
+
+
+def _rate(choices: list[Choice]) -> float | None:
+    """Tokens per second of all choices together after their first ones; None with fewer than two tokens."""
+    begun = [each for each in choices if each.first_token_s is not None and each.last_token_s is not None]
+    if not begun:
+        return None
+    span_s = max(each.last_token_s or 0.0 for each in begun) - min(
+        each.first_token_s or 0.0 for each in begun
+    )
+    num_later = sum(each.usage.completion_tokens - 1 for each in begun)
+    return round(num_later / span_s, 1) if span_s > 0 and num_later > 0 else None
+
+
+def _finish(generation: Generation) -> str:
+    """`stop`, `length`, `stop,length` for several choices, `error`, or `disconnect` if the client has gone."""
+    if generation.failure is not None:
+        return "error"
+    reasons = {each.finish.kind.value if each.finish else "disconnect" for each in generation.choices}
+    return ",".join(sorted(reasons))
