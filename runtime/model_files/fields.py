@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from ..errors import ConfigError
+
+_MAX_SHOWN_CHARS: Final = 80
 
 
 class Fields:
@@ -24,6 +27,22 @@ class Fields:
     def get(self, name: str) -> object | None:
         """The raw value, or None."""
         return self._values.get(name)
+
+    def given(self, *names: str) -> str:
+        """The one of several names of one setting that the file has; the first one if it has none.
+
+        Raises:
+            ConfigError: it has two with different values.
+        """
+        given = [name for name in names if self.get(name) is not None]
+        for name in given[1:]:
+            if self.get(name) != self.get(given[0]):
+                raise self.error(
+                    given[0],
+                    self.get(given[0]),
+                    f"but {name} is {_shown(self.get(name))}, another name of the same setting; remove one of them",
+                )
+        return given[0] if given else names[0]
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer, low <= value <= high."""
@@ -79,10 +98,7 @@ class Fields:
 
     def error(self, name: str, value: object, rule: str) -> ConfigError:
         """The error for a field with an invalid value."""
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:80] + "..."
-        return ConfigError(f"{self.path}: {self._prefix}{name} is {shown}, {rule}")
+        return ConfigError(f"{self.path}: {self._prefix}{name} is {_shown(value)}, {rule}")
 
     def _get(self, name: str, default: object | None) -> object:
         value = self._values.get(name)
@@ -91,3 +107,8 @@ class Fields:
         if default is None:
             raise ConfigError(f"{self.path}: the field {self._prefix}{name} is missing")
         return default
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else shown[:_MAX_SHOWN_CHARS] + "..."
