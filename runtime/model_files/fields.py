@@ -31,10 +31,12 @@ class Fields:
     def given(self, *names: str) -> str:
         """The one of several names of one setting that the file has; the first one if it has none.
 
+        Null, an empty string, list and object count as missing.
+
         Raises:
             ConfigError: it has two with different values.
         """
-        given = [name for name in names if self.get(name) is not None]
+        given = [name for name in names if self.get(name) not in (None, "", [], {})]
         for name in given[1:]:
             if self.get(name) != self.get(given[0]):
                 raise self.error(

@@ -17,9 +17,9 @@ from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
 from ..model_spec import DTypeName, ModelSpec
-from ..quantization import read_quantization
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
+from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
