@@ -7,7 +7,6 @@ architecture, and `hf_other` those of architectures that the engine has no model
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, cast
 
@@ -17,6 +16,7 @@ from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
 from ..model_spec import DTypeName, ModelSpec
+from ..tokenizer_files.special_tokens import read_eos_ids
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
@@ -112,17 +112,4 @@ def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, 
     generation = folder / "generation_config.json"
     if generation.exists():
         ids += Fields(generation, read_json(generation)).token_ids("eos_token_id", vocab_size)
-    tokenizer = folder / "tokenizer_config.json"
-    if tokenizer.exists():
-        ids += _tokenizer_eos(read_json(tokenizer), vocab_size)
-    return tuple(dict.fromkeys(ids))
-
-
-def _tokenizer_eos(config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`, if its added tokens are listed in the same file."""
-    eos, added = config.get("eos_token"), config.get("added_tokens_decoder")
-    text = eos.get("content") if isinstance(eos, Mapping) else eos
-    if not isinstance(text, str) or not isinstance(added, Mapping):
-        return ()
-    ids = (key for key, token in added.items() if isinstance(token, Mapping) and token.get("content") == text)
-    return tuple(int(key) for key in ids if key.isdecimal() and int(key) < vocab_size)
+    return tuple(dict.fromkeys(ids + read_eos_ids(folder, vocab_size)))

@@ -376,7 +376,7 @@ def test_named_templates_and_the_jinja_file(tmp_path: Path, smollm: CoreTokenize
     folder = write_folder(tmp_path, smollm, {"chat_template": named})
     assert Tokenizer.from_folder(folder).chat_templates == {"default": "A", "tool_use": "B"}
     (folder / "chat_template.jinja").write_text("C {{ 'é' }}\n", encoding="utf-8")
-    assert Tokenizer.from_folder(folder).chat_templates == {"default": "C {{ 'é' }}\n", "tool_use": "B"}
+    assert Tokenizer.from_folder(folder).chat_templates == {"default": "C {{ 'é' }}\n"}
 
 
 def test_special_tokens_map_is_the_fallback(tmp_path: Path, smollm: CoreTokenizer) -> None:
