@@ -34,9 +34,10 @@ from ..runtime.transport.ipc import AsyncInbox, Outbox
 from ..runtime.version import __version__
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
-from .conversation.chat_template import ChatTemplate, load_chat_template
+from .conversation.chat_template import ChatTemplate
 from .conversation.detection import detect_formats
 from .conversation.planner import Planner
+from .conversation.template_choice import load_chat_template
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys

@@ -186,7 +186,7 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 
 def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str, Any]:
     from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-    from ...tokenizer_manager.conversation.chat_template import load_chat_template
+    from ...tokenizer_manager.conversation.template_choice import load_chat_template
 
     tokenizer: Tokenizer | None
     tokenizer, error = _attempt(lambda: load_tokenizer(source))

@@ -92,7 +92,9 @@ class ModelConfig:
     device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[int | Auto, "CPU threads of the model runner."] = "auto"
     chat_template: Annotated[
-        str | None, "File with a Jinja chat template that replaces the one of the model."
+        str | None,
+        "Name of one of the model's chat templates, or a file with a Jinja chat template "
+        "(default: the model's default template).",
     ] = None
     seed: Annotated[
         int, "Seed of dummy weights, and of requests without a seed (0: a random one per request)."
