@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from .default_model import DEFAULT_MODEL_NAME, Progress, ensure_default_model
 from .hub import PICKLE_REASON, fetch_from_hub
 from .json_file import read_json
+from .stand_in import damage
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
@@ -77,11 +78,14 @@ def _file_source(path: Path) -> ModelSource:
     from .gguf.gguf_file import is_gguf  # with numpy: not needed for folders
 
     if not is_gguf(path):
-        raise ConfigError(f"{path}: not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
+        raise ConfigError(
+            damage(path, "not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
+        )
     return ModelSource("gguf", str(path), path.name.removesuffix(".gguf"))
 
 
 def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
+    _refuse_adapter(folder)
     if not (folder / "config.json").exists():
         ggufs = sorted(folder.glob("*.gguf"))
         if len(ggufs) == 1:
@@ -93,6 +97,20 @@ def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
     if need_weights:
         _check_weights(folder)
     return ModelSource("hf", str(folder), _folder_name(folder))
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with the weights of an adapter (LoRA) only."""
+    path = folder / "adapter_config.json"
+    weights = [file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_")]
+    if not path.exists() or weights:
+        return
+    base = read_json(path).get("base_model_name_or_path")
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    raise ConfigError(
+        f"{folder}: a LoRA adapter{of}, not a model, and adapters are not supported; merge it into its model (peft: "
+        "merge_and_unload, then save_pretrained) and give that folder"
+    )
 
 
 def _check_weights(folder: Path) -> None:

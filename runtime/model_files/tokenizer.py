@@ -25,6 +25,7 @@ from .gguf.gguf_tokenizer import build_gguf_tokenizer
 from .json_file import read_json
 from .library_errors import is_panic, library_errors
 from .source import ModelSource
+from .stand_in import stand_in
 from .token_bound import TokenBound, find_token_bound
 from .tokenizer_files.chat_templates import DEFAULT, read_chat_templates
 from .tokenizer_files.special_tokens import CONFIG, ListedToken, SpecialTokens, read_special_tokens
@@ -116,6 +117,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(_no_tokenizer(folder))
+        if (found := stand_in(path)) is not None:
+            raise ConfigError(f"{path}: it is {found}")
         with library_errors(f"{path}: not a valid tokenizer (", "); download it again"):
             core = CoreTokenizer.from_file(str(path))
             core.encode_batch_fast([_PROBE])
