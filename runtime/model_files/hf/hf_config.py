@@ -7,6 +7,7 @@ architecture, and `hf_other` those of architectures that the engine has no model
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, cast
 
@@ -15,15 +16,16 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
-from ..model_spec import DTypeName, ModelSpec
+from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
 from ..tokenizer_files.special_tokens import read_eos_ids
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 
+_MORE_THAN_TEXT: Final = ("gemma3",)
+_MISSING: Final = "is missing"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
-_WITH_IMAGES: Final = {"gemma3": "gemma3_text"}
 
 
 def read_hf_spec(folder: Path) -> ModelSpec:
@@ -34,12 +36,22 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     """
     path = folder / "config.json"
     config = read_json(path)
-    fields = Fields(path, config)
-    model_type = _checked_model_type(fields)
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) or config.get("model_type") in _MORE_THAN_TEXT:
+        raise _more_than_text(folder, Fields(path, config), inner if isinstance(inner, Mapping) else {})
+    return _read_spec(folder, config, "")
+
+
+def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> ModelSpec:
+    """`prefix`: of the fields in messages, where the configuration is an object inside of config.json."""
+    path = folder / "config.json"
+    fields = Fields(path, config, prefix)
+    model_type = fields.text("model_type")
     if model_type in FAMILIES:
+        _check_family(fields, model_type, FAMILIES[model_type])
         family = FAMILIES[model_type]
     else:
-        fields = Fields(path, with_common_names(config))
+        fields = Fields(path, with_common_names(config, fields), prefix)
         family = other_family(fields)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
@@ -70,18 +82,21 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def _checked_model_type(fields: Fields) -> str:
-    model_type = fields.text("model_type")
-    if model_type in _WITH_IMAGES:
-        raise fields.error(
-            "model_type",
-            model_type,
-            "text with images, which is not supported; export its language model alone "
-            f"(model_type {_WITH_IMAGES[model_type]}), or use a GGUF file",
-        )
-    if model_type in FAMILIES:
-        _check_family(fields, model_type, FAMILIES[model_type])
-    return model_type
+def _more_than_text(folder: Path, fields: Fields, inner: Mapping[str, object]) -> ConfigError:
+    """The refusal of a model with images or sound: whether its language model could run, or the reason against it."""
+    model_type = fields.get("model_type")
+    refusal = f"{fields.path}: model_type is {model_type!r}, which takes images or sound, and only text is supported"
+    try:
+        _read_spec(folder, inner, "text_config.")
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{fields.path}: ")
+        if not reason.endswith(_MISSING):  # the file relies on the defaults of transformers
+            return ConfigError(f"{refusal}; its language model cannot run either: {reason}")
+    inner_type = inner.get("model_type", f"{model_type}_text")
+    way_out = "use a GGUF file of it" if inner_type in SUPPORTED_MODEL_TYPES else "use another model"
+    return ConfigError(
+        f"{refusal}; export its language model (model_type {inner_type}) to a folder of its own, or {way_out}"
+    )
 
 
 def _check_family(fields: Fields, model_type: str, family: Family) -> None:

@@ -70,7 +70,9 @@ def _gemma3(fields: Fields) -> Facts:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(name) is not None:
             raise fields.error(name, fields.get(name), "capped scores and logits are not supported")
-    if fields.boolean("use_bidirectional_attention", default=False):
+    if fields.get("use_bidirectional_attention") != "vision" and fields.boolean(
+        "use_bidirectional_attention", default=False
+    ):
         raise fields.error(
             "use_bidirectional_attention", True, "only attention to earlier tokens is supported"
         )

@@ -230,6 +230,24 @@ def test_two_spellings_are_read_as_in_transformers_or_refused(
     assert list(found.values()).count("equal") > 10
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("n_embd", "hidden_size"),
+        ("n_layer", "num_hidden_layers"),
+        ("n_head", "num_attention_heads"),
+        ("num_kv_heads", "num_key_value_heads"),
+    ],
+)
+def test_sizes_of_other_architectures_have_one_name(tmp_path: Path, old: str, new: str) -> None:
+    config = {"model_type": "novel", "architectures": ["NovelForCausalLM"], **BASE}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config | {old: BASE[new]}))
+    assert isinstance(ours(tmp_path), ModelSpec)
+    path.write_text(json.dumps(config | {old: 2 * BASE[new]}))
+    assert f"{new} is {BASE[new]}, but {old} is {2 * BASE[new]}" in str(ours(tmp_path))
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_the_published_spellings_are_read(tmp_path: Path, model_type: str) -> None:
     """A refusal of everything would pass the other test."""
