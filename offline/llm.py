@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -29,6 +30,7 @@ from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission.feasibility_check import resolve_length
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
+from ..tokenizer_manager.conversation.end_of_turn import turn_without_end
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from ..tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 from ..tokenizer_manager.http.schema.chat_grammar import chat_grammar, check_constraint_with_tools
@@ -46,6 +48,9 @@ ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
 """Of a pin, 30 years."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -108,6 +113,10 @@ class LLM:
         self._chat_template = load_chat_template(
             prepared.config.model.chat_template, self.tokenizer, prepared.source.path
         )
+        if self._chat_template is not None and (
+            line := turn_without_end(self._chat_template, self.tokenizer, prepared.spec.eos_token_ids)
+        ):
+            logger.warning("%s", line)
         limits = self.config.limits
         self._planner = Planner(
             detect_formats(self._chat_template, self.tokenizer, self.config.answers),

@@ -21,7 +21,7 @@ from .model_facts import SAMPLES, ModelFacts
 
 CONTEXTS: Final = (1024, 4096, 16384, 65536)
 """Lengths for which the number of concurrent requests is printed."""
-_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "fit")
+_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "turns", "fit")
 
 
 def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Iterator[Check]:
@@ -40,6 +40,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
     yield check_checksums(facts)
     yield check_tokenizer(facts)
     yield check_template(facts)
+    yield check_turns(facts)
     yield (
         skip("fit", "the architecture is not known")
         if facts.spec is None
@@ -127,6 +128,18 @@ def check_template(facts: ModelFacts) -> Check:
             f"{fix}, or use the instruction-tuned version of the model",
         )
     return ok("template", "the chat template renders")
+
+
+def check_turns(facts: ModelFacts) -> Check:
+    """Check that generation ends where the chat template ends a turn."""
+    if facts.tokenizer_error or facts.template_error or facts.no_template:
+        return skip("turns", "there is no chat template")
+    if facts.spec is None:
+        return skip("turns", "the architecture is not known")
+    if facts.endless_turn:
+        text, _, fix = facts.endless_turn.rpartition("; ")
+        return warn("turns", text, fix)
+    return ok("turns", "answers end where the chat template ends a turn")
 
 
 def kept_in_blocks(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> ModelSpec | None:

@@ -63,6 +63,7 @@ class ModelFacts:
         vocab_size, tokenizer_error: tokens of the tokenizer.
         changed_samples: those of `SAMPLES` that changed by encoding and decoding, with the changed text.
         no_template, template_error: why there is no chat template, and why it cannot render; "" if it does.
+        endless_turn: why answers do not end with a turn of the template, and what to do; "" if they do.
     """
 
     not_fetched: str = ""
@@ -79,6 +80,7 @@ class ModelFacts:
     changed_samples: tuple[tuple[str, str], ...] = ()
     no_template: str = ""
     template_error: str = ""
+    endless_turn: str = ""
 
 
 def gather_model(
@@ -125,7 +127,8 @@ def gather_model(
         on_step("checksums")
         found["checksums"] = tuple(_checksums(source))
     on_step("tokenizer")
-    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template))
+    eos_token_ids = () if resolved is None else resolved.spec.eos_token_ids
+    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template, eos_token_ids))
 
 
 def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
@@ -181,8 +184,11 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 # ---------------------------------------------------------------- tokenizer and chat template
 
 
-def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str, Any]:
+def _tokenizer_facts(
+    source: ModelSource, template_choice: str | None, eos_token_ids: Sequence[int]
+) -> dict[str, Any]:
     from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+    from ...tokenizer_manager.conversation.end_of_turn import turn_without_end
     from ...tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 
     tokenizer: Tokenizer | None
@@ -192,7 +198,7 @@ def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str
     found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
     found["changed_samples"] = tuple(_changed(tokenizer, SAMPLES))
     template, found["template_error"] = _attempt(
-        lambda: load_chat_template(template_path, tokenizer, source.path)
+        lambda: load_chat_template(template_choice, tokenizer, source.path)
     )
     if template is None and not found["template_error"]:
         found["no_template"] = why_no_template(tokenizer, "use /v1/completions")
@@ -200,6 +206,7 @@ def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str
         try:
             for chat in CHATS:
                 template.render(chat)
+            found["endless_turn"] = turn_without_end(template, tokenizer, eos_token_ids)
         except EngineError as error:
             found["template_error"] = str(error)
     return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _MAX_SHOWN_CHARS: Final = 80
 
@@ -86,6 +89,29 @@ class Fields:
             if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
                 raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
+
+    def known_token_id(self, name: str, vocab_size: int) -> int | None:
+        """The first token id, if it is in the vocabulary; one that is not is ignored with a warning.
+
+        For tokens that nothing depends on: files often have -1 or the id of another version here.
+        """
+        value = self.get(name)
+        first = value[0] if isinstance(value, list) and value else value
+        if first is None or first == []:
+            return None
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
+        if 0 <= first < vocab_size:
+            return first
+        logger.warning(
+            "%s: %s%s is %s, which is ignored: token ids go from 0 to %d",
+            self.path,
+            self._prefix,
+            name,
+            first,
+            vocab_size - 1,
+        )
+        return None
 
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """A list of integers, low <= each <= high; empty if missing."""

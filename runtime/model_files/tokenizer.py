@@ -150,15 +150,19 @@ class Tokenizer:
         fields = Fields(file.path, file.metadata)
         size = core.get_vocab_size()
         named = {
-            name: fields.token_ids(f"tokenizer.ggml.{key}_token_id", size)
+            name: fields.known_token_id(f"tokenizer.ggml.{key}_token_id", size)
             for name, key in _GGUF_NAMES.items()
         }
         eos = [i for key in _GGUF_EOS_KEYS for i in fields.token_ids(f"tokenizer.ggml.{key}", size)]
         return cls(
             core,
-            special_tokens={name: core.id_to_token(ids[0]) or "" for name, ids in named.items() if ids},
+            special_tokens={
+                name: core.id_to_token(token_id) or ""
+                for name, token_id in named.items()
+                if token_id is not None
+            },
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            bos_token_id=named["bos_token"][0] if named["bos_token"] else None,
+            bos_token_id=named["bos_token"],
             chat_templates=_gguf_chat_templates(file.metadata),
         )
 

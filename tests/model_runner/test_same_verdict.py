@@ -109,6 +109,14 @@ def modelopt(folder: Path, algorithm: str = "FP8") -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
 
 
+def both(first: Callable[[Path], None], second: Callable[[Path], None]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        first(path)
+        second(path)
+
+    return damage
+
+
 def as_lora(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
@@ -137,7 +145,7 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
     "fp8 without description": ("is stored as", to_fp8, {}),
     "fp8": (
         "",
-        lambda f: (to_fp8(f), edit(f, quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn"})),
+        both(to_fp8, lambda f: edit(f, quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn"})),
         {},
     ),
     "modelopt FP8": ("", modelopt, {}),
@@ -165,11 +173,11 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
     ),
     "config is a web page": ("web page", lambda f: (f / "config.json").write_text("<!DOCTYPE html><p>"), {}),
     "LoRA": ("LoRA adapter of org/base", as_lora, {}),
-    "LoRA alone": ("LoRA adapter", lambda f: (as_lora(f), (f / "config.json").unlink()), {}),
+    "LoRA alone": ("LoRA adapter", both(as_lora, lambda f: (f / "config.json").unlink()), {}),
     "GGUF asked for": ("load_format is gguf", lambda _: None, {"load_format": "gguf"}),
     "fp8 through transformers": (
         "weights are quantized",
-        lambda f: (to_fp8(f), edit(f, quantization_config={"quant_method": "fp8"})),
+        both(to_fp8, lambda f: edit(f, quantization_config={"quant_method": "fp8"})),
         {"model_impl": "transformers"},
     ),
     "fp8 made by transformers": (

@@ -56,7 +56,6 @@ def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> Model
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
-    bos_token_ids = fields.token_ids("bos_token_id", vocab_size)
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -72,7 +71,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> Model
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
         quantization=read_quantization(folder, fields),
         **family.read(fields),
     )

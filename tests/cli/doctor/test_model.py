@@ -69,6 +69,7 @@ def test_a_model_that_is_well(sharded):
         ("checksums", SKIP),
         ("tokenizer", OK),
         ("template", OK),
+        ("turns", OK),
         ("fit", OK),
     ]
     assert "in 2 files" in checks[1].text
@@ -149,6 +150,11 @@ def template_broken(model):
     edit(model / "tokenizer_config.json", chat_template="{% for m in messages %}\n{{ m.role }")
 
 
+def turn_without_end(model):
+    edit(model / "config.json", eos_token_id=0)
+    edit(model / "tokenizer_config.json", eos_token=None)
+
+
 def template_raises(model):
     edit(model / "tokenizer_config.json", chat_template="{{ raise_exception('never') }}")
 
@@ -181,6 +187,13 @@ FILE_FAULTS = [
     (tokenizer_that_folds, "tokenizer", WARN, "1|2|3 of 4 texts come back changed: 'The quick", "folds case"),
     (no_template, "template", WARN, "no chat template", "--chat-template"),
     (several_templates, "template", WARN, "several chat templates, alpha, rag", "--chat-template alpha"),
+    (
+        turn_without_end,
+        "turns",
+        WARN,
+        "ends a turn with '<.im_end.>', which is no end token",
+        "add 2 to eos_token_id",
+    ),
     (template_broken, "template", FAIL, "syntax error in line 2", "--chat-template"),
     (template_raises, "template", FAIL, "cannot render these messages: never", "check their roles"),
 ]

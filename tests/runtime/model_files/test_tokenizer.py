@@ -296,7 +296,11 @@ def test_sentencepiece_adds_bos_and_falls_back_to_bytes(spm: Tokenizer) -> None:
         ({"token_type": [1, 1]}, "token_type must hold one type for each"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "token 'a' appears 2 times"),
         ({"add_bos_token": True, "bos_token_id": ...}, "the field tokenizer.ggml.bos_token_id is missing"),
-        ({"bos_token_id": 1 << 20}, "bos_token_id is 1048576, expected token ids from 0 to"),
+        ({"eos_token_id": 1 << 20}, "eos_token_id is 1048576, expected token ids from 0 to"),
+        (
+            {"bos_token_id": 1 << 20, "add_bos_token": True},
+            "bos_token_id is 1048576, expected token ids from 0 to",
+        ),
         ({"model": "llama", "scores": [0.0, 1.0]}, "scores must hold one score for each"),
         (
             {"model": "llama", "scores": [float("nan")], "tokens": ["a"], "token_type": [1]},
@@ -314,6 +318,35 @@ def test_a_damaged_vocabulary_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         load(make_gguf, gguf_metadata(smollm, "smollm"), **changes)
     assert "tiny.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["bos", "padding", "unknown", "seperator", "cls", "mask"])
+def test_a_token_that_nothing_needs_may_be_unknown(
+    make_gguf: MakeGGUF, smollm: CoreTokenizer, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"), **{f"{key}_token_id": 1 << 20})
+    assert f"tokenizer.ggml.{key}_token_id is 1048576, which is ignored" in caplog.text
+    assert tokenizer.encode("a") == smollm.encode("a").ids
+
+
+def test_all_named_tokens_of_gguf_are_there_for_templates(make_gguf: MakeGGUF, smollm: CoreTokenizer) -> None:
+    ids = {
+        "unknown_token_id": 3,
+        "seperator_token_id": 4,
+        "padding_token_id": 5,
+        "cls_token_id": 6,
+        "mask_token_id": 7,
+    }
+    tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"), **ids)
+    assert {name: smollm.token_to_id(text) for name, text in tokenizer.special_tokens.items()} == {
+        "bos_token": 1,
+        "eos_token": 0,
+        "unk_token": 3,
+        "sep_token": 4,
+        "pad_token": 5,
+        "cls_token": 6,
+        "mask_token": 7,
+    }
 
 
 def test_gguf_chat_templates(make_gguf: MakeGGUF, smollm: CoreTokenizer) -> None:

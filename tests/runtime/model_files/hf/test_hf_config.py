@@ -305,7 +305,7 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ({"torch_dtype": "float64"}, "torch_dtype is 'float64', which is not supported; .*bfloat16"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', expected true or false"),
         ({"eos_token_id": 128}, "eos_token_id is 128, expected token ids from 0 to 127"),
-        ({"bos_token_id": [-1]}, r"bos_token_id is \[-1\], expected token ids"),
+        ({"eos_token_id": [-1]}, r"eos_token_id is \[-1\], expected token ids"),
     ],
 )
 def test_a_refusal_names_file_field_and_rule(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -333,6 +333,16 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes, message: str) ->
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         read_hf_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(1, 1), ([3, 4], 3), (None, None), ([], None), (-1, None), (128, None)]
+)
+def test_a_bos_token_outside_of_the_vocabulary_is_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any, expected: int | None
+) -> None:
+    assert read(tmp_path, bos_token_id=value).bos_token_id == expected
+    assert ("bos_token_id is" in caplog.text) is (value in (-1, 128))
 
 
 TEXT = {key: value for key, value in CONFIG.items() if key != "architectures"}
