@@ -45,6 +45,17 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
 PUBLISHED: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [
@@ -52,6 +63,30 @@ PUBLISHED: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False),
     ],
     "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "falcon": [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ],
+    "gpt-4o": [
+        pre_tokenizers.Split(Regex(O200K), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "deepseek-v3": [
+        *(pre_tokenizers.Split(Regex(regex), "isolated") for regex in DEEPSEEK_V3),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "deepseek-coder": [
+        *(pre_tokenizers.Split(Regex(x), "isolated") for x in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+        pre_tokenizers.Split(Regex("[一-龥ࠀ-一가-\ud7ff]+"), "isolated"),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "glm4": [
         pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
@@ -64,7 +99,7 @@ PUBLISHED: dict[str, list[Any]] = {
 
 def train(pre: str) -> CoreTokenizer:
     """A small byte-level BPE tokenizer with the published pre-tokenizer of `pre`."""
-    core = CoreTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    core = CoreTokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "glm4")))
     core.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED[pre])
     core.normalizer = normalizers.NFC() if pre == "qwen2" else None
     core.decoder = decoders.ByteLevel()
