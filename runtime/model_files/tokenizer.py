@@ -218,6 +218,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary become empty.
 
+        The number of U+FFFD is that of the library. For a SentencePiece model each token is one, in a run of byte
+        tokens that is not valid UTF-8; for others an invalid sequence is one, as in `IncrementalDecoder` for both.
+
         Raises:
             RequestError: an id is negative or beyond 32 bits.
         """
@@ -238,6 +241,24 @@ class Tokenizer:
             known = self._bytes_of[token_id] = self._encode_token(self._core.id_to_token(token_id) or "")
         return known
 
+    def left_out(self, text: str, ids: Sequence[int]) -> dict[str, int]:
+        """Characters of `text` that its tokens `ids` leave out, and how often, sorted.
+
+        Published byte-level vocabularies lack some control characters. The library drops them without a word.
+        """
+        missing = self._bytes_without_token
+        data = text.encode("utf-8", "surrogatepass")
+        if len(data.translate(None, missing)) == len(data):
+            return {}
+        kept = b"".join(map(self.token_bytes, ids))
+        encoded = {char: char.encode("utf-8", "surrogatepass") for char in sorted(set(text))}
+        lost = {
+            char: data.count(form) - kept.count(form)
+            for char, form in encoded.items()
+            if not set(missing).isdisjoint(form)
+        }
+        return {char: count for char, count in lost.items() if count > 0}
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, which is not part of the visible text."""
         return token_id in self._special_ids
@@ -249,6 +270,15 @@ class Tokenizer:
     @functools.cached_property
     def _token_bound(self) -> TokenBound | None:
         return find_token_bound(self._core, _BYTE_OF_CHAR)
+
+    @functools.cached_property
+    def _bytes_without_token(self) -> bytes:
+        """Bytes that no token of a byte-level vocabulary stands for."""
+        if "ByteLevel" not in self._decoder_types:
+            return b""
+        return bytes(
+            sorted(byte for char, byte in _BYTE_OF_CHAR.items() if self._core.token_to_id(chr(char)) is None)
+        )
 
     def _encode_token(self, token: str) -> bytes:
         if "ByteLevel" in self._decoder_types:

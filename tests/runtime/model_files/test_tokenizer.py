@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as CoreTokenizer
 
+from engine.detokenizer.incremental import IncrementalDecoder
 from engine.runtime.errors import ConfigError, RequestError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.tokenizer import Tokenizer
@@ -488,3 +489,49 @@ def test_metaspace_decoders_are_understood(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, core))
     # Without byte fallback in the decoder, <0x41> is five ordinary characters and two brackets.
     assert [tokenizer.token_bytes(i) for i in range(4)] == [b" ", b"a", b" a", b"<0x41>"]
+
+
+INVALID = [b"\xe2\x82", b"\xff", b"\xff\xfe", b"\xe2\x82\xff", b"\x80a", b"\xf0\x9f\x98"]
+
+
+@pytest.mark.parametrize("data", INVALID)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_streamed_and_whole_decoding_differ_for_invalid_bytes_as_documented(
+    spm: Tokenizer, smollm: CoreTokenizer, tmp_path: Path, data: bytes, kind: str
+) -> None:
+    tokenizer = spm if kind == "sentencepiece" else Tokenizer.from_folder(write_folder(tmp_path, smollm))
+    id_of = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+    ids = [id_of[bytes([byte])] for byte in data]
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+    streamed = "".join(decoder.push([token_id]) for token_id in ids) + decoder.flush()
+
+    whole = tokenizer.decode(ids)
+
+    assert streamed == data.decode("utf-8", "replace")
+    if kind == "byte-level":
+        assert whole == streamed
+    else:
+        assert whole == "\ufffd" * len(data)
+
+
+def test_characters_without_a_token_are_counted(tmp_path: Path) -> None:
+    alphabet = [
+        char for char in sorted(pre_tokenizers.ByteLevel.alphabet()) if char not in "āĆ"
+    ]  # 0x01, 0x06
+    core = CoreTokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_tokens([AddedToken("<\x06>", normalized=False)])
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, core))
+
+    def left_out(text: str) -> dict[str, int]:
+        return tokenizer.left_out(text, tokenizer.encode(text))
+
+    assert left_out("plain é") == {}
+    assert left_out("a\x01b\x01\x06") == {"\x01": 2, "\x06": 1}
+    assert left_out("<\x06>") == {}  # a token of its own has it
+    assert left_out("<\x06>\x06") == {"\x06": 1}
+
+
+def test_vocabularies_with_byte_fallback_leave_nothing_out(spm: Tokenizer) -> None:
+    assert spm.left_out("a\x01", spm.encode("a\x01")) == {}
