@@ -39,7 +39,7 @@ class Fields:
         Raises:
             ConfigError: it has two with different values.
         """
-        given = [name for name in names if self.get(name) not in (None, "", [], {})]
+        given = [name for name in names if not _is_empty(self.get(name))]
         for name in given[1:]:
             if self.get(name) != self.get(given[0]):
                 raise self.error(
@@ -96,9 +96,9 @@ class Fields:
         For tokens that nothing depends on: files often have -1 or the id of another version here.
         """
         value = self.get(name)
-        first = value[0] if isinstance(value, list) and value else value
-        if first is None or first == []:
+        if _is_empty(value):
             return None
+        first = value[0] if isinstance(value, list) else value
         if isinstance(first, bool) or not isinstance(first, int):
             raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
         if 0 <= first < vocab_size:
@@ -135,6 +135,10 @@ class Fields:
         if default is None:
             raise ConfigError(f"{self.path}: the field {self._prefix}{name} is missing")
         return default
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
 def _shown(value: object) -> str:
