@@ -69,14 +69,17 @@ def _check_parsers(answers: AnswerConfig) -> None:
         check_parser_names(answers)
 
 
-def _check_chat_template(path: str | None) -> None:
-    """Read and compile the template, unless it is a pipe, which can be read once."""
-    if path is None:
+def _check_chat_template(choice: str | None) -> None:
+    """Read and compile the template, unless it is a pipe, which can be read once, or the name of one of the model's."""
+    if choice is None or _is_pipe(choice) or not (os.path.lexists(choice) or _looks_like_path(choice)):
         return
-    from ..tokenizer_manager.conversation.chat_template import ChatTemplate, read_template
+    from ..tokenizer_manager.conversation.template_choice import check_template_file
 
-    if not _is_pipe(path):
-        ChatTemplate(read_template(path), {}, f"the chat template {path}")
+    check_template_file(choice)
+
+
+def _looks_like_path(text: str) -> bool:
+    return os.sep in text or text.endswith((".jinja", ".jinja2", ".j2", ".txt", ".json"))
 
 
 def _check_crash_dir(log: LogConfig) -> None:

@@ -1,7 +1,9 @@
 """`IncrementalDecoder`: the text of one request, as its tokens arrive.
 
-It works on the exact bytes of tokens, so it decodes each byte once, and the joined pieces equal the decoded whole for
-any split into pieces. A character with bytes in several tokens appears with the last of them.
+It works on the exact bytes of tokens, so it decodes each byte once, and the joined pieces are equal for any split into
+pieces. A character with bytes in several tokens appears with the last of them. The pieces equal the text of
+`Tokenizer.decode` too, except for invalid bytes: an invalid sequence is one U+FFFD here; there, each byte token of a
+SentencePiece model is one, in a run of byte tokens that is not valid UTF-8.
 
 A generated text continues its prompt: the space with which SentencePiece models begin a word is part of the first
 token's bytes and stays. (Decoding the output on its own would drop it and join the first word to the prompt.)

@@ -30,10 +30,11 @@ from ..runtime.request_checks import check_integer, check_number, check_text, pl
 from ..runtime.resolve.prepare import prepare
 from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission.feasibility_check import resolve_length
-from ..tokenizer_manager.conversation.chat_template import load_chat_template
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
+from ..tokenizer_manager.conversation.end_of_turn import turn_without_end
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
+from ..tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
@@ -55,6 +56,9 @@ ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
 """Of a pin, 30 years."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -126,6 +130,10 @@ class LLM:
         self._chat_template = load_chat_template(
             prepared.config.model.chat_template, self.tokenizer, prepared.source.path
         )
+        if self._chat_template is not None and (
+            line := turn_without_end(self._chat_template, self.tokenizer, prepared.spec.eos_token_ids)
+        ):
+            logger.warning("%s", line)
         limits = self.config.limits
         self._planner = Planner(
             detect_formats(self._chat_template, self.tokenizer, self.config.answers),
@@ -332,7 +340,7 @@ class LLM:
     def _plan(self, conversation: Conversation, max_tokens: int | None) -> AnswerPlan:
         if self._chat_template is None:
             raise RequestError(
-                f"{self.model_name} has no chat template; use `generate`, or give a template with --chat-template",
+                f"{self.model_name} {why_no_template(self.tokenizer, 'use `generate`')}",
                 param="messages",
             )
         given = self._planner.render_input(conversation)

@@ -34,9 +34,11 @@ from ..runtime.transport.ipc import AsyncInbox, Outbox
 from ..runtime.version import __version__
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
-from .conversation.chat_template import ChatTemplate, load_chat_template
+from .conversation.chat_template import ChatTemplate
 from .conversation.detection import detect_formats
+from .conversation.end_of_turn import turn_without_end
 from .conversation.planner import Planner
+from .conversation.template_choice import load_chat_template
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
@@ -91,6 +93,10 @@ async def _serve(
     outbox = Outbox(settings.endpoints.scheduler)
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     warn_of_unknown_tokens(tokenizer, capacity)
+    if chat_template is not None and (
+        line := turn_without_end(chat_template, tokenizer, settings.spec.eos_token_ids)
+    ):
+        logger.warning("%s", line)
     metrics = Metrics()
     setup = ProofSetup(
         settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), PROOF_MEMORY_BYTES

@@ -87,6 +87,13 @@ class PromptEncoder:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self.tokenizer.decode, ids, skip_special_tokens)
 
+    async def left_out(self, text: str, ids: array[int]) -> dict[str, int]:
+        """Characters that the tokens of a text leave out, and how often; see `Tokenizer.left_out`."""
+        if len(text) <= _IN_PLACE_CHARS:
+            return self.tokenizer.left_out(text, ids)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.tokenizer.left_out, text, ids)
+
     async def json_of(self, ids: array[int]) -> bytes:
         """Token ids as a JSON list."""
         if len(ids) <= _IDS_AT_ONCE:

@@ -97,7 +97,7 @@ def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDispl
     from .compute import check_compute
     from .machine import check_machine
     from .machine_facts import gather_machine
-    from .model import check_model
+    from .model import check_model, kept_in_blocks
     from .model_facts import gather_model
     from .torch_probe import gather_torch
 
@@ -108,7 +108,11 @@ def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDispl
     torch = gather_torch()
     yield from check_compute(torch, machine.host, config)
     model = gather_model(
-        config.model, with_torch=not torch.error, with_checksums=with_checksums, on_step=display.step
+        config.model,
+        with_torch=not torch.error,
+        with_checksums=with_checksums,
+        in_blocks=lambda spec: kept_in_blocks(spec, config, machine.host),
+        on_step=display.step,
     )
     yield from check_model(model, config, machine.host)
 

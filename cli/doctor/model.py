@@ -10,6 +10,7 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import capacity_of, pages_for
 from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.quantization import BLOCK_METHODS
 from ...runtime.model_files.quantization_choice import with_quantization
 from ...runtime.resolve.host_facts import HostFacts
 from ...runtime.resolve.memory_budget import plan_memory, size_text
@@ -20,7 +21,7 @@ from .model_facts import SAMPLES, ModelFacts
 
 CONTEXTS: Final = (1024, 4096, 16384, 65536)
 """Lengths for which the number of concurrent requests is printed."""
-_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "fit")
+_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "turns", "fit")
 
 
 def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Iterator[Check]:
@@ -39,6 +40,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
     yield check_checksums(facts)
     yield check_tokenizer(facts)
     yield check_template(facts)
+    yield check_turns(facts)
     yield (
         skip("fit", "the architecture is not known")
         if facts.spec is None
@@ -61,11 +63,13 @@ def check_files(facts: ModelFacts) -> Check:
 
 
 def check_weights(facts: ModelFacts) -> Check:
-    """Check that every tensor of a header is inside its file."""
-    if facts.weights_error:
-        return refused("weights", facts.weights_error)
+    """Check that every tensor that the model needs is in the files."""
+    if facts.weights_error or facts.values_error:
+        return refused("weights", facts.weights_error or facts.values_error)
+    if facts.spec is None:
+        return skip("weights", "the architecture is not known")
     if facts.weights is None:
-        return skip("weights", "random weights are asked for, or torch does not work")
+        return skip("weights", "random weights are asked for")
     num_files, num_tensors, num_bytes = facts.weights
     files = "1 file" if num_files == 1 else f"{num_files} files"
     return ok("weights", f"{num_tensors} tensors in {files}, {size_text(num_bytes)}, all there")
@@ -90,6 +94,8 @@ def check_checksums(facts: ModelFacts) -> Check:
 
 def check_tokenizer(facts: ModelFacts) -> Check:
     """Check that encoding and decoding return the same text, and that the model has all tokens of the tokenizer."""
+    if facts.tokenizer_error and facts.tokenizer_error == facts.spec_error:  # a GGUF file holds both
+        return skip("tokenizer", "the file cannot be read")
     if facts.tokenizer_error or facts.vocab_size is None:
         return refused("tokenizer", facts.tokenizer_error)
     if facts.spec is not None and facts.vocab_size > facts.spec.vocab_size:
@@ -114,13 +120,37 @@ def check_template(facts: ModelFacts) -> Check:
         return skip("template", "the tokenizer cannot be read")
     if facts.template_error:
         return refused("template", facts.template_error)
-    if not facts.has_template:
+    if facts.no_template:
+        text, _, fix = facts.no_template.partition("; ")
         return warn(
             "template",
-            "the model has no chat template: /v1/chat/completions will refuse, /v1/completions works",
-            "give one with --chat-template FILE, or use the instruction-tuned version of the model",
+            f"the model {text}: /v1/chat/completions will refuse",
+            f"{fix}, or use the instruction-tuned version of the model",
         )
     return ok("template", "the chat template renders")
+
+
+def check_turns(facts: ModelFacts) -> Check:
+    """Check that generation ends where the chat template ends a turn."""
+    if facts.tokenizer_error or facts.template_error or facts.no_template:
+        return skip("turns", "there is no chat template")
+    if facts.spec is None:
+        return skip("turns", "the architecture is not known")
+    if facts.endless_turn:
+        text, _, fix = facts.endless_turn.rpartition("; ")
+        return warn("turns", text, fix)
+    return ok("turns", "answers end where the chat template ends a turn")
+
+
+def kept_in_blocks(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> ModelSpec | None:
+    """The architecture as it would run here, if its weights are kept in blocks; else None."""
+    try:
+        quantization = resolve(config, spec, host).config.model.quantization
+    except ConfigError:
+        return None  # the line of the arithmetic says why
+    spec = with_quantization(spec, quantization)
+    found = spec.quantization
+    return spec if found is not None and found.method in BLOCK_METHODS and found.kept else None
 
 
 def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:

@@ -5,6 +5,7 @@ Nothing is downloaded; a model that is not on this machine is reported as not fe
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ from typing import Any, Final, NamedTuple
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
 from ...runtime.model_files.default_model import DEFAULT_MODEL
-from ...runtime.model_files.load_spec import load_spec
 from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.source import ModelSource, not_fetched, resolve_source
+from ...runtime.model_files.source import ModelSource, not_fetched
+from ...runtime.model_files.weight_files.check_weights import WeightsSummary
+from ...runtime.resolve.model_resolution import WeightsError, find_model, read_model
 
 SAMPLES: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -37,14 +39,6 @@ CHATS: Final = (
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 
 
-class Weights(NamedTuple):
-    """The weight files, after their headers were checked."""
-
-    num_files: int
-    num_tensors: int
-    num_bytes: int
-
-
 class Checksum(NamedTuple):
     """A file, its published SHA-256 and the computed one."""
 
@@ -61,11 +55,13 @@ class ModelFacts:
         not_fetched: the model that a start fetches first; "" if nothing.
         source, source_error: the files.
         spec, spec_error: the architecture.
-        weights, weights_error: the headers of all weight files against their sizes.
+        weights, weights_error: the weight files against the architecture, by their headers.
+        values_error: a weight with values that loading refuses.
         checksums: of the files with a published one, if compared.
         vocab_size, tokenizer_error: tokens of the tokenizer.
         changed_samples: those of `SAMPLES` that changed by encoding and decoding, with the changed text.
-        has_template, template_error: the chat template, and why it cannot render.
+        no_template, template_error: why there is no chat template, and why it cannot render; "" if it does.
+        endless_turn: why answers do not end with a turn of the template, and what to do; "" if they do.
     """
 
     not_fetched: str = ""
@@ -73,14 +69,16 @@ class ModelFacts:
     source_error: str = ""
     spec: ModelSpec | None = None
     spec_error: str = ""
-    weights: Weights | None = None
+    weights: WeightsSummary | None = None
     weights_error: str = ""
+    values_error: str = ""
     checksums: tuple[Checksum, ...] = ()
     vocab_size: int | None = None
     tokenizer_error: str = ""
     changed_samples: tuple[tuple[str, str], ...] = ()
-    has_template: bool = False
+    no_template: str = ""
     template_error: str = ""
+    endless_turn: str = ""
 
 
 def gather_model(
@@ -88,14 +86,16 @@ def gather_model(
     *,
     with_torch: bool,
     with_checksums: bool,
+    in_blocks: Callable[[ModelSpec], ModelSpec | None] = lambda _spec: None,
     on_step: Callable[[str], None] = lambda _name: None,
 ) -> ModelFacts:
     """Gather the facts.
 
     Args:
         config: which model, and how its weights are loaded.
-        with_torch: whether torch works, without which the headers of safetensors are not read.
-        with_checksums: read files with a published checksum completely.
+        with_torch: whether torch works, without which values of weights are not read.
+        with_checksums: read files with a published checksum completely, and weights that are kept in blocks.
+        in_blocks: the architecture as it will run here, if its weights are kept in blocks; else None.
         on_step: called with the name of each slow step.
     """
     dummy = config.load_format == "dummy"
@@ -103,23 +103,38 @@ def gather_model(
     if missing or source_error:
         return ModelFacts(not_fetched=missing or "", source_error=source_error)
     on_step("model files")
-    source, source_error = _attempt(lambda: resolve_source(config.model, need_weights=not dummy, fetch=False))
+    source, source_error = _attempt(lambda: find_model(config, fetch=False))
     if source is None:
         return ModelFacts(source_error=source_error)
-    spec, spec_error = _attempt(lambda: load_spec(source))
-    found: dict[str, Any] = {"source": source, "spec": spec, "spec_error": spec_error}
-    if not dummy and (with_torch or source.kind == "gguf"):
-        found["weights"], found["weights_error"] = _attempt(lambda: _read_weights(source))
+    found: dict[str, Any] = {"source": source}
+    try:
+        resolved, found["spec_error"] = _attempt(lambda: read_model(config, source))
+    except WeightsError as error:
+        found["weights_error"] = str(error)
+        resolved, found["spec_error"] = _attempt(
+            lambda: read_model(dataclasses.replace(config, load_format="dummy"), source)
+        )
+    if resolved is not None:
+        found["spec"], found["weights"] = resolved.spec, resolved.weights
+        spec = in_blocks(resolved.spec)
+        if with_torch and with_checksums and spec is not None and resolved.weights is not None:
+            from ...model_runner.weights.check_values import check_block_values
+
+            on_step("values of the weights")
+            _, found["values_error"] = _attempt(lambda: check_block_values(source, spec))
     if with_checksums and not dummy:
         on_step("checksums")
         found["checksums"] = tuple(_checksums(source))
     on_step("tokenizer")
-    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template))
+    eos_token_ids = () if resolved is None else resolved.spec.eos_token_ids
+    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template, eos_token_ids))
 
 
 def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return look(), ""
+    except WeightsError:
+        raise
     except ConfigError as error:
         return None, str(error)
     except OSError as error:  # files of another user, a disk that fails
@@ -127,22 +142,6 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
 
 
 # ---------------------------------------------------------------- weights
-
-
-def _read_weights(source: ModelSource) -> Weights:
-    """Raises `ConfigError` for a damaged header, or one that describes more bytes than its file has."""
-    if source.kind == "gguf":
-        from ...runtime.model_files.gguf.gguf_file import GGUFFile
-
-        file = GGUFFile(source.path)
-        num_bytes = sum(tensor.num_bytes for tensor in file.tensors.values())
-        return Weights(len(file.paths), len(file.tensors), num_bytes)
-    from ...model_runner.weights.safetensors import SafetensorsStore, weight_files
-
-    folder = Path(source.path)
-    store = SafetensorsStore(folder)
-    paths = weight_files(folder)
-    return Weights(len(paths), len(store.names()), sum(path.stat().st_size for path in paths))
 
 
 def _checksums(source: ModelSource) -> Iterator[Checksum]:
@@ -162,9 +161,12 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 # ---------------------------------------------------------------- tokenizer and chat template
 
 
-def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str, Any]:
+def _tokenizer_facts(
+    source: ModelSource, template_choice: str | None, eos_token_ids: Sequence[int]
+) -> dict[str, Any]:
     from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-    from ...tokenizer_manager.conversation.chat_template import load_chat_template
+    from ...tokenizer_manager.conversation.end_of_turn import turn_without_end
+    from ...tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 
     tokenizer: Tokenizer | None
     tokenizer, error = _attempt(lambda: load_tokenizer(source))
@@ -173,13 +175,15 @@ def _tokenizer_facts(source: ModelSource, template_path: str | None) -> dict[str
     found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
     found["changed_samples"] = tuple(_changed(tokenizer, SAMPLES))
     template, found["template_error"] = _attempt(
-        lambda: load_chat_template(template_path, tokenizer, source.path)
+        lambda: load_chat_template(template_choice, tokenizer, source.path)
     )
-    found["has_template"] = template is not None or bool(found["template_error"])
+    if template is None and not found["template_error"]:
+        found["no_template"] = why_no_template(tokenizer, "use /v1/completions")
     if template is not None:
         try:
             for chat in CHATS:
                 template.render(chat)
+            found["endless_turn"] = turn_without_end(template, tokenizer, eos_token_ids)
         except EngineError as error:
             found["template_error"] = str(error)
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import stored_names
+from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, stored_names
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from ..kernels.quantized_weights import BlockWeight
 
 _LAYER_PATTERN: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_NOT_WEIGHTS: Final = frozenset(  # rope scaling, read by model_files
-    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-)
 _ROWS_AT_A_TIME: Final = 4096
 """Rows converted to float32 at a time, before the serving dtype: bounds the temporary for a large embedding."""
 
@@ -80,7 +77,7 @@ class GGUFStore:
     def names(self) -> set[str]:
         """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
-        return set(self._stored) | (set(self._file.tensors) - known - _NOT_WEIGHTS)
+        return set(self._stored) | (set(self._file.tensors) - known - NOT_WEIGHTS)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""

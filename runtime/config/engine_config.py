@@ -99,7 +99,8 @@ class ModelConfig:
     ] = "auto"
     chat_template: Annotated[
         str | None,
-        "File with a Jinja chat template that replaces the one of the model.",
+        "Name of one of the model's chat templates, or a file with a Jinja chat template "
+        "(default: the model's default template).",
         Alias("chat_template_file", in_help=False),
     ] = None
     sampling_defaults: Annotated[

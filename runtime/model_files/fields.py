@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN_CHARS: Final = 80
 
 
 class Fields:
@@ -24,6 +30,24 @@ class Fields:
     def get(self, name: str) -> object | None:
         """The raw value, or None."""
         return self._values.get(name)
+
+    def given(self, *names: str) -> str:
+        """The one of several names of one setting that the file has; the first one if it has none.
+
+        Null, an empty string, list and object count as missing.
+
+        Raises:
+            ConfigError: it has two with different values.
+        """
+        given = [name for name in names if not _is_empty(self.get(name))]
+        for name in given[1:]:
+            if self.get(name) != self.get(given[0]):
+                raise self.error(
+                    given[0],
+                    self.get(given[0]),
+                    f"but {name} is {_shown(self.get(name))}, another name of the same setting; remove one of them",
+                )
+        return given[0] if given else names[0]
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer, low <= value <= high."""
@@ -66,6 +90,29 @@ class Fields:
                 raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
         return tuple(ids)
 
+    def known_token_id(self, name: str, vocab_size: int) -> int | None:
+        """The first token id, if it is in the vocabulary; one that is not is ignored with a warning.
+
+        For tokens that nothing depends on: files often have -1 or the id of another version here.
+        """
+        value = self.get(name)
+        if _is_empty(value):
+            return None
+        first = value[0] if isinstance(value, list) else value
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise self.error(name, value, f"expected token ids from 0 to {vocab_size - 1}")
+        if 0 <= first < vocab_size:
+            return first
+        logger.warning(
+            "%s: %s%s is %s, which is ignored: token ids go from 0 to %d",
+            self.path,
+            self._prefix,
+            name,
+            first,
+            vocab_size - 1,
+        )
+        return None
+
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """A list of integers, low <= each <= high; empty if missing."""
         value = self.get(name)
@@ -79,10 +126,7 @@ class Fields:
 
     def error(self, name: str, value: object, rule: str) -> ConfigError:
         """The error for a field with an invalid value."""
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:80] + "..."
-        return ConfigError(f"{self.path}: {self._prefix}{name} is {shown}, {rule}")
+        return ConfigError(f"{self.path}: {self._prefix}{name} is {_shown(value)}, {rule}")
 
     def _get(self, name: str, default: object | None) -> object:
         value = self._values.get(name)
@@ -91,3 +135,12 @@ class Fields:
         if default is None:
             raise ConfigError(f"{self.path}: the field {self._prefix}{name} is missing")
         return default
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MAX_SHOWN_CHARS else shown[:_MAX_SHOWN_CHARS] + "..."

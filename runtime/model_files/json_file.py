@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import ConfigError
+from .stand_in import damage
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ def read_json(path: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON ({error}); download it again") from error
+        raise ConfigError(damage(path, f"not valid JSON ({error}); download it again")) from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
     if doubtful:

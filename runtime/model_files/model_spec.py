@@ -95,6 +95,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     experts: ExpertsSpec | None = None
     norms_per_layer: int = 2
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
+    stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
 
@@ -113,6 +114,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_parameters(self) -> int:
         """Weights of the model; a tied output head counts once."""
+        if self.stored_parameters is not None:
+            return self.stored_parameters
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_size + 2 * kv_size)

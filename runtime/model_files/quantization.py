@@ -1,7 +1,6 @@
 """`QuantizationSpec`: the form of a checkpoint's linear weights, or the form to convert them to while loading.
 
-Read from `quantization_config` of config.json, or from the separate file of older exports. A form that is not
-implemented is refused by name: weights read in the wrong form load without an error and produce wrong output.
+`hf_quantization` and `gguf_config` read it from a model's files.
 
 How each method stores a weight [out, in], by the names of its tensors:
 
@@ -17,15 +16,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from .block_forms import BLOCK_LEN, GGUF_FORMS, INT4, INT8, WIDEST, BlockForm
-from .fields import Fields
-from .json_file import read_json
 
 QuantMethod = Literal["fp8", "awq", "gptq", "gguf", "int8", "int4"]
 Quantization = Literal[QuantMethod, "none"]
@@ -36,13 +32,6 @@ MADE: Final[tuple[QuantMethod, ...]] = ("fp8", "int8", "int4")
 BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "int8", "int4")
 """Stored as integers in blocks of 32 inputs, which the CPU kernels multiply directly."""
 
-SUPPORTED: Final = (
-    "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8 and as compressed-tensors in float-quantized form), "
-    "awq (4 bits, gemm) and gptq (4 bits)"
-)
-_OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
-"""Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
-_GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
 _ROUTER: Final = re.compile(r"\.mlp\.gate$")
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 _IN_8_BITS: Final = (".q_proj", ".k_proj", ".v_proj", ".qkv_proj", ".down_proj")
@@ -89,7 +78,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this linear layer keeps floating-point weights. Routers of experts do in every checkpoint."""
         if _ROUTER.search(name) or (self.method == "gguf" and unnumbered(name) not in self.types):
             return True
-        return any(pattern.search(name) for pattern in _compiled(self.plain_modules))
+        return any(pattern.search(name) for pattern in compiled(self.plain_modules))
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
         """The block form of a module with this many inputs; None: it is not stored in blocks."""
@@ -125,169 +114,18 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
-    """The quantization that the files of a model folder declare; None: the weights are plain.
-
-    Raises:
-        ConfigError: the form is not supported, or the description is damaged.
-    """
-    value = config.get("quantization_config")
-    if value is not None:
-        if not isinstance(value, Mapping):
-            raise config.error("quantization_config", value, "expected an object")
-        fields = Fields(config.path, value, "quantization_config.")
-        return _read(fields, fields.text("quant_method"))
-    for name, method in _OWN_FILES:
-        path = folder / name
-        if path.exists():
-            fields = Fields(path, read_json(path))
-            return _read(fields, fields.text("quant_method", default=method))
-    return None
-
-
-def _read(fields: Fields, method: str) -> QuantizationSpec:
-    match method:
-        case "awq":
-            return _read_awq(fields)
-        case "gptq":
-            return _read_gptq(fields)
-        case "fp8":
-            return _read_fp8(fields)
-        case "fbgemm_fp8":
-            bound = fields.get("activation_scale_ub")
-            return QuantizationSpec(
-                method="fp8",
-                activation_bound=None if bound is None else fields.number("activation_scale_ub", 1e-6, 1e9),
-                plain_modules=_names(fields, "modules_to_not_convert"),
-            )
-        case "compressed-tensors":
-            return _read_compressed_tensors(fields)
-    raise fields.error("quant_method", method, f"which is not supported; supported are: {SUPPORTED}")
-
-
-def _read_awq(fields: Fields) -> QuantizationSpec:
-    _must_be(fields, "version", "gemm", default="gemm")
-    if not fields.boolean("zero_point", default=True):
-        raise fields.error("zero_point", False, "only awq with zero points is supported")
-    return QuantizationSpec(
-        method="awq",
-        group_size=_group_size(fields, "group_size", "q_group_size"),
-        plain_modules=_names(fields, "modules_to_not_convert"),
-    )
-
-
-def _read_gptq(fields: Fields) -> QuantizationSpec:
-    layout = fields.text("checkpoint_format", default=fields.text("format", default="gptq"))
-    if layout not in ("gptq", "gptq_v2"):
-        raise fields.error("checkpoint_format", layout, "only gptq and gptq_v2 are supported")
-    if fields.boolean("is_marlin_format", default=False):
-        raise fields.error("is_marlin_format", True, "only gptq and gptq_v2 are supported")
-    if fields.boolean("lm_head", default=False):
-        raise fields.error("lm_head", True, "a quantized output head is not supported")
-    for name in ("dynamic", "modules_in_block_to_quantize"):
-        if fields.get(name):
-            raise fields.error(name, fields.get(name), "only one setting for all layers is supported")
-    return QuantizationSpec(
-        method="gptq",
-        group_size=_group_size(fields, "group_size", "q_group_size"),
-        reordered=fields.boolean("desc_act", default=False),
-        zeros_less_one=layout == "gptq",
-        plain_modules=_names(fields, "modules_to_not_convert"),
-    )
-
-
-def _read_fp8(fields: Fields) -> QuantizationSpec:
-    _must_be(fields, "fmt", "e4m3", default="e4m3")
-    scheme = fields.text("activation_scheme", default="dynamic")
-    if scheme not in ("dynamic", "static"):
-        raise fields.error("activation_scheme", scheme, "expected dynamic or static")
-    name = "modules_to_not_convert" if fields.get("modules_to_not_convert") else "ignored_layers"
-    return QuantizationSpec(
-        method="fp8", block=_block(fields, "weight_block_size"), plain_modules=_names(fields, name)
-    )
-
-
-def _read_compressed_tensors(fields: Fields) -> QuantizationSpec:
-    layout = fields.text("format")
-    if layout not in ("float-quantized", "naive-quantized"):
-        raise fields.error("format", layout, "only float-quantized with fp8 weights is supported")
-    sparsity = fields.get("sparsity_config")
-    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
-        raise fields.error("sparsity_config", sparsity, "sparse weights are not supported")
-    groups = fields.get("config_groups")
-    if not isinstance(groups, Mapping) or len(groups) != 1:
-        raise fields.error("config_groups", groups, "expected exactly one group")
-    ((name, group),) = groups.items()
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise fields.error("config_groups", groups, "expected a group with `weights`")
-    if group.get("targets") != ["Linear"]:
-        raise fields.error("config_groups", groups, "only a group with the targets ['Linear'] is supported")
-    weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
-    if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
-        raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")
-    if not weights.boolean("symmetric", default=True):
-        raise weights.error("symmetric", False, "only symmetric weights are supported")
-    strategy = weights.text("strategy")
-    if strategy not in ("tensor", "channel", "block"):
-        raise weights.error("strategy", strategy, "only tensor, channel and block are supported")
-    return QuantizationSpec(
-        method="fp8",
-        block=_block(weights, "block_structure") if strategy == "block" else None,
-        weights_only=group.get("input_activations") is None,
-        plain_modules=_names(fields, "ignore"),
-    )
-
-
-def _group_size(fields: Fields, *names: str) -> int:
-    """Inputs of a group, 0 for all; checks that weights have 4 bits (older exports use another field for it)."""
-    bits = "bits" if fields.get("w_bit") is None else "w_bit"
-    if fields.integer(bits, 1, 32) != 4:
-        raise fields.error(bits, fields.get(bits), "only 4 bits are supported")
-    name = next((name for name in names if fields.get(name) is not None), names[0])
-    size = fields.integer(name, -1, 1 << 20)
-    if size == -1:
-        return 0
-    if size not in _GROUP_SIZES:
-        raise fields.error(name, size, f"supported are -1 and {', '.join(map(str, _GROUP_SIZES))}")
-    return size
-
-
-def _block(fields: Fields, name: str) -> tuple[int, int] | None:
-    sizes = fields.integers(name, 1, 1 << 20)
-    if not sizes:
-        return None
-    if len(sizes) != 2:
-        raise fields.error(name, list(sizes), "expected two whole numbers")
-    return sizes[0], sizes[1]
-
-
-def _must_be(fields: Fields, name: str, only: str, default: str) -> None:
-    value = fields.text(name, default=default)
-    if value.lower() != only:
-        raise fields.error(name, value, f"only {only} is supported")
-
-
-def _names(fields: Fields, name: str) -> tuple[str, ...]:
-    """A list of modules; empty if missing."""
-    value = fields.get(name)
-    if value is None:
-        return ()
-    if not isinstance(value, list) or any(not isinstance(item, str) or not item for item in value):
-        raise fields.error(name, value, "expected a list of module names")
-    try:
-        _compiled(tuple(value))
-    except re.error as error:
-        raise fields.error(name, value, f"holds a regular expression that cannot be read: {error}") from None
-    return tuple(value)
-
-
 def unnumbered(name: str) -> str:
     """The name of a module without the expert's number: the experts of a layer are one tensor of the file."""
     return _EXPERT.sub(".experts.", name)
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(modules: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+def compiled(modules: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """The patterns of `QuantizationSpec.plain_modules`.
+
+    Raises:
+        re.error: one of them cannot be read.
+    """
     return tuple(_patterns(modules))
 
 

@@ -30,6 +30,7 @@ from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
 from .hub.hub_place import cached_place, hub_place, local_repos, near_names
 from .hub.wanted_files import PICKLE_REASON, gguf_models
 from .json_file import read_json
+from .stand_in import damage
 
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 
@@ -144,11 +145,14 @@ def _file_source(path: Path) -> ModelSource:
     from .gguf.gguf_file import is_gguf  # with numpy: not needed for folders
 
     if not is_gguf(path):
-        raise ConfigError(f"{path}: not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
+        raise ConfigError(
+            damage(path, "not a GGUF file; give a .gguf file or a folder in Hugging Face layout")
+        )
     return ModelSource("gguf", str(path), whole_name(path.name))
 
 
 def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
+    _refuse_adapter(folder)
     if not (folder / "config.json").exists():
         ggufs = gguf_models(path.name for path in folder.glob("*.gguf"))
         if len(ggufs) == 1:
@@ -160,6 +164,20 @@ def _folder_source(folder: Path, need_weights: bool) -> ModelSource:
     if need_weights:
         _check_weights(folder)
     return ModelSource("hf", str(folder), _folder_name(folder))
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse a folder with the weights of an adapter (LoRA) only."""
+    path = folder / "adapter_config.json"
+    weights = [file.name for file in folder.glob("*.safetensors") if not file.name.startswith("adapter_")]
+    if not path.exists() or weights:
+        return
+    base = read_json(path).get("base_model_name_or_path")
+    of = f" of {base}" if isinstance(base, str) and base else ""
+    raise ConfigError(
+        f"{folder}: a LoRA adapter{of}, not a model, and adapters are not supported; merge it into its model (peft: "
+        "merge_and_unload, then save_pretrained) and give that folder"
+    )
 
 
 def _check_weights(folder: Path) -> None:

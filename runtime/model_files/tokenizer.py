@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as CoreTokenizer
 
 from ..errors import ConfigError, RequestError
@@ -23,10 +25,23 @@ from .gguf.gguf_tokenizer import build_gguf_tokenizer
 from .json_file import read_json
 from .library_errors import is_panic, library_errors
 from .source import ModelSource
+from .stand_in import stand_in
 from .token_bound import TokenBound, find_token_bound
+from .tokenizer_files.chat_templates import DEFAULT, read_chat_templates
+from .tokenizer_files.special_tokens import CONFIG, ListedToken, SpecialTokens, read_special_tokens
+
+logger = logging.getLogger(__name__)
 
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_NAMED_TOKENS: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+_GGUF_NAMES: Final = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "sep_token": "seperator",  # spelled like this in the format
+    "pad_token": "padding",
+    "cls_token": "cls",
+    "mask_token": "mask",
+}
 _PROBE: Final = "Is 1 a word?"
 """The library loads some damaged files without an error and panics at the first text; this text finds them."""
 _GGUF_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -91,7 +106,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a Hugging Face folder.
+        """Read tokenizer.json, and the special tokens and chat templates of the files beside it.
 
         tokenizer.json decides whether BOS is added: like transformers 5, this ignores `add_bos_token` of the other
         file.
@@ -102,23 +117,24 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.exists():
             raise ConfigError(_no_tokenizer(folder))
+        if (found := stand_in(path)) is not None:
+            raise ConfigError(f"{path}: it is {found}")
         with library_errors(f"{path}: not a valid tokenizer (", "); download it again"):
             core = CoreTokenizer.from_file(str(path))
             core.encode_batch_fast([_PROBE])
-        config_path = folder / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
-        special_tokens = _named_tokens(config)
-        map_path = folder / "special_tokens_map.json"
-        if not special_tokens and map_path.exists():
-            special_tokens = _named_tokens(read_json(map_path))
-        eos = core.token_to_id(special_tokens.get("eos_token", ""))
+        special = read_special_tokens(folder)
+        _add_tokens(core, special, folder / CONFIG)
+        config_path = folder / CONFIG
+        config = Fields(config_path, read_json(config_path) if config_path.exists() else {})
+        eos = core.token_to_id(special.named.get("eos_token", ""))
+        templates = read_chat_templates(folder, config)
         try:
             return cls(
                 core,
-                special_tokens=special_tokens,
+                special_tokens=special.named,
                 eos_token_ids=() if eos is None else (eos,),
-                bos_token_id=core.token_to_id(special_tokens.get("bos_token", "")),
-                chat_templates=_folder_chat_templates(folder, Fields(config_path, config)),
+                bos_token_id=core.token_to_id(special.named.get("bos_token", "")),
+                chat_templates=templates,
             )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -134,15 +150,19 @@ class Tokenizer:
         fields = Fields(file.path, file.metadata)
         size = core.get_vocab_size()
         named = {
-            name: fields.token_ids(f"tokenizer.ggml.{key}_token_id", size)
-            for name, key in zip(_NAMED_TOKENS, ("bos", "eos", "unknown", "padding"), strict=True)
+            name: fields.known_token_id(f"tokenizer.ggml.{key}_token_id", size)
+            for name, key in _GGUF_NAMES.items()
         }
         eos = [i for key in _GGUF_EOS_KEYS for i in fields.token_ids(f"tokenizer.ggml.{key}", size)]
         return cls(
             core,
-            special_tokens={name: core.id_to_token(ids[0]) or "" for name, ids in named.items() if ids},
+            special_tokens={
+                name: core.id_to_token(token_id) or ""
+                for name, token_id in named.items()
+                if token_id is not None
+            },
             eos_token_ids=tuple(dict.fromkeys(eos)),
-            bos_token_id=named["bos_token"][0] if named["bos_token"] else None,
+            bos_token_id=named["bos_token"],
             chat_templates=_gguf_chat_templates(file.metadata),
         )
 
@@ -154,7 +174,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the default chat template, or None for a model that has none."""
-        return self.chat_templates.get("default")
+        return self.chat_templates.get(DEFAULT)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Special tokens written in it are recognized.
@@ -198,6 +218,9 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary become empty.
 
+        The number of U+FFFD is that of the library. For a SentencePiece model each token is one, in a run of byte
+        tokens that is not valid UTF-8; for others an invalid sequence is one, as in `IncrementalDecoder` for both.
+
         Raises:
             RequestError: an id is negative or beyond 32 bits.
         """
@@ -218,6 +241,24 @@ class Tokenizer:
             known = self._bytes_of[token_id] = self._encode_token(self._core.id_to_token(token_id) or "")
         return known
 
+    def left_out(self, text: str, ids: Sequence[int]) -> dict[str, int]:
+        """Characters of `text` that its tokens `ids` leave out, and how often, sorted.
+
+        Published byte-level vocabularies lack some control characters. The library drops them without a word.
+        """
+        missing = self._bytes_without_token
+        data = text.encode("utf-8", "surrogatepass")
+        if len(data.translate(None, missing)) == len(data):
+            return {}
+        kept = b"".join(map(self.token_bytes, ids))
+        encoded = {char: char.encode("utf-8", "surrogatepass") for char in sorted(set(text))}
+        lost = {
+            char: data.count(form) - kept.count(form)
+            for char, form in encoded.items()
+            if not set(missing).isdisjoint(form)
+        }
+        return {char: count for char, count in lost.items() if count > 0}
+
     def is_special(self, token_id: int) -> bool:
         """Whether the token is a control token, which is not part of the visible text."""
         return token_id in self._special_ids
@@ -229,6 +270,15 @@ class Tokenizer:
     @functools.cached_property
     def _token_bound(self) -> TokenBound | None:
         return find_token_bound(self._core, _BYTE_OF_CHAR)
+
+    @functools.cached_property
+    def _bytes_without_token(self) -> bytes:
+        """Bytes that no token of a byte-level vocabulary stands for."""
+        if "ByteLevel" not in self._decoder_types:
+            return b""
+        return bytes(
+            sorted(byte for char, byte in _BYTE_OF_CHAR.items() if self._core.token_to_id(chr(char)) is None)
+        )
 
     def _encode_token(self, token: str) -> bytes:
         if "ByteLevel" in self._decoder_types:
@@ -283,42 +333,41 @@ def _no_tokenizer(folder: Path) -> str:
     return f"{folder}: there is no tokenizer.json; copy it from the model's page into this folder"
 
 
-def _named_tokens(config: Mapping[str, object]) -> dict[str, str]:
-    """The named tokens of tokenizer_config.json: plain strings, or objects with their `content`."""
-    tokens: dict[str, str] = {}
-    for name in _NAMED_TOKENS:
-        value = config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
+def _add_tokens(core: CoreTokenizer, special: SpecialTokens, path: Path) -> None:
+    """Match all listed tokens as a whole, with the flags of the list, as transformers does.
 
-
-def _folder_chat_templates(folder: Path, config: Fields) -> dict[str, str]:
-    """Templates of a model folder; chat_template.jinja, the newer file, overrides tokenizer_config.json."""
-    templates: dict[str, str] = {}
-    value = config.get("chat_template")
-    if isinstance(value, str):
-        templates["default"] = value
-    elif isinstance(value, list):
-        for entry in value:
-            if not isinstance(entry, Mapping):
-                raise config.error("chat_template", value, "expected a string or a list of named templates")
-            name, template = entry.get("name"), entry.get("template")
-            if not isinstance(name, str) or not isinstance(template, str):
-                raise config.error("chat_template", value, "expected a name and a template in each entry")
-            templates[name] = template
-    elif value is not None:
-        raise config.error("chat_template", value, "expected a string or a list of named templates")
-    path = folder / "chat_template.jinja"
-    try:
-        templates["default"] = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        pass
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    return templates
+    A token keeps its id in tokenizer.json. One that is missing there is added only if it gets the id of the list.
+    """
+    added = {token.content: token for token in core.get_added_tokens_decoder().values()}
+    named = set(special.named.values())
+    missing: list[ListedToken] = []
+    changed: list[AddedToken] = []
+    for token in special.listed:
+        old = added.get(token.content)
+        if not token.content or (token.token_id is None and old is not None and token.content not in named):
+            continue
+        if token.token_id is None and old is not None:
+            new = old
+        else:
+            flags = {"normalized": not token.flags.get("special", False), **token.flags}
+            new = AddedToken(token.content, **flags)
+        new.special = new.special or token.content in named
+        if core.token_to_id(token.content) is None:
+            missing.append(token)
+        else:
+            changed.append(new)
+        added[token.content] = new
+    core.add_tokens(changed)
+    for token in sorted(missing, key=lambda token: token.token_id or 0):
+        if token.token_id == core.get_vocab_size():
+            core.add_tokens([added[token.content]])
+        elif token.token_id is not None:
+            logger.warning(
+                "%s: the token %r with the id %d is not in tokenizer.json; it is not known",
+                path,
+                token.content,
+                token.token_id,
+            )
 
 
 def _gguf_chat_templates(metadata: Mapping[str, object]) -> dict[str, str]:

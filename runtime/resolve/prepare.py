@@ -16,12 +16,12 @@ from ..config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ..config.engine_config import EngineConfig
 from ..config.presets import preset_reasons
 from ..model_files.download_progress import Progress
-from ..model_files.load_spec import load_spec
 from ..model_files.model_spec import ModelSpec
 from ..model_files.quantization_choice import with_quantization
-from ..model_files.source import ModelSource, resolve_source
+from ..model_files.source import ModelSource
 from ..sampling_defaults import SamplingDefaults, effective_defaults
 from .host_facts import HostFacts, read_host_facts
+from .model_resolution import find_model, read_model
 from .resolve import resolve
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,8 @@ def prepare(
     step = on_step or _no_step
     config = merged.config
     step("model files")
-    source = resolve_source(
-        config.model.model, need_weights=config.model.load_format != "dummy", progress=on_download
-    )
-    spec = with_quantization(load_spec(source), config.model.quantization)
+    source = find_model(config.model, progress=on_download)
+    spec = read_model(config.model, source).spec
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_quantization(spec, model.quantization)

@@ -14,9 +14,7 @@ import msgspec
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
-from ...runtime.model_files.load_spec import load_spec
-from ...runtime.model_files.quantization_choice import with_quantization
-from ...runtime.model_files.source import resolve_source
+from ...runtime.resolve.model_resolution import find_model, read_model
 from ...runtime.transport.cluster_key import key_in_memory
 from ..node_supervisor import NodeSupervisor
 
@@ -37,8 +35,8 @@ class RayNode:
         own = msgspec.msgpack.decode(config, type=EngineConfig)
         configure_logging(own.log, "supervisor")
         try:
-            source = resolve_source(own.model.model, need_weights=own.model.load_format != "dummy")
-            spec = with_quantization(load_spec(source), own.model.quantization)
+            source = find_model(own.model)
+            spec = read_model(own.model, source).spec
             with key_in_memory(key) as key_file:
                 parallel = dataclasses.replace(own.parallel, cluster_key_file=key_file)
                 outcome = NodeSupervisor(dataclasses.replace(own, parallel=parallel), source, spec).run()

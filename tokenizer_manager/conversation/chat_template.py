@@ -7,9 +7,9 @@ template is set up as in Hugging Face transformers, against which template autho
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, Final
 
 import jinja2
@@ -19,7 +19,6 @@ import jinja2.nodes
 import jinja2.parser
 
 from ...runtime.errors import ConfigError, RequestError
-from ...runtime.model_files.tokenizer import Tokenizer
 from .template_sandbox import AbandonedError, CpuTimeError, LimitError, RenderBudget, TemplateSandbox
 
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
@@ -27,16 +26,32 @@ _MAX_OUTPUT_CHARS: Final = 64 << 20
 _END_MARK: Final = "\u2063end-of-final-message\u2063 "
 """As in transformers: its blank is missing from the prompt if the template strips contents."""
 
+_SENTINEL: Final = "zq content zq"
+_SENTINEL_SPEEDUP: Final = 10  # of the clock for its limit: a start renders up to six times
+_SENTINEL_CHATS: Final = (
+    [{"role": "user", "content": _SENTINEL}],
+    [{"role": "system", "content": _SENTINEL}, {"role": "user", "content": "a"}],
+    [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}],
+)
+
 
 class ChatTemplate:
     """A compiled chat template.
 
+    Contents of messages are strings here. Templates of models that also take images often expect a list of parts and
+    show nothing of a string; `find_part_roles` detects that.
+
     Attributes:
         source: its Jinja text.
+        part_roles: the roles with contents that the template takes as a list of parts only.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], name: str = "the model's chat template"
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        name: str = "the model's chat template",
+        with_tools: ChatTemplate | None = None,
     ) -> None:
         """Compile.
 
@@ -44,6 +59,7 @@ class ChatTemplate:
             source: Jinja text.
             special_tokens: bos_token, eos_token, ...: variables of the template.
             name: of the template, for errors.
+            with_tools: renders chats with tools instead of this one.
 
         Raises:
             ConfigError: the text is not a Jinja template.
@@ -71,6 +87,15 @@ class ChatTemplate:
                 f"{name} cannot be compiled: {type(error).__name__}: {error}; fix it or give another one with "
                 f"--chat-template"
             ) from error
+        self._with_tools = with_tools
+        self.part_roles: frozenset[str] = frozenset()
+
+    def find_part_roles(self) -> None:
+        """Render a short text as a string and as a list of parts, and set `part_roles`."""
+        for chat in _SENTINEL_CHATS:  # the user's first: the other chats have a message of the user
+            role = next(message["role"] for message in chat if message["content"] == _SENTINEL)
+            if not self._shows(chat) and self._shows(_in_parts(chat, self.part_roles | {role})):
+                self.part_roles |= {role}
 
     def render(
         self,
@@ -86,7 +111,7 @@ class ChatTemplate:
         """The prompt of a chat. Several threads may render at the same time.
 
         Args:
-            messages: with `role` and `content`, and further fields that the template may use.
+            messages: with `role` and `content`, a string, and further fields that the template may use.
             add_generation_prompt: end with the start of an assistant message.
             variables: further variables of the template.
             tools: in OpenAI's form, {"type": "function", "function": {...}}.
@@ -98,8 +123,19 @@ class ChatTemplate:
             RequestError: the template refuses these messages, fails, or goes beyond a limit.
             AbandonedError: `budget` says that the prompt is not wanted any more.
         """
+        if tools and self._with_tools is not None:
+            return self._with_tools.render(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+                tools=tools,
+                documents=documents,
+                continue_final_message=continue_final_message,
+                budget=budget,
+            )
         if continue_final_message:
             messages, add_generation_prompt = _with_end(messages), False
+        messages = _in_parts(messages, self.part_roles)
         self._environment.start_clock(budget or RenderBudget())
         parts: list[str] = []
         size = 0
@@ -140,40 +176,28 @@ class ChatTemplate:
 
     def undeclared_variables(self) -> set[str]:
         """The variables that the template reads."""
-        return jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        found = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
+        return found if self._with_tools is None else found | self._with_tools.undeclared_variables()
 
-
-def load_chat_template(path: str | None, tokenizer: Tokenizer, model_path: str) -> ChatTemplate | None:
-    """The template in the file `path` (`--chat-template`), else the model's own, else None.
-
-    Raises:
-        ConfigError: the file does not exist, or is no template.
-    """
-    if path is None:
-        if tokenizer.chat_template is None:
-            return None
+    def _shows(self, chat: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether the text of the sentinel is in the prompt; a template that takes long counts as failing."""
+        budget = RenderBudget(cpu_clock=lambda: _SENTINEL_SPEEDUP * time.thread_time())
         try:
-            return ChatTemplate(tokenizer.chat_template, tokenizer.special_tokens)
-        except (
-            ConfigError
-        ) as error:  # clients see the template's name, which must not have a path of the server
-            raise ConfigError(f"{model_path}: {error}") from error
-    return ChatTemplate(read_template(path), tokenizer.special_tokens, f"the chat template {path}")
+            return _SENTINEL in self.render(chat, add_generation_prompt=False, budget=budget)
+        except RequestError:
+            return False
 
 
-def read_template(path: str) -> str:
-    """The text of the file of `--chat-template`.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(
-            f"{path}: the chat template cannot be read: {reason}; give another one with --chat-template"
-        ) from error
+def _in_parts(messages: Sequence[Mapping[str, Any]], roles: frozenset[str]) -> Sequence[Mapping[str, Any]]:
+    """The messages, with the contents of these roles as lists of parts."""
+    if not roles:
+        return messages
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if message.get("role") in roles and isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _with_end(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

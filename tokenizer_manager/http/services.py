@@ -15,6 +15,7 @@ from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..all_processes import AllProcesses
 from ..conversation.conversation import Conversation
 from ..conversation.planner import AnswerPlan, Planner
+from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
@@ -164,8 +165,7 @@ class Services:
         """
         if self.renderer is None:
             raise RequestError(
-                f"the model {self.served_model} has no chat template; use /v1/completions, or start the server with "
-                f"--chat-template",
+                f"the model {self.served_model} {why_no_template(self.encoder.tokenizer, 'use /v1/completions')}",
                 param=messages_param,
                 code="no_chat_template",
             )

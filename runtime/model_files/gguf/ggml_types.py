@@ -76,6 +76,19 @@ GGML_TYPES: Final[dict[int, GGMLType]] = {
 """The formats by their number in a file."""
 
 
+def check_convertible(ggml_type: GGMLType) -> None:
+    """Check that `dequantize` has a conversion for this format.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if ggml_type.name not in _CONVERTERS:
+        raise ConfigError(
+            f"tensors of type {ggml_type.name} cannot be read; supported are {', '.join(_CONVERTERS)}: "
+            "use another quantization of this model, for example Q4_K_M or Q8_0"
+        )
+
+
 def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
     """Convert rows of blocks to float32.
 
@@ -89,12 +102,8 @@ def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
     Raises:
         ConfigError: no conversion exists for this format.
     """
-    convert = _CONVERTERS.get(ggml_type.name)
-    if convert is None:
-        raise ConfigError(
-            f"tensors of type {ggml_type.name} cannot be read; supported are {', '.join(_CONVERTERS)}: "
-            "use another quantization of this model, for example Q4_K_M or Q8_0"
-        )
+    check_convertible(ggml_type)
+    convert = _CONVERTERS[ggml_type.name]
     blocks = np.ascontiguousarray(raw).reshape(-1, ggml_type.block_bytes)
     out = np.empty((blocks.shape[0], ggml_type.block_len), dtype=np.float32)
     step = max(1, _CHUNK_ELEMENTS // ggml_type.block_len)

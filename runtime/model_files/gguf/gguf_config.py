@@ -56,7 +56,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     head_dim = _head_dim(fields, arch, hidden_size // num_heads)
     rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
-    bos_token_ids = fields.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     eos_token_ids = [
         token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
     ]
@@ -79,7 +78,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         mlp_bias="blk.0.ffn_up.bias" in file.tensors,
         torch_dtype=_dtype(file),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         sampling_defaults=read_gguf_sampling(file),
         **_family_facts(fields, arch, num_heads, hidden_size),

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError
+from ..stand_in import damage
 from .ggml_types import GGML_TYPES, GGMLType
 from .ggml_types import dequantize as _dequantize_rows
 from .gguf_split import further_parts
@@ -169,7 +170,9 @@ def _map_file(path: Path) -> mmap.mmap:
     try:
         with open(path, "rb") as file:
             if os.fstat(file.fileno()).st_size < _HEADER.size:
-                raise ConfigError(f"{path}: not a GGUF file (shorter than a GGUF header); download it again")
+                raise ConfigError(
+                    damage(path, "not a GGUF file (shorter than a GGUF header); download it again")
+                )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -188,7 +191,7 @@ class _HeaderReader:
         """Version, number of tensors, number of metadata entries."""
         magic, version, num_tensors, num_metadata = _HEADER.unpack_from(self._data, 0)
         if magic != MAGIC:
-            raise self._error(f"not a GGUF file (it starts with {magic!r})")
+            raise ConfigError(damage(self._path, f"not a GGUF file (it starts with {magic!r})"))
         if version & 0xFFFF == 0:
             raise self._error("big-endian GGUF is not supported; use the little-endian file")
         if version not in (2, 3):

@@ -43,6 +43,9 @@ _EXPERT_NAMES: Final = {
     "down_proj": "ffn_down_exps",
 }
 
+NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Tensors of the rope scaling, see `gguf_rope`."""
+
 FUSED: Final = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

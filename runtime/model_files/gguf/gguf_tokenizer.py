@@ -1,8 +1,7 @@
 """Builds a `tokenizers.Tokenizer` from the vocabulary inside a GGUF file.
 
-Called by `tokenizer`. GGUF stores tokens, types, merges or scores, and the *name* of a pre-tokenizer. Only llama.cpp
-defines what a name means (llama.cpp:src/llama-vocab.cpp); the table below reproduces it, so that text is split as in
-training. An unknown name is refused: a wrong split degrades answers silently.
+Called by `tokenizer`. GGUF stores tokens, types, merges or scores, and the *name* of a pre-tokenizer, see
+`pre_tokenizers`.
 
 Two families are built: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece BPE with scores.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
@@ -23,6 +22,7 @@ from ...errors import ConfigError
 from ..fields import Fields
 from ..library_errors import library_errors
 from .gguf_file import GGUFFile
+from .pre_tokenizers import PRE_TOKENIZERS
 
 logger = logging.getLogger(__name__)
 
@@ -33,52 +33,6 @@ _USER_DEFINED: Final = 4
 _ADDED_TYPES: Final = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # matched as a whole, before any splitting
 
 _MAX_PIECE_CHARS: Final = 1024
-
-_CONTRACTIONS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LLAMA3_REGEX: Final = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_REGEX: Final = _LLAMA3_REGEX.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_REGEX: Final = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT2_REGEX: Final = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_DEFAULT_REGEXES: Final = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_REGEX, r"\p{N}+", r"[0-9][0-9][0-9]")
-
-
-class _PreTokenizer(NamedTuple):
-    """How text is split before BPE, and other properties that llama.cpp derives from the pre-tokenizer's name."""
-
-    regexes: tuple[str, ...]  # applied in order, each to the pieces of the one before
-    whole_words: bool = False  # a piece that is a token is used without applying the merges
-    add_bos: bool = False  # unless the file overrides it
-    nfc: bool = False
-
-
-_GPT2: Final = _PreTokenizer((_GPT2_REGEX,))
-_DIGITS: Final = _PreTokenizer((r"\p{N}", _GPT2_REGEX))
-_LLAMA3: Final = _PreTokenizer((_LLAMA3_REGEX,), whole_words=True, add_bos=True)
-_QWEN2: Final = _PreTokenizer((_QWEN2_REGEX,), nfc=True)
-
-_PRE_TOKENIZERS: Final[dict[str, _PreTokenizer]] = {
-    "default": _PreTokenizer(_DEFAULT_REGEXES),
-    "gpt-2": _GPT2,
-    "olmo": _GPT2,
-    "smollm": _DIGITS,
-    "starcoder": _DIGITS,
-    "refact": _DIGITS,
-    "command-r": _DIGITS,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "smaug-bpe": _PreTokenizer((_LLAMA3_REGEX,)),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _PreTokenizer((_TEKKEN_REGEX,), whole_words=True, add_bos=True),
-}
 
 
 def build_gguf_tokenizer(file: GGUFFile) -> CoreTokenizer:
@@ -114,9 +68,9 @@ def build_gguf_tokenizer(file: GGUFFile) -> CoreTokenizer:
 def _byte_level_bpe(file: GGUFFile, fields: Fields, vocab: dict[str, int]) -> tuple[CoreTokenizer, bool]:
     """Byte-level BPE, and whether texts start with BOS by default."""
     name = fields.text("tokenizer.ggml.pre", default="default")
-    pre = _PRE_TOKENIZERS.get(name)
+    pre = PRE_TOKENIZERS.get(name)
     if pre is None:
-        supported = ", ".join(_PRE_TOKENIZERS)
+        supported = ", ".join(PRE_TOKENIZERS)
         raise fields.error("tokenizer.ggml.pre", name, f"which is not supported; supported are: {supported}")
     if name == "default":
         logger.warning("%s names no pre-tokenizer: text may be split differently than in training", file.path)

@@ -16,15 +16,17 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
-from ..model_spec import DTypeName, ModelSpec
-from ..quantization import read_quantization
+from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
+from ..tokenizer_files.special_tokens import read_eos_ids
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
+from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
 
+_MORE_THAN_TEXT: Final = ("gemma3",)
+_MISSING: Final = "is missing"
 _DTYPES: Final = ("float32", "bfloat16", "float16")
-_WITH_IMAGES: Final = {"gemma3": "gemma3_text"}
 
 
 def read_hf_spec(folder: Path) -> ModelSpec:
@@ -35,17 +37,26 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     """
     path = folder / "config.json"
     config = read_json(path)
-    fields = Fields(path, config)
-    model_type = _checked_model_type(fields)
+    inner = config.get("text_config")
+    if isinstance(inner, Mapping) or config.get("model_type") in _MORE_THAN_TEXT:
+        raise _more_than_text(folder, Fields(path, config), inner if isinstance(inner, Mapping) else {})
+    return _read_spec(folder, config, "")
+
+
+def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> ModelSpec:
+    """`prefix`: of the fields in messages, where the configuration is an object inside of config.json."""
+    path = folder / "config.json"
+    fields = Fields(path, config, prefix)
+    model_type = fields.text("model_type")
     if model_type in FAMILIES:
+        _check_family(fields, model_type, FAMILIES[model_type])
         family = FAMILIES[model_type]
     else:
-        fields = Fields(path, with_common_names(config))
+        fields = Fields(path, with_common_names(config, fields), prefix)
         family = other_family(fields)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
-    bos_token_ids = fields.token_ids("bos_token_id", vocab_size)
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -61,7 +72,7 @@ def read_hf_spec(folder: Path) -> ModelSpec:
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
-        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
         quantization=read_quantization(folder, fields),
         sampling_defaults=read_hf_sampling(folder),
         **family.read(fields),
@@ -72,18 +83,21 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     return spec
 
 
-def _checked_model_type(fields: Fields) -> str:
-    model_type = fields.text("model_type")
-    if model_type in _WITH_IMAGES:
-        raise fields.error(
-            "model_type",
-            model_type,
-            "text with images, which is not supported; export its language model alone "
-            f"(model_type {_WITH_IMAGES[model_type]}), or use a GGUF file",
-        )
-    if model_type in FAMILIES:
-        _check_family(fields, model_type, FAMILIES[model_type])
-    return model_type
+def _more_than_text(folder: Path, fields: Fields, inner: Mapping[str, object]) -> ConfigError:
+    """The refusal of a model with images or sound: whether its language model could run, or the reason against it."""
+    model_type = fields.get("model_type")
+    refusal = f"{fields.path}: model_type is {model_type!r}, which takes images or sound, and only text is supported"
+    try:
+        _read_spec(folder, inner, "text_config.")
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"{fields.path}: ")
+        if not reason.endswith(_MISSING):  # the file relies on the defaults of transformers
+            return ConfigError(f"{refusal}; its language model cannot run either: {reason}")
+    inner_type = inner.get("model_type", f"{model_type}_text")
+    way_out = "use a GGUF file of it" if inner_type in SUPPORTED_MODEL_TYPES else "use another model"
+    return ConfigError(
+        f"{refusal}; export its language model (model_type {inner_type}) to a folder of its own, or {way_out}"
+    )
 
 
 def _check_family(fields: Fields, model_type: str, family: Family) -> None:
@@ -114,17 +128,4 @@ def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, 
     generation = folder / "generation_config.json"
     if generation.exists():
         ids += Fields(generation, read_json(generation)).token_ids("eos_token_id", vocab_size)
-    tokenizer = folder / "tokenizer_config.json"
-    if tokenizer.exists():
-        ids += _tokenizer_eos(read_json(tokenizer), vocab_size)
-    return tuple(dict.fromkeys(ids))
-
-
-def _tokenizer_eos(config: Mapping[str, object], vocab_size: int) -> tuple[int, ...]:
-    """The id of the tokenizer's `eos_token`, if its added tokens are listed in the same file."""
-    eos, added = config.get("eos_token"), config.get("added_tokens_decoder")
-    text = eos.get("content") if isinstance(eos, Mapping) else eos
-    if not isinstance(text, str) or not isinstance(added, Mapping):
-        return ()
-    ids = (key for key, token in added.items() if isinstance(token, Mapping) and token.get("content") == text)
-    return tuple(int(key) for key in ids if key.isdecimal() and int(key) < vocab_size)
+    return tuple(dict.fromkeys(ids + read_eos_ids(folder, vocab_size)))

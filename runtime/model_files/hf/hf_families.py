@@ -51,7 +51,7 @@ def _qwen3(fields: Fields) -> Facts:
 
 def _qwen3_moe(fields: Fields) -> Facts:
     windows = window_everywhere(fields) if fields.boolean("use_sliding_window", default=False) else {}
-    name = "num_experts" if fields.get("num_experts") is not None else "num_local_experts"
+    name = fields.given("num_experts", "num_local_experts")
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
     step = fields.integer("decoder_sparse_step", 1, 1 << 12, default=1)
     dense = set(fields.integers("mlp_only_layers", 0, 1 << 12))
@@ -70,7 +70,9 @@ def _gemma3(fields: Fields) -> Facts:
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(name) is not None:
             raise fields.error(name, fields.get(name), "capped scores and logits are not supported")
-    if fields.boolean("use_bidirectional_attention", default=False):
+    if fields.get("use_bidirectional_attention") != "vision" and fields.boolean(
+        "use_bidirectional_attention", default=False
+    ):
         raise fields.error(
             "use_bidirectional_attention", True, "only attention to earlier tokens is supported"
         )
@@ -92,15 +94,18 @@ def _gemma3(fields: Fields) -> Facts:
 def _gemma3_windows(fields: Fields) -> tuple[bool, ...]:
     if fields.get("layer_types") is not None:
         return layer_types(fields)
-    name = "sliding_window_pattern"
-    if fields.get(name) is None:
-        name = "_sliding_window_pattern"
+    name, saved = "sliding_window_pattern", "_sliding_window_pattern"
     pattern = fields.integer(name, 1, 1 << 12, default=_GEMMA3_PATTERN)
+    # transformers writes the second name beside `layer_types` and never reads it.
+    if fields.integer(saved, 1, 1 << 12, default=pattern) != pattern:
+        raise fields.error(
+            saved, fields.get(saved), f"but {name} is {fields.get(name)} and {pattern} is used; set {name}"
+        )
     return windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
 
 
 def _phi3(fields: Fields) -> Facts:
-    rope = read_rope(fields)
+    rope = read_rope(fields, kinds=("default", "longrope"), outer_original=True)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     default = fields.integer("hidden_size", 1, 1 << 20) // num_heads
     rotary_dim = int(fields.integer("head_dim", 1, 1 << 12, default) * rope.partial_factor)

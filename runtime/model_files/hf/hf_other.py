@@ -35,16 +35,25 @@ _REFUSED: Final[dict[str, str]] = {
     "kv_lora_rank": "latent attention (MLA) is not supported",
     "attn_logit_softcapping": "capped scores are not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
-    "vision_config": "only text is supported; export the language model alone",
-    "audio_config": "only text is supported; export the language model alone",
-    "text_config": "only text is supported; export the language model alone",
+    "vision_config": "only text is supported",
+    "audio_config": "only text is supported",
+    "text_config": "only text is supported",
 }
+_OF_IMAGES: Final = "vision"
+"""Value of `use_bidirectional_attention` that concerns the tokens of images only."""
+_STRUCTURE: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 
 
-def with_common_names(config: Mapping[str, object]) -> dict[str, object]:
-    """A configuration with the usual names added for other names, and defaults for fields without effect."""
+def with_common_names(config: Mapping[str, object], fields: Fields) -> dict[str, object]:
+    """A configuration with the usual names added for other names, and defaults for fields without effect.
+
+    Raises:
+        ConfigError: two names of one size have different values.
+    """
     common = dict(config)
     for name, others in _OTHER_NAMES.items():
+        if name in _STRUCTURE:
+            fields.given(name, *others)
         values = (config[other] for other in others if config.get(other) is not None)
         if config.get(name) is None and (value := next(values, None)) is not None:
             common[name] = value
@@ -65,7 +74,7 @@ def other_family(fields: Fields) -> Family:
         ConfigError: it is not a text decoder, or needs attention that the engine does not compute.
     """
     for name, rule in _REFUSED.items():
-        if fields.get(name):
+        if fields.get(name) and fields.get(name) != _OF_IMAGES:
             raise fields.error(name, fields.get(name), rule)
     if fields.get("position_embedding_type") == "alibi":
         raise fields.error("position_embedding_type", "alibi", _REFUSED["alibi"])

@@ -69,6 +69,7 @@ def test_a_model_that_is_well(sharded):
         ("checksums", SKIP),
         ("tokenizer", OK),
         ("template", OK),
+        ("turns", OK),
         ("fit", OK),
     ]
     assert "in 2 files" in checks[1].text
@@ -128,13 +129,17 @@ def tokenizer_broken(model):
 
 def tokenizer_of_another_model(model):
     config = json.loads((model / "tokenizer.json").read_text())
-    config["added_tokens"].append(config["added_tokens"][-1] | {"id": 5000, "content": "<|other|>"})
+    last = config["added_tokens"][-1]
+    config["added_tokens"] += [last | {"id": 5000 + i, "content": f"<|other{i}|>"} for i in range(20)]
     (model / "tokenizer.json").write_text(json.dumps(config))
-    edit(model / "config.json", vocab_size=200)
 
 
 def tokenizer_that_folds(model):
     edit(model / "tokenizer.json", normalizer={"type": "Lowercase"})
+
+
+def several_templates(model):
+    edit(model / "tokenizer_config.json", chat_template={"rag": "{{ 1 }}", "alpha": "{{ 2 }}"})
 
 
 def no_template(model):
@@ -143,6 +148,11 @@ def no_template(model):
 
 def template_broken(model):
     edit(model / "tokenizer_config.json", chat_template="{% for m in messages %}\n{{ m.role }")
+
+
+def turn_without_end(model):
+    edit(model / "config.json", eos_token_id=0)
+    edit(model / "tokenizer_config.json", eos_token=None)
 
 
 def template_raises(model):
@@ -173,9 +183,17 @@ FILE_FAULTS = [
     (config_without_layers, "model", FAIL, "num_hidden_layers", ""),
     (no_tokenizer, "tokenizer", FAIL, "there is no tokenizer.json", "copy it"),
     (tokenizer_broken, "tokenizer", FAIL, "not a valid tokenizer", "download it again"),
-    (tokenizer_of_another_model, "tokenizer", WARN, "the model 200", "belongs to the weights"),
+    (tokenizer_of_another_model, "tokenizer", WARN, "the model 272", "belongs to the weights"),
     (tokenizer_that_folds, "tokenizer", WARN, "1|2|3 of 4 texts come back changed: 'The quick", "folds case"),
-    (no_template, "template", WARN, "no chat template", "--chat-template FILE"),
+    (no_template, "template", WARN, "no chat template", "--chat-template"),
+    (several_templates, "template", WARN, "several chat templates, alpha, rag", "--chat-template alpha"),
+    (
+        turn_without_end,
+        "turns",
+        WARN,
+        "ends a turn with '<.im_end.>', which is no end token",
+        "add 2 to eos_token_id",
+    ),
     (template_broken, "template", FAIL, "syntax error in line 2", "--chat-template"),
     (template_raises, "template", FAIL, "cannot render these messages: never", "check their roles"),
 ]

@@ -13,8 +13,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.weights.safetensors import SINGLE_FILE, SafetensorsStore
+from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.weight_files.safetensors_header import SINGLE_FILE
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},

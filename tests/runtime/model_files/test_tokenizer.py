@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as CoreTokenizer
 
+from engine.detokenizer.incremental import IncrementalDecoder
 from engine.runtime.errors import ConfigError, RequestError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.tokenizer import Tokenizer
@@ -45,6 +46,17 @@ LLAMA3 = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK_V3 = [
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+]
 PUBLISHED: dict[str, list[Any]] = {
     "gpt-2": [pre_tokenizers.ByteLevel(add_prefix_space=False)],
     "smollm": [
@@ -52,6 +64,30 @@ PUBLISHED: dict[str, list[Any]] = {
         pre_tokenizers.ByteLevel(add_prefix_space=False),
     ],
     "llama-bpe": [
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "falcon": [
+        pre_tokenizers.Punctuation("contiguous"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ],
+    "gpt-4o": [
+        pre_tokenizers.Split(Regex(O200K), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "deepseek-v3": [
+        *(pre_tokenizers.Split(Regex(regex), "isolated") for regex in DEEPSEEK_V3),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "deepseek-coder": [
+        *(pre_tokenizers.Split(Regex(x), "isolated") for x in (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+")),
+        pre_tokenizers.Split(Regex("[一-龥ࠀ-一가-\ud7ff]+"), "isolated"),
+        pre_tokenizers.Digits(individual_digits=True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ],
+    "glm4": [
         pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
     ],
@@ -64,7 +100,7 @@ PUBLISHED: dict[str, list[Any]] = {
 
 def train(pre: str) -> CoreTokenizer:
     """A small byte-level BPE tokenizer with the published pre-tokenizer of `pre`."""
-    core = CoreTokenizer(models.BPE(ignore_merges=pre == "llama-bpe"))
+    core = CoreTokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "glm4")))
     core.pre_tokenizer = pre_tokenizers.Sequence(PUBLISHED[pre])
     core.normalizer = normalizers.NFC() if pre == "qwen2" else None
     core.decoder = decoders.ByteLevel()
@@ -296,7 +332,11 @@ def test_sentencepiece_adds_bos_and_falls_back_to_bytes(spm: Tokenizer) -> None:
         ({"token_type": [1, 1]}, "token_type must hold one type for each"),
         ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "token 'a' appears 2 times"),
         ({"add_bos_token": True, "bos_token_id": ...}, "the field tokenizer.ggml.bos_token_id is missing"),
-        ({"bos_token_id": 1 << 20}, "bos_token_id is 1048576, expected token ids from 0 to"),
+        ({"eos_token_id": 1 << 20}, "eos_token_id is 1048576, expected token ids from 0 to"),
+        (
+            {"bos_token_id": 1 << 20, "add_bos_token": True},
+            "bos_token_id is 1048576, expected token ids from 0 to",
+        ),
         ({"model": "llama", "scores": [0.0, 1.0]}, "scores must hold one score for each"),
         (
             {"model": "llama", "scores": [float("nan")], "tokens": ["a"], "token_type": [1]},
@@ -314,6 +354,35 @@ def test_a_damaged_vocabulary_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         load(make_gguf, gguf_metadata(smollm, "smollm"), **changes)
     assert "tiny.gguf" in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["bos", "padding", "unknown", "seperator", "cls", "mask"])
+def test_a_token_that_nothing_needs_may_be_unknown(
+    make_gguf: MakeGGUF, smollm: CoreTokenizer, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"), **{f"{key}_token_id": 1 << 20})
+    assert f"tokenizer.ggml.{key}_token_id is 1048576, which is ignored" in caplog.text
+    assert tokenizer.encode("a") == smollm.encode("a").ids
+
+
+def test_all_named_tokens_of_gguf_are_there_for_templates(make_gguf: MakeGGUF, smollm: CoreTokenizer) -> None:
+    ids = {
+        "unknown_token_id": 3,
+        "seperator_token_id": 4,
+        "padding_token_id": 5,
+        "cls_token_id": 6,
+        "mask_token_id": 7,
+    }
+    tokenizer = load(make_gguf, gguf_metadata(smollm, "smollm"), **ids)
+    assert {name: smollm.token_to_id(text) for name, text in tokenizer.special_tokens.items()} == {
+        "bos_token": 1,
+        "eos_token": 0,
+        "unk_token": 3,
+        "sep_token": 4,
+        "pad_token": 5,
+        "cls_token": 6,
+        "mask_token": 7,
+    }
 
 
 def test_gguf_chat_templates(make_gguf: MakeGGUF, smollm: CoreTokenizer) -> None:
@@ -376,7 +445,7 @@ def test_named_templates_and_the_jinja_file(tmp_path: Path, smollm: CoreTokenize
     folder = write_folder(tmp_path, smollm, {"chat_template": named})
     assert Tokenizer.from_folder(folder).chat_templates == {"default": "A", "tool_use": "B"}
     (folder / "chat_template.jinja").write_text("C {{ 'é' }}\n", encoding="utf-8")
-    assert Tokenizer.from_folder(folder).chat_templates == {"default": "C {{ 'é' }}\n", "tool_use": "B"}
+    assert Tokenizer.from_folder(folder).chat_templates == {"default": "C {{ 'é' }}\n"}
 
 
 def test_special_tokens_map_is_the_fallback(tmp_path: Path, smollm: CoreTokenizer) -> None:
@@ -420,3 +489,49 @@ def test_metaspace_decoders_are_understood(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_folder(write_folder(tmp_path, core))
     # Without byte fallback in the decoder, <0x41> is five ordinary characters and two brackets.
     assert [tokenizer.token_bytes(i) for i in range(4)] == [b" ", b"a", b" a", b"<0x41>"]
+
+
+INVALID = [b"\xe2\x82", b"\xff", b"\xff\xfe", b"\xe2\x82\xff", b"\x80a", b"\xf0\x9f\x98"]
+
+
+@pytest.mark.parametrize("data", INVALID)
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+def test_streamed_and_whole_decoding_differ_for_invalid_bytes_as_documented(
+    spm: Tokenizer, smollm: CoreTokenizer, tmp_path: Path, data: bytes, kind: str
+) -> None:
+    tokenizer = spm if kind == "sentencepiece" else Tokenizer.from_folder(write_folder(tmp_path, smollm))
+    id_of = {tokenizer.token_bytes(i): i for i in reversed(range(tokenizer.vocab_size))}
+    ids = [id_of[bytes([byte])] for byte in data]
+    decoder = IncrementalDecoder(tokenizer, skip_special_tokens=True)
+    streamed = "".join(decoder.push([token_id]) for token_id in ids) + decoder.flush()
+
+    whole = tokenizer.decode(ids)
+
+    assert streamed == data.decode("utf-8", "replace")
+    if kind == "byte-level":
+        assert whole == streamed
+    else:
+        assert whole == "\ufffd" * len(data)
+
+
+def test_characters_without_a_token_are_counted(tmp_path: Path) -> None:
+    alphabet = [
+        char for char in sorted(pre_tokenizers.ByteLevel.alphabet()) if char not in "āĆ"
+    ]  # 0x01, 0x06
+    core = CoreTokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_tokens([AddedToken("<\x06>", normalized=False)])
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, core))
+
+    def left_out(text: str) -> dict[str, int]:
+        return tokenizer.left_out(text, tokenizer.encode(text))
+
+    assert left_out("plain é") == {}
+    assert left_out("a\x01b\x01\x06") == {"\x01": 2, "\x06": 1}
+    assert left_out("<\x06>") == {}  # a token of its own has it
+    assert left_out("<\x06>\x06") == {"\x06": 1}
+
+
+def test_vocabularies_with_byte_fallback_leave_nothing_out(spm: Tokenizer) -> None:
+    assert spm.left_out("a\x01", spm.encode("a\x01")) == {}

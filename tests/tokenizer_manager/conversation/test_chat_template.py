@@ -11,9 +11,9 @@ import pytest
 
 from engine.runtime.errors import ConfigError, RequestError
 from engine.tokenizer_manager.conversation import chat_template, template_sandbox
-from engine.tokenizer_manager.conversation.chat_template import ChatTemplate, load_chat_template
+from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.template_sandbox import AbandonedError, RenderBudget
-from tests.tokenizer_manager.fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
+from tests.tokenizer_manager.fake_engine import TEMPLATE
 
 USER = {"role": "user", "content": "hi"}
 
@@ -242,22 +242,56 @@ def test_a_template_that_cannot_be_compiled_is_refused_at_start(source):
         ChatTemplate(source, {}, "the file x")
 
 
-def test_the_template_is_the_models_or_that_of_a_file(tmp_path):
-    path = tmp_path / "template.jinja"
-    path.write_text("custom")
-    own, custom = load_chat_template(None, TOKENIZER, "m"), load_chat_template(str(path), TOKENIZER, "m")
+IDEFICS = (
+    "{% for m in messages %}{{ m.role | capitalize }}: {% for part in m.content %}{% if part.type == 'text' %}"
+    "{{ part.text }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
+)
+EITHER = (
+    "{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}"
+    "{{ m.content[0].text }}{% endif %}|{% endfor %}"
+)
+USER_ONLY = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content[0]['text'] }}{% else %}{{ m.content }}{% endif %}"
+    "|{% endfor %}"
+)
+CHAT = [{"role": role, "content": f"by {role}"} for role in ("system", "user", "assistant")]
 
-    assert own is not None
-    assert custom is not None
-    assert (own.source, custom.source) == (TEMPLATE, "custom")
-    with pytest.raises(ConfigError, match=r"nothing.jinja: the chat template cannot be read"):
-        load_chat_template(str(tmp_path / "nothing.jinja"), TOKENIZER, "m")
-    tokenizer = make_tokenizer()
-    tokenizer.chat_templates["default"] = "{% if %}"
-    with pytest.raises(
-        ConfigError, match=r"^/models/llama: the model's chat template has a syntax error in line 1"
-    ):
-        load_chat_template(None, tokenizer, "/models/llama")
-    path.write_text("{% if %}")
-    with pytest.raises(ConfigError, match=r"template.jinja has a syntax error in line 1"):
-        load_chat_template(str(path), TOKENIZER, "m")
+
+@pytest.mark.parametrize(
+    ("source", "roles", "prompt"),
+    [
+        (TEMPLATE, set(), None),
+        (EITHER, set(), "system: by system|user: by user|assistant: by assistant|"),
+        (
+            IDEFICS,
+            {"system", "user", "assistant"},
+            "System: by system<end_of_utterance>\nUser: by user<end_of_utterance>\n"
+            "Assistant: by assistant<end_of_utterance>\n",
+        ),
+        (USER_ONLY, {"user"}, "by system|by user|by assistant|"),
+        ("{{ messages[0].content[0].text }}", {"user", "system"}, "by system"),
+        ("{{ raise_exception('never') }}", set(), None),
+        ("constant", set(), "constant"),
+        ("{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}{% endfor %}", set(), None),
+    ],
+)
+def test_contents_get_the_form_that_the_template_shows(source: str, roles: set[str], prompt: str | None):
+    template = ChatTemplate(source, {})
+    template.find_part_roles()
+    assert template.part_roles == roles
+    if prompt is not None:
+        assert template.render(CHAT, add_generation_prompt=False) == prompt
+
+
+def test_an_answer_that_is_continued_has_the_same_form():
+    template = ChatTemplate(IDEFICS, {})
+    template.find_part_roles()
+    prompt = template.render(CHAT, continue_final_message=True)
+    assert prompt.endswith("<end_of_utterance>\nAssistant: by assistant")
+
+
+def test_chats_with_tools_have_a_template_of_their_own():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    template = ChatTemplate("plain", {}, with_tools=ChatTemplate("{{ tools[0].function.name }}", {}))
+    assert (template.render([USER]), template.render([USER], tools=tools)) == ("plain", "f")
+    assert "tools" in template.undeclared_variables()

@@ -39,7 +39,7 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
             text = request.prompt or ""
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
         [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
-        warnings = made.warnings
+        warnings = made.warnings + _left_out_warnings(await services.encoder.left_out(text, ids))
         if add_special_tokens:
             warnings += second_bos(services.tokenizer, [text], [ids], param, "send add_special_tokens: false")
         await exchange.send_json(
@@ -51,6 +51,13 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
                 warnings=warnings or UNSET,
             )
         )
+
+
+def _left_out_warnings(left_out: dict[str, int]) -> list[str]:
+    if not left_out:
+        return []
+    names = ", ".join(f"U+{ord(char):04X} ({count} times)" for char, count in left_out.items())
+    return [f"the model's vocabulary has no token for these characters, they are left out: {names}"]
 
 
 class _EncodedTokensBody(msgspec.Struct, kw_only=True):

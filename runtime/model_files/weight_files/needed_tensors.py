@@ -1,0 +1,86 @@
+"""`needed_modules`: the modules of the engine's own models by name, with the shapes of their weights.
+
+The names are those of Hugging Face's checkpoints; models in `model_runner/models` take exactly these. A start compares
+them with the headers of the files, before any process exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ..model_spec import ModelSpec
+
+
+class Module(NamedTuple):
+    """One module.
+
+    Attributes:
+        name: `<name>.weight` is its weight.
+        shape: of the weight.
+        is_linear: its weight may be quantized.
+        has_bias: there is `<name>.bias`, one number for each output.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    is_linear: bool = False
+    has_bias: bool = False
+
+
+def needed_modules(spec: ModelSpec) -> Iterator[Module]:
+    """All modules; the output head only if it is not tied to the embedding."""
+    table = (spec.vocab_size, spec.hidden_size)
+    yield Module("model.embed_tokens", table)
+    yield Module("model.norm", (spec.hidden_size,))
+    if not spec.tie_word_embeddings:
+        yield Module("lm_head", table)
+    for layer in range(spec.num_layers):
+        prefix = f"model.layers.{layer}."
+        for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer)):
+            yield module._replace(name=prefix + module.name)
+
+
+def _norms(spec: ModelSpec) -> Iterator[Module]:
+    names = ["input_layernorm", "post_attention_layernorm"]
+    if spec.norms_per_layer == 4:
+        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    for name in names:
+        yield Module(name, (spec.hidden_size,))
+    if spec.qk_norm:
+        yield Module("self_attn.q_norm", (spec.head_dim,))
+        yield Module("self_attn.k_norm", (spec.head_dim,))
+
+
+def _attention(spec: ModelSpec) -> Iterator[Module]:
+    size, q_size, kv_size = (
+        spec.hidden_size,
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+    )
+    parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    if spec.model_type == "phi3":
+        parts = {"qkv_proj": q_size + 2 * kv_size}
+    for name, rows in parts.items():
+        yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
+    yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+
+
+def _mlp(spec: ModelSpec, layer: int) -> Iterator[Module]:
+    size, experts = spec.hidden_size, spec.experts
+    if experts is None or layer in experts.dense_layers:
+        yield from _gated("mlp", size, spec.intermediate_size, spec)
+        return
+    yield Module("mlp.gate", (experts.num_experts, size))
+    for expert in range(experts.num_experts):
+        yield from _gated(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
+
+
+def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
+    first = {"gate_proj": inner, "up_proj": inner}
+    if spec.model_type == "phi3":
+        first = {"gate_up_proj": 2 * inner}
+    for part, rows in first.items():
+        yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
+    yield Module(f"{name}.down_proj", (size, inner), is_linear=True, has_bias=spec.mlp_bias)

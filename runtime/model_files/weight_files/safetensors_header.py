@@ -1,0 +1,165 @@
+"""`SafetensorsFile`: the checked header of one safetensors file, and which files of a folder are loaded.
+
+Follows the format's specification (huggingface/safetensors:README.md):
+
+    header length u64 | header JSON {name: {dtype, shape, data_offsets: [begin, end]}} | data, offsets relative to it
+
+Every header is checked in full when it is read; a file from the internet is not trusted. A tensor with an unknown dtype
+is no error here: old exports keep buffers that are never read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ...errors import ConfigError
+from ..stand_in import damage
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
+"""Suffixes of tensors in old exports that are not weights."""
+
+_MAX_HEADER_BYTES: Final = 100 << 20
+_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+"""Of the dtypes that are read."""
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor."""
+
+    dtype_name: str  # as in the header
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+
+
+class SafetensorsFile(NamedTuple):
+    """One file.
+
+    Attributes:
+        num_bytes: of the whole file.
+        entries: its tensors by name.
+    """
+
+    path: Path
+    num_bytes: int
+    entries: dict[str, HeaderEntry]
+
+
+def read_header(path: Path) -> SafetensorsFile:
+    """Read and check a header; the tensors are inside of the file and do not overlap.
+
+    Raises:
+        ConfigError: the file is no safetensors file, truncated or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if size < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
+                raise ConfigError(
+                    damage(path, "truncated, or not a safetensors file; download it again")
+                    if size
+                    else f"{path}: cannot be read: it is empty; download it again"
+                )
+            text = file.read(header_bytes)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; download it again") from error
+    try:
+        header = json.loads(text, object_pairs_hook=_unique)
+        entries = {
+            name: _entry(8 + header_bytes, value) for name, value in header.items() if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(damage(path, f"the header is damaged ({error!r}); download it again")) from error
+    _check_places(path, size, 8 + header_bytes, entries)
+    return SafetensorsFile(path, size, entries)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The weight files of a model folder that are loaded, sorted by name.
+
+    Raises:
+        ConfigError: there are no weight files, or one is missing.
+    """
+    index = folder / INDEX_FILE
+    if not index.exists():
+        if (folder / SINGLE_FILE).exists():
+            return [folder / SINGLE_FILE]
+        raise ConfigError(
+            f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; download the model again, "
+            "or use --load-format dummy for random weights"
+        )
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        paths = [folder / shard for shard in sorted(shards)]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(damage(index, f"damaged ({error!r}); download it again")) from error
+    for path in paths:
+        if path.parent != folder or not path.exists():
+            raise ConfigError(f"{index}: names {path.name!r}, which is not in the folder; download it again")
+    return paths
+
+
+def read_headers(folder: Path) -> list[SafetensorsFile]:
+    """All weight files of a folder.
+
+    Raises:
+        ConfigError: there are no files, one is missing, truncated or damaged, or two hold the same tensor.
+    """
+    files = [read_header(path) for path in weight_files(folder)]
+    holder: dict[str, str] = {}
+    for file in files:
+        for name in file.entries:
+            if name in holder:
+                raise ConfigError(
+                    f"{file.path}: tensor {name!r} is also in {holder[name]}; keep one of the files"
+                )
+            holder[name] = file.path.name
+    return files
+
+
+def _check_places(path: Path, size: int, data_start: int, entries: dict[str, HeaderEntry]) -> None:
+    begin = taken = data_start
+    before = ""
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        end = entry.offset + entry.num_bytes
+        if end > size:
+            raise ConfigError(
+                f"{path}: truncated: tensor {name!r} ends at byte {end}, the file has {size}; download it again"
+            )
+        if entry.num_bytes and begin < entry.offset < taken:  # at one place: tied weights of old exports
+            raise ConfigError(
+                f"{path}: the header is damaged: tensors {before!r} and {name!r} overlap; download it again"
+            )
+        if end > taken:
+            begin, taken, before = entry.offset, end, name
+
+
+def _entry(data_start: int, value: dict[str, Any]) -> HeaderEntry:
+    begin, end = value["data_offsets"]
+    shape = tuple(value["shape"])
+    numbers = (*shape, begin, end)
+    if (
+        not isinstance(value["dtype"], str)
+        or any(type(n) is not int or n < 0 for n in numbers)
+        or begin > end
+    ):
+        raise ValueError(f"impossible shape {shape} or offsets {begin}, {end}")
+    item_bytes = _ITEM_BYTES.get(value["dtype"])
+    if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
+        raise ValueError(f"shape {shape} does not take {end - begin} bytes")
+    return HeaderEntry(value["dtype"], shape, data_start + begin, end - begin)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of the header; two tensors with one name are an error, because they are ambiguous."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return fields

@@ -1,0 +1,136 @@
+"""`find_model` and `read_model`: from the settings of a model to what will run, or to the refusal.
+
+`engine serve`, `LLM` and `engine doctor` all take a model through these two functions, so that they give one verdict.
+They read headers and configuration, take milliseconds, and need neither torch nor transformers. The values of weights
+are read later, by the process that loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..config.engine_config import ModelConfig
+from ..errors import ConfigError
+from ..model_files.download_progress import Progress
+from ..model_files.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
+from ..model_files.quantization_choice import with_quantization
+from ..model_files.source import ModelSource, resolve_source
+from ..model_files.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
+from .transformers_support import find_transformers, why_not_transformers
+
+
+class WeightsError(ConfigError):
+    """The configuration is well, but the weight files are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """What will run.
+
+    Attributes:
+        source: the files.
+        spec: the architecture, with the quantization that the settings select.
+        weights: of the files; None: random weights are asked for.
+    """
+
+    source: ModelSource
+    spec: ModelSpec
+    weights: WeightsSummary | None
+
+
+def find_model(config: ModelConfig, *, fetch: bool = True, progress: Progress | None = None) -> ModelSource:
+    """The files of a model, downloaded if necessary.
+
+    Args:
+        config: which model, and how its weights are loaded.
+        fetch: False: a model that is not on this machine is an error; no network is used.
+        progress: called with the state of a download.
+
+    Raises:
+        ConfigError: no files, or none that the engine reads.
+    """
+    need_weights = config.load_format != "dummy"
+    return resolve_source(config.model, need_weights=need_weights, progress=progress, fetch=fetch)
+
+
+def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
+    """The architecture and the weights of a model, as far as headers show them.
+
+    Raises:
+        WeightsError: the weight files are damaged, or do not belong to the configuration.
+        ConfigError: the configuration is damaged, or of a model that cannot run here.
+    """
+    if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
+        from ..model_files.gguf.gguf_config import read_gguf_spec
+        from ..model_files.gguf.gguf_file import GGUFFile
+
+        file = GGUFFile(source.path)
+        spec = read_gguf_spec(file)
+        check_implementation(config, source, spec)
+        weights = _weights(config, lambda: (spec, check_gguf_weights(file, spec)))
+    else:
+        from ..model_files.hf.hf_config import read_hf_spec
+
+        folder = Path(source.path)
+        spec = read_hf_spec(folder)
+        check_implementation(config, source, spec)
+        weights = _weights(config, lambda: check_folder_weights(folder, spec))
+    if weights is not None:
+        spec, summary = weights
+        return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
+    return ResolvedModel(source, with_quantization(spec, config.quantization), None)
+
+
+def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> None:
+    """Check that the engine or transformers can compute the architecture.
+
+    Raises:
+        ConfigError: neither can, or not in this form.
+    """
+    if config.load_format == "gguf" and source.kind != "gguf":
+        raise ConfigError(
+            f"{source.path}: load_format is gguf, but this is a folder; give the path of the .gguf file as the model"
+        )
+    if config.load_format == "safetensors" and source.kind != "hf":
+        raise ConfigError(
+            f"{source.path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
+        )
+    is_known = spec.model_type in SUPPORTED_MODEL_TYPES
+    if config.model_impl == "engine" or (config.model_impl == "auto" and is_known):
+        return  # `resolve` refuses model_impl engine for other architectures
+    asked = (
+        "model_impl is transformers"
+        if is_known
+        else f"the engine has no model for {spec.model_type} of its own"
+    )
+    if source.kind != "hf":
+        raise ConfigError(
+            f"{source.path}: {asked}, which reads folders in Hugging Face layout, not GGUF files; use --model-impl "
+            "engine, or the folder that the file was made from"
+        )
+    if (reason := why_not_transformers(spec.model_type, find_transformers())) is not None:
+        raise ConfigError(f"{source.path}: {asked}, and transformers cannot compute it: {reason}")
+    if spec.quantization is not None and spec.quantization.stored:
+        way_out = " or --model-impl engine" if is_known else ""
+        raise ConfigError(
+            f"{source.path}: {asked}; the weights are quantized ({spec.quantization.method}), but transformers "
+            f"computes with plain ones only; use the original weights{way_out}"
+        )
+    if config.quantization is not None:
+        raise ConfigError(
+            f"quantization is {config.quantization}, but {asked}, and transformers computes with plain weights only; "
+            "drop --quantization" + (" or use --model-impl engine" if is_known else "")
+        )
+
+
+def _weights(
+    config: ModelConfig, check: Callable[[], tuple[ModelSpec, WeightsSummary]]
+) -> tuple[ModelSpec, WeightsSummary] | None:
+    if config.load_format == "dummy":
+        return None
+    try:
+        return check()
+    except ConfigError as error:
+        raise WeightsError(str(error)) from error

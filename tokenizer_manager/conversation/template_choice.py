@@ -1,0 +1,84 @@
+"""`load_chat_template`: which of a model's chat templates, or which file, renders its chats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from ...runtime.errors import ConfigError
+from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.model_files.tokenizer_files.chat_templates import DEFAULT, WITH_TOOLS
+from .chat_template import ChatTemplate
+
+_FLAG: Final = "--chat-template"
+
+
+def load_chat_template(choice: str | None, tokenizer: Tokenizer, model_path: str) -> ChatTemplate | None:
+    """The chosen template, else the model's default one or its only one, else None (see `why_no_template`).
+
+    With the default one, "tool_use" renders chats with tools if the model has it, as in transformers.
+
+    Args:
+        choice: of `--chat-template`: the name of one of the model's templates, or a file.
+        tokenizer: has the model's templates.
+        model_path: for errors.
+
+    Raises:
+        ConfigError: there is no such name or file, or it is no template.
+    """
+    named, special_tokens = tokenizer.chat_templates, tokenizer.special_tokens
+    if choice is not None and choice not in named:
+        return _compiled(_text_of(choice, named), special_tokens, f"the chat template {choice}")
+    name = choice or (DEFAULT if DEFAULT in named else next(iter(named)) if len(named) == 1 else None)
+    if name is None:
+        return None
+    try:
+        with_tools = None
+        if choice is None and name == DEFAULT and WITH_TOOLS in named:
+            with_tools = _compiled(
+                named[WITH_TOOLS], special_tokens, f"the model's chat template {WITH_TOOLS}"
+            )
+        shown = "the model's chat template" + ("" if name == DEFAULT else f" {name}")
+        return _compiled(named[name], special_tokens, shown, with_tools)
+    except ConfigError as error:  # clients see the template's name, which must not have a path of the server
+        raise ConfigError(f"{model_path}: {error}") from error
+
+
+def check_template_file(path: str) -> None:
+    """Check a file of `--chat-template` before there is a model.
+
+    Raises:
+        ConfigError: it cannot be read, or is no template.
+    """
+    ChatTemplate(_text_of(path, {}), {}, f"the chat template {path}")
+
+
+def why_no_template(tokenizer: Tokenizer, instead: str) -> str:
+    """After "the model X": why it has no template, and what to do instead, where `load_chat_template` returns None."""
+    names = tokenizer.chat_templates
+    if not names:
+        return f"has no chat template; {instead}, or give a file with {_FLAG}"
+    return (
+        f"has several chat templates, {', '.join(sorted(names))}, and none is called {DEFAULT}; {instead}, or choose "
+        f"one at start, for example {_FLAG} {min(names)}"
+    )
+
+
+def _compiled(
+    source: str, special_tokens: Mapping[str, str], name: str, with_tools: ChatTemplate | None = None
+) -> ChatTemplate:
+    template = ChatTemplate(source, special_tokens, name, with_tools)
+    template.find_part_roles()
+    return template
+
+
+def _text_of(path: str, names: Mapping[str, str]) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        templates = f" or one of the model's templates ({', '.join(sorted(names))})" if names else ""
+        raise ConfigError(
+            f"{path}: the chat template cannot be read: {reason}; give another file{templates} with {_FLAG}"
+        ) from error
