@@ -43,11 +43,11 @@ from .control import Control
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
 from .grammar_proofs import GrammarProofs, GrammarProver, TrustingProver
-from .metrics import Metrics
 from .orphan_reaper import OrphanReaper
 from .prompt_encoder import PromptEncoder, prompt_name
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
+from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -219,6 +219,7 @@ class TokenizerManager:
     def peers_back(self, capacity: Capacity, restarts_left: int = 0) -> None:
         """The scheduler and the detokenizer run again; the server survives `restarts_left` more losses."""
         self.engine.restarted(capacity)
+        self._metrics.num_restarts += 1
         self._recovery.back(self._clock(), restarts_left)
 
     # ------------------------------------------------------------ ends of the process

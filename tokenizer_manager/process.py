@@ -31,7 +31,6 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
-from ..runtime.version import __version__
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate, load_chat_template
@@ -44,8 +43,9 @@ from .http.schema.tool_schemas import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
-from .metrics import Metrics
 from .prompt_encoder import PromptEncoder
+from .telemetry.build_info import read_build_info
+from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,9 @@ async def _serve(
     outbox = Outbox(settings.endpoints.scheduler)
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     warn_of_unknown_tokens(tokenizer, capacity)
-    metrics = Metrics()
+    served_model = settings.config.model.name_in_api(settings.source.name)
+    build = read_build_info(child.peer_details)
+    metrics = Metrics(served_model, build.labels())
     setup = ProofSetup(
         settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), PROOF_MEMORY_BYTES
     )
@@ -129,10 +131,10 @@ async def _serve(
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
-        served_model=settings.config.model.name_in_api(settings.source.name),
+        served_model=served_model,
         any_model_name=settings.config.model.takes_any_name,
         created_s=int(time.time()),
-        version=__version__,
+        build=build,
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)  # clients can connect from here on

@@ -66,9 +66,10 @@ from engine.tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
-from engine.tokenizer_manager.metrics import Metrics
 from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.telemetry.build_info import BuildInfo
+from engine.tokenizer_manager.telemetry.metrics import Metrics
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
 TICK_S = 0.01  # of `FakeEngine.ticks`
@@ -284,7 +285,7 @@ def make_services(
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
     clock = clock or FakeClock()
     encoder = PromptEncoder(TOKENIZER, capacity.vocab_size)
-    metrics = Metrics()
+    metrics = Metrics(MODEL)
     config = EngineConfig(
         model=ModelConfig(served_model_name=MODEL, dtype="float32"),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
@@ -341,7 +342,7 @@ def make_services(
         ),
         served_model=MODEL,
         created_s=1_700_000_000,
-        version="0.0.0",
+        build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
     )
 
 

@@ -17,9 +17,10 @@ from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
-from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder
 from ..scheduling_options import Scheduling
+from ..telemetry.build_info import BuildInfo
+from ..telemetry.metrics import Metrics
 from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
@@ -47,7 +48,7 @@ class Services:
         served_model: its name in requests.
         any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
-        version: of the engine.
+        build: the version that runs.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
     """
@@ -63,7 +64,7 @@ class Services:
     spec: ModelSpec
     served_model: str
     created_s: int
-    version: str
+    build: BuildInfo
     any_model_name: bool = False
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
@@ -72,6 +73,11 @@ class Services:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.encoder.tokenizer
+
+    @property
+    def version(self) -> str:
+        """Version of the engine."""
+        return self.build.version
 
     @property
     def fingerprint(self) -> str:
