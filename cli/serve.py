@@ -30,6 +30,7 @@ from .options import (
     takes_config_options,
 )
 from .port import check_port
+from .service_manager import report_ready
 from .startup import StartupDisplay
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,7 @@ def _run(merged: MergedConfig) -> int:
     def on_ready(ready: EngineReady) -> None:
         setproctitle.setproctitle(f"{_TITLE} {ready.url}")
         typer.echo(ready_text(prepared.config, ready.url))
+        report_ready(f"{prepared.config.model.served_model_name} at {ready.url}")
 
     with ExitStack() as stack:
         config, make_nodes = prepared.config, None

@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 import engine
 
 ROOT = Path(__file__).parent.parent
-NOT_PACKAGED = {"tests", "docs", "benchmarks", "build", "dist", "__pycache__"}
+NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "dist", "__pycache__"}
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
 OPTIONAL_IMPORTS = {"triton", "sgl_kernel", "transformers", "jsonschema_rs"}
 
