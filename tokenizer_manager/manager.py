@@ -116,7 +116,9 @@ class TokenizerManager:
         self._recovery = Recovery(
             log, self.engine, limiter=self._limiter, aborter=self._aborter, metrics=metrics, send=send
         )
-        self._proofs = GrammarProofs(prover or TrustingProver(), log, aborter=self._aborter, send=send)
+        self._proofs = GrammarProofs(
+            prover or TrustingProver(), log, aborter=self._aborter, send=send, clock=clock
+        )
         log.subscribe(self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
@@ -284,7 +286,7 @@ class TokenizerManager:
             request.scheduling,
             self._limiter.num_unstarted,
         )
-        now_s = self._clock()
+        generation.opened_s = now_s = self._clock()
         for choice, message in opened:
             self.request_log.opened(LoggedRequest(message, generation, choice), now_s)
         self._proofs.begin(generation, request.grammar, request.grammar_param)

@@ -46,6 +46,8 @@ from .manager import TokenizerManager
 from .prompt_encoder import PromptEncoder
 from .telemetry.build_info import read_build_info
 from .telemetry.metrics import Metrics
+from .telemetry.otlp_traces import make_traces
+from .telemetry.request_record import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ def main(child: Child) -> None:
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
     check_tls(config.server)
+    traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
@@ -70,7 +73,7 @@ def main(child: Child) -> None:
             authorizer = Authorizer(
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity))
+            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces))
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -86,6 +89,7 @@ async def _serve(
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
+    traces: Traces,
 ) -> None:
     settings = child.settings
     outbox = Outbox(settings.endpoints.scheduler)
@@ -135,6 +139,7 @@ async def _serve(
         any_model_name=settings.config.model.takes_any_name,
         created_s=int(time.time()),
         build=build,
+        traces=traces,
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)  # clients can connect from here on

@@ -56,6 +56,7 @@ class App:
         if scope["type"] != "http":
             raise NotImplementedError(scope["type"])
         exchange = Exchange(scope, receive, send)
+        exchange.started_s = self._services.manager.now_s()
         try:
             await self._handle(exchange)
         except ClientGone:
@@ -63,6 +64,7 @@ class App:
         except Exception as error:  # a request is answered even if its handler has a bug
             await _answer(exchange, error)
         self._services.metrics.http_responses.add(str(exchange.status or _CLIENT_GONE))
+        self._services.traces.ended(exchange, self._services.manager.now_s())
 
     async def _handle(self, exchange: Exchange) -> None:
         if b"origin" in exchange.headers:
@@ -111,6 +113,7 @@ def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:
 async def _answer(exchange: Exchange, error: Exception) -> None:
     """Send an error: as a response with a status, or as an event if the stream has begun."""
     reply = reply_to(error, exchange.request_id)
+    exchange.error_code = reply.body.error.code or "error"
     level = (
         logging.WARNING if reply.status == 500 else logging.INFO
     )  # load balancers poll /health during a drain

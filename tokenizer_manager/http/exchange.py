@@ -16,6 +16,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...runtime.errors import RequestError
+from ..generation import Generation
 from .guards.auth import Caller
 from .guards.body_budget import BodyReservation
 from .schema.errors import ErrorReply
@@ -49,6 +50,9 @@ class Exchange:
         streaming: the response is an event stream.
         caller: the sender; set once it is authenticated.
         more_headers: sent with every kind of response.
+        error_code: of the error that it was answered with, also within a stream; "" for none.
+        started_s: when it arrived, by the manager's clock.
+        generations: what was started for it.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
@@ -60,6 +64,9 @@ class Exchange:
         self.streaming = False
         self.caller = Caller()
         self.more_headers: list[tuple[bytes, bytes]] = []
+        self.error_code = ""
+        self.started_s = 0.0
+        self.generations: list[Generation] = []
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex

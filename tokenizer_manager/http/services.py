@@ -21,6 +21,7 @@ from ..prompt_encoder import PromptEncoder
 from ..scheduling_options import Scheduling
 from ..telemetry.build_info import BuildInfo
 from ..telemetry.metrics import Metrics
+from ..telemetry.request_record import NoTraces, Traces
 from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
@@ -49,6 +50,7 @@ class Services:
         any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
         build: the version that runs.
+        traces: takes requests that have ended.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
     """
@@ -66,6 +68,7 @@ class Services:
     created_s: int
     build: BuildInfo
     any_model_name: bool = False
+    traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
 
@@ -113,6 +116,7 @@ class Services:
 
     def close(self) -> None:
         """Let the threads of its parts end."""
+        self.traces.close()
         self.encoder.close()
         self.body_reader.close()
         if self.renderer is not None:
@@ -121,6 +125,7 @@ class Services:
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """As `TokenizerManager.start`; the response has the queue position in a header."""
         generation = await self.manager.start(request)
+        exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 
