@@ -33,6 +33,7 @@ from .options import (
     takes_config_options,
 )
 from .preflight import check_start
+from .service_manager import report_ready
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +103,7 @@ def _run(merged: MergedConfig) -> int:
     def on_ready(ready: EngineReady) -> None:
         setproctitle.setproctitle(f"{_TITLE} {ready.url}")
         typer.echo(ready_text(prepared.config, ready.url))
+        report_ready(f"{prepared.config.model.served_model_name} at {ready.url}")
 
     with ExitStack() as stack:
         config, make_nodes = prepared.config, None

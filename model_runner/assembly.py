@@ -121,6 +121,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         capacity=capacity,
         sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
         drops_steps=group.size == 1,
+        attention_backend=attention.name,
     )
 
 

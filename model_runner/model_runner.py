@@ -121,6 +121,7 @@ class ModelRunner:
 
     Attributes:
         capacity: the capacity of all parts.
+        attention_backend: name of the backend.
         sizes: device memory of some parts.
         executor: runs the steps.
         builder, sampler: make the executor's input, and sample from its output.
@@ -144,6 +145,7 @@ class ModelRunner:
         capacity: Capacity,
         sizes: RunnerSizes,
         drops_steps: bool = True,
+        attention_backend: str = "",
     ) -> None:
         """Take the parts.
 
@@ -152,8 +154,10 @@ class ModelRunner:
             capacity: the capacity of all parts.
             sizes: device memory of some parts.
             drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
+            attention_backend: name of the backend that `executor` uses.
         """
         self.capacity = capacity
+        self.attention_backend = attention_backend
         self.sizes = sizes
         self.model = model
         self.executor = executor

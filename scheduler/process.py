@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..model_runner.build_facts import build_facts
 from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedRunner
 from ..model_runner.load import load_model_runner
@@ -89,7 +90,8 @@ def main(child: Child) -> None:
         grammars=grammars,
     )
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
-    child.ready(capacity=capacity, load_s=f"{time.monotonic() - started_s:.2f}")
+    load_s = f"{time.monotonic() - started_s:.2f}"
+    child.ready(capacity=capacity, load_s=load_s, **build_facts(own_runner))
     loop.run()
 
 

@@ -195,7 +195,8 @@ class Recovery:
         children = self._watch.children
         others = [child for child in children if child.role is not Role.TOKENIZER_MANAGER]
         if not self._manager_knows and all(child.ready for child in others):
-            self.manager.send(PeersReady(capacity_of_scheduler(others), self._budget.num_left))
+            capacity, about = scheduler_facts(others)
+            self.manager.send(PeersReady(capacity, self._budget.num_left, about))
             self._manager_knows = True
         if self._manager_knows and self.manager.ready:
             self._is_whole = True
@@ -205,8 +206,8 @@ class Recovery:
             logger.info("recovered restart=%d recovery_s=%.2f", self._num_restarts, recovery_s)
 
 
-def capacity_of_scheduler(children: Sequence[ChildProcess]) -> Capacity:
-    """The scheduler's capacity, from its `Ready` message.
+def scheduler_facts(children: Sequence[ChildProcess]) -> tuple[Capacity, dict[str, str]]:
+    """The scheduler's capacity and details, from its `Ready` message.
 
     Raises:
         ChildFailure: it has not sent it.
@@ -214,4 +215,4 @@ def capacity_of_scheduler(children: Sequence[ChildProcess]) -> Capacity:
     scheduler = next(child for child in children if child.role is Role.SCHEDULER)
     if scheduler.ready is None or scheduler.ready.capacity is None:
         raise ChildFailure("scheduler is ready but has not sent its capacity")
-    return scheduler.ready.capacity
+    return scheduler.ready.capacity, scheduler.ready.details

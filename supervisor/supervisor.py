@@ -26,7 +26,7 @@ from ..runtime.model_files.model_spec import ModelSpec
 from ..runtime.model_files.source import ModelSource
 from .child_process import ChildProcess
 from .child_watch import NODES_GRACE_S, STOP_GRACE_S, ChildFailure, ChildWatch, Interrupted, Nodes
-from .recovery import Recovery, capacity_of_scheduler
+from .recovery import Recovery, scheduler_facts
 from .signal_queue import SignalQueue
 
 logger = logging.getLogger(__name__)
@@ -163,8 +163,8 @@ class Supervisor:
         _, _, manager, *_ = (watch.start(self._rooms[each.role], each) for each in settings)
         watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
         watch.wait_for_nodes(started_s)
-        capacity = capacity_of_scheduler(watch.children)
-        manager.send(PeersReady(capacity))
+        capacity, about = scheduler_facts(watch.children)
+        manager.send(PeersReady(capacity, details=about))
         watch.wait_until_ready([manager], started_s)
 
         startup_s = time.monotonic() - started_s

@@ -27,9 +27,9 @@ from packaging.utils import canonicalize_name
 import engine
 
 ROOT = Path(__file__).parent.parent
-NOT_PACKAGED = {"tests", "docs", "benchmarks", "build", "dist", "__pycache__"}
+NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "dist", "__pycache__"}
 # Imported where they are installed, and only there: triton comes with torch's CUDA builds, sgl_kernel with the extras.
-OPTIONAL_IMPORTS = {"triton", "sgl_kernel", "transformers", "jsonschema_rs"}
+OPTIONAL_IMPORTS = {"triton", "sgl_kernel", "transformers", "jsonschema_rs", "opentelemetry"}
 
 
 def product_files() -> Iterator[Path]:
@@ -112,6 +112,7 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "cuda-torch211",
         "transformers",
         "ray",
+        "otel",
         "bench",
         "test",
         "dev",

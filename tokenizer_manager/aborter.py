@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 from ..runtime.errors import RequestError
 from ..runtime.messages import AbortRequest, Finish, FinishKind, SchedulerInput, TextOutput, Usage
 from .generation import Generation
-from .metrics import Metrics
 from .request_log import LoggedRequest, RequestLog
+from .telemetry.metrics import Metrics
 
 MAX_WAITING_ROWS: Final = 32_768
 """Unread rows of one stream, some 20 MB. `http/connection.py` bounds the time that a client may take to read."""

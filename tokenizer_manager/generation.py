@@ -177,6 +177,8 @@ class Generation:
     Attributes:
         scheduling: of its request.
         queue_position: requests without a token yet when it arrived.
+        opened_s: when it was tokenized and sent, by the manager's clock.
+        grammar_ready_s: when its grammar was proved; None if that was not necessary, or has not ended.
     """
 
     def __init__(
@@ -195,6 +197,8 @@ class Generation:
         self.choices = choices
         self.n = n
         self.arrival_s = arrival_s
+        self.opened_s = arrival_s
+        self.grammar_ready_s: float | None = None
         self.failure: Exception | None = None
         self._on_close = on_close
         self._rows: list[Row] = []

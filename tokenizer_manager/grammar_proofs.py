@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -76,8 +77,10 @@ class GrammarProofs:
         *,
         aborter: Aborter,
         send: Callable[[SchedulerInput], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the parts."""
+        self._clock = clock
         self._prover = prover
         self._log = log
         self._aborter = aborter
@@ -131,6 +134,7 @@ class GrammarProofs:
         if error is not None:
             self._aborter.fail(generation, error, "its grammar was refused")
             return
+        generation.grammar_ready_s = self._clock()
         for choice in generation.choices:
             logged = self._log.get(choice.rid)
             if logged is not None and logged.message.grammar is not None:

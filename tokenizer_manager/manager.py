@@ -45,11 +45,11 @@ from .control import Control
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
 from .grammar_proofs import GrammarProofs, GrammarProver, TrustingProver
-from .metrics import Metrics
 from .orphan_reaper import OrphanReaper
 from .prompt_encoder import PromptEncoder, prompt_name
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
+from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,9 @@ class TokenizerManager:
         self._recovery = Recovery(
             log, self.engine, limiter=self._limiter, aborter=self._aborter, metrics=metrics, send=send
         )
-        self._proofs = GrammarProofs(prover or TrustingProver(), log, aborter=self._aborter, send=send)
+        self._proofs = GrammarProofs(
+            prover or TrustingProver(), log, aborter=self._aborter, send=send, clock=clock
+        )
         log.subscribe(self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
@@ -225,6 +227,7 @@ class TokenizerManager:
     def peers_back(self, capacity: Capacity, restarts_left: int = 0) -> None:
         """The scheduler and the detokenizer run again; the server survives `restarts_left` more losses."""
         self.engine.restarted(capacity)
+        self._metrics.num_restarts += 1
         self._recovery.back(self._clock(), restarts_left)
 
     # ------------------------------------------------------------ ends of the process
@@ -289,7 +292,7 @@ class TokenizerManager:
             request.scheduling,
             self._limiter.num_unstarted,
         )
-        now_s = self._clock()
+        generation.opened_s = now_s = self._clock()
         for choice, message in opened:
             self.request_log.opened(LoggedRequest(message, generation, choice), now_s)
         self._proofs.begin(generation, request.grammar, request.grammar_param)

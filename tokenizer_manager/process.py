@@ -31,7 +31,6 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
-from ..runtime.version import __version__
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate
@@ -46,8 +45,11 @@ from .http.schema.tool_schemas import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
-from .metrics import Metrics
 from .prompt_encoder import PromptEncoder
+from .telemetry.build_info import read_build_info
+from .telemetry.metrics import Metrics
+from .telemetry.otlp_traces import make_traces
+from .telemetry.request_record import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,7 @@ def main(child: Child) -> None:
     keys = read_keys(config.server)
     make_room_for(config.server.max_connections)
     check_tls(config.server)
+    traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with bind(config.server.host, config.server.port) as listener:
         tokenizer = load_tokenizer(child.settings.source)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
@@ -72,7 +75,7 @@ def main(child: Child) -> None:
             authorizer = Authorizer(
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
-            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity))
+            runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces))
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -88,6 +91,7 @@ async def _serve(
     tokenizer: Tokenizer,
     chat_template: ChatTemplate | None,
     capacity: Capacity,
+    traces: Traces,
 ) -> None:
     settings = child.settings
     outbox = Outbox(settings.endpoints.scheduler)
@@ -97,7 +101,9 @@ async def _serve(
         line := turn_without_end(chat_template, tokenizer, settings.spec.eos_token_ids)
     ):
         logger.warning("%s", line)
-    metrics = Metrics()
+    served_model = settings.config.model.name_in_api(settings.source.name)
+    build = read_build_info(child.peer_details)
+    metrics = Metrics(served_model, build.labels())
     setup = ProofSetup(
         settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), PROOF_MEMORY_BYTES
     )
@@ -135,10 +141,11 @@ async def _serve(
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
-        served_model=settings.config.model.name_in_api(settings.source.name),
+        served_model=served_model,
         any_model_name=settings.config.model.takes_any_name,
         created_s=int(time.time()),
-        version=__version__,
+        build=build,
+        traces=traces,
     )
     server = HttpServer(App(services), settings.config.server)
     listener.listen(BACKLOG)  # clients can connect from here on

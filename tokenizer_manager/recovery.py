@@ -16,9 +16,9 @@ from ..runtime.messages import AbortRequest, SchedulerInput
 from .aborter import Aborter
 from .admission.queue_limiter import QueueLimiter
 from .engine_state import EngineState
-from .metrics import Metrics
 from .poison_detector import PoisonDetector
 from .request_log import LoggedRequest, RequestLog
+from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 

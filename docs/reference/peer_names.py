@@ -199,6 +199,9 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         "`VLLM_LOG_STATS_INTERVAL`, in seconds."
     ),
     "crash_dir": _sglang("crash_dump_folder", note="SGLang writes nothing where it is not set."),
+    "otlp_endpoint": _vllm(
+        "otlp_traces_endpoint", note="`/v1/traces` is added to a URL that does not end in it."
+    ),
 }
 """Setting -> its names."""
 

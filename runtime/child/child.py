@@ -87,6 +87,7 @@ class Child:
     Attributes:
         role: which process this is.
         settings: from the supervisor: role, config, source, spec, endpoints, rank; with the current log level.
+        peer_details: what the scheduler has told about itself; empty before `wait_for_peers`.
     """
 
     def __init__(self, channel: ControlChannel[ToChild]) -> None:
@@ -99,6 +100,7 @@ class Child:
         self.role = settings.role
         self.settings = settings
         self._channel = channel
+        self.peer_details: dict[str, str] = {}
         self._capacity: Capacity | None = None
         self._stop: Stop | None = None
         self._orders: deque[Order] = deque()
@@ -202,8 +204,9 @@ class Child:
     def _take(self, messages: Sequence[ToChild]) -> None:
         for message in messages:
             match message:
-                case PeersReady(capacity=capacity) if self._capacity is None:
+                case PeersReady(capacity=capacity, details=details) if self._capacity is None:
                     self._capacity = capacity
+                    self.peer_details = details
                 case PeersReady() | PeersLost() | PeerDied():
                     self._orders.append(message)
                 case Stop():

@@ -128,10 +128,12 @@ class PeersReady(Message, frozen=True):
     Attributes:
         capacity: of the scheduler.
         restarts_left: restarts that remain before the next failure ends the engine.
+        details: what the scheduler has told about itself in its `Ready`.
     """
 
     capacity: Capacity
     restarts_left: int = 0
+    details: dict[str, str] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
 
 
 class PeersLost(Message, frozen=True):

@@ -383,7 +383,19 @@ class LogConfig:
         Alias("crash_dump_folder", in_help=False),
     ] = None
 
+    otlp_endpoint: Annotated[
+        str | None,
+        "OpenTelemetry collector that gets a trace of each request over OTLP with HTTP, such as "
+        "http://127.0.0.1:4318; needs the extra otel (default: that of OTEL_EXPORTER_OTLP_ENDPOINT).",
+        Alias("otlp_traces_endpoint"),
+    ] = None
+
     def __post_init__(self) -> None:
+        if self.otlp_endpoint is not None and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"otlp_endpoint is {self.otlp_endpoint!r}, but it must be an http:// or https:// URL; collectors "
+                "listen for OTLP with HTTP on port 4318"
+            )
         if not (math.isfinite(self.log_interval) and self.log_interval > 0):
             raise ConfigError(f"log_interval is {self.log_interval}, but it must be above 0")
 

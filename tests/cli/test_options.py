@@ -123,6 +123,8 @@ SERVE_FLAGS = """
 --num-lookahead-tokens
 --num-speculative-tokens
 --num-threads
+--otlp-endpoint
+--otlp-traces-endpoint
 --overlap
 --overload
 --page

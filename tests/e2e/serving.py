@@ -29,7 +29,9 @@ SLOW: Final = ("--chaos", "slow=0.02")
 _READY: Final = re.compile(r"^Ready after [\d.]+ s: (\S+) at (https?://\S+)$", re.MULTILINE)
 _LAST_READY_LINE: Final = "Stop with Ctrl-C."
 _CHILD: Final = re.compile(r"started child=(\w+) pid=(\d+)")
-_SAMPLE: Final = re.compile(r"^(engine:\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+_SAMPLE: Final = re.compile(
+    r"""^(engine:\w+)(?:\{(?:model_name="(?:[^"\\]|\\.)*",?)?(.*)\})? (\S+)$""", re.MULTILINE
+)
 
 
 def engine_command(*arguments: str) -> list[str]:
@@ -216,7 +218,7 @@ class EngineServe:
 
 
 class Metrics(Mapping[str, float]):
-    """A page of `/metrics`; keys are names without `engine:`, with their labels as they stand."""
+    """A page of `/metrics`; keys are names without `engine:`, with their labels but `model_name` as they stand."""
 
     def __init__(self, page: str) -> None:
         self.page = page

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from .model import MAX_MODEL_LEN
 from .serving import DEADLINE_S, SLOW
@@ -18,6 +20,9 @@ HISTOGRAMS = (
     "inter_token_latency_seconds",
     "e2e_request_latency_seconds",
     "queue_time_seconds",
+    "request_time_per_output_token_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
 )
 
 
@@ -113,8 +118,27 @@ def test_the_metrics_add_up(http, serve):
         assert grown(f"{name}_count") == (45 if name.startswith("inter") else 3), name
         assert grown(f'{name}_bucket{{le="+Inf"}}') == grown(f"{name}_count")
     assert grown("time_to_first_token_seconds_sum") < grown("e2e_request_latency_seconds_sum")
+    assert grown("request_prompt_tokens_sum") == 3 * num_prompt
+    assert grown("request_generation_tokens_sum") == 48
+    assert grown("request_time_per_output_token_seconds_sum") == pytest.approx(
+        grown("inter_token_latency_seconds_sum") / 15
+    )
     assert http.get("/metrics").headers["content-type"].startswith("text/plain; version=0.0.4")
     assert http.post("/flush_cache").json() == {"flushed_tokens": after["kv_cached_tokens"], "kept_tokens": 0}
+
+
+def test_the_page_of_a_server_is_valid_and_names_its_model_and_build(http, serve):
+    families = {each.name: each for each in text_string_to_metric_families(http.get("/metrics").text)}
+    version = http.get("/version").json()
+
+    assert {each.labels["model_name"] for each in families["engine:num_running_reqs"].samples} == {
+        serve.model
+    }
+    [build] = families["engine:build_info"].samples
+    assert (build.value, build.labels) == (1, version)
+    assert version["device"] == "cpu"
+    assert all(version[name] for name in ("version", "torch", "backend", "instruction_set"))
+    assert version["torch"] == importlib.metadata.version("torch")
 
 
 def test_an_abort_by_id_ends_the_stream_with_its_reason(start_serve, model):

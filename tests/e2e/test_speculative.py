@@ -24,7 +24,7 @@ ARGUMENTS = (
 
 def metric(engine: EngineServe, name: str) -> int:
     page = httpx.get(f"{engine.url}/metrics", timeout=DEADLINE_S).text
-    found = re.search(rf"^engine:{name} (\d+)$", page, re.MULTILINE)
+    found = re.search(rf'^engine:{name}{{model_name="[^"]+"}} (\d+)$', page, re.MULTILINE)
     assert found, name
     return int(found[1])
 

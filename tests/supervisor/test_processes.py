@@ -43,14 +43,19 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+OF_RUNNER = ("torch", "device", "backend", "instruction_set")  # see `build_facts`
+
+
 def test_requests_pass_through_scheduler_and_detokenizer(start_engine, model):
     engine = start_engine(model=model)
 
-    answers = {key: value for key, value in engine.read()["details"].items() if key != "load_s"}
+    details = engine.read()["details"]
+    answers = {key: value for key, value in details.items() if key not in {"load_s", *OF_RUNNER}}
     results = {key: json.loads(value) for key, value in answers.items()}
     engine.process.send_signal(signal.SIGTERM)
     outcome = engine.end()
 
+    assert all(details[name] for name in OF_RUNNER)
     greedy, again, stopped = results["greedy"], results["again"], results["stopped"]
     assert (greedy["num_ids"], greedy["completion_tokens"], greedy["finish"]) == (12, 12, "length")
     assert (again["text"], greedy["cached_tokens"], again["cached_tokens"]) == (greedy["text"], 0, 32)

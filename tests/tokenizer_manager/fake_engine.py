@@ -67,14 +67,17 @@ from engine.tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
-from engine.tokenizer_manager.metrics import Metrics
 from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
+from engine.tokenizer_manager.telemetry.build_info import BuildInfo
+from engine.tokenizer_manager.telemetry.metrics import Metrics
+from engine.tokenizer_manager.telemetry.request_record import NoTraces, Traces
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine
 TICK_S = 0.01  # of `FakeEngine.ticks`
 MODEL = "org/tiny"
 EOS = 257
+NO_TRACES = NoTraces()
 CAPACITY = Capacity(max_model_len=256, num_pages=64, page_size=4, max_running_requests=8, vocab_size=258)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -288,12 +291,13 @@ def make_services(
     of_model: SamplingDefaults = OPENAI_DEFAULTS,
     tokenizer: Tokenizer = TOKENIZER,
     log_requests: bool = False,
+    traces: Traces = NO_TRACES,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
     clock = clock or FakeClock()
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
-    metrics = Metrics()
+    metrics = Metrics(MODEL)
     config = EngineConfig(
         model=ModelConfig(**({"served_model_name": MODEL, "dtype": "float32"} | (model or {}))),
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
@@ -351,7 +355,8 @@ def make_services(
         ),
         served_model=MODEL,
         created_s=1_700_000_000,
-        version="0.0.0",
+        build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
+        traces=traces,
     )
 
 

@@ -402,12 +402,12 @@ def test_latencies_are_measured_from_arrival_and_between_rows():
         setup.manager.on_message(BatchTextOutput([row(request, "bc", total=3, finish=LENGTH)]))
         page = setup.services.metrics.render(None)
 
-        assert "engine:time_to_first_token_seconds_sum 0.75\n" in page
-        assert "engine:inter_token_latency_seconds_sum 0.25\n" in page
-        assert "engine:inter_token_latency_seconds_count 2\n" in page
-        assert "engine:e2e_request_latency_seconds_sum 1.0\n" in page
-        assert "engine:queue_time_seconds_sum 0.25\n" in page
-        assert 'engine:finished_reqs_total{reason="length"} 1\n' in page
+        assert 'engine:time_to_first_token_seconds_sum{model_name="org/tiny"} 0.75\n' in page
+        assert 'engine:inter_token_latency_seconds_sum{model_name="org/tiny"} 0.25\n' in page
+        assert 'engine:inter_token_latency_seconds_count{model_name="org/tiny"} 2\n' in page
+        assert 'engine:e2e_request_latency_seconds_sum{model_name="org/tiny"} 1.0\n' in page
+        assert 'engine:queue_time_seconds_sum{model_name="org/tiny"} 0.25\n' in page
+        assert 'engine:finished_reqs_total{model_name="org/tiny",reason="length"} 1\n' in page
 
     run(test)
 

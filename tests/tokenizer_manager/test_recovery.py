@@ -53,7 +53,7 @@ def test_a_stream_goes_on_behind_what_was_delivered():
         setup.manager.on_message(BatchTextOutput([row(again, "d", finish=LENGTH)]))
         assert await texts(generation) == ["abcd"]
         assert len(setup.manager.request_log) == 0
-        assert "engine:resumed_reqs_total 1" in setup.services.metrics.render(None)
+        assert 'engine:resumed_reqs_total{model_name="org/tiny"} 1' in setup.services.metrics.render(None)
 
     run(test)
 
@@ -117,7 +117,8 @@ def test_counters_do_not_fall_to_nothing_until_the_next_report():
         setup.manager.peers_back(CAPACITY)
         page = setup.services.metrics.render(setup.manager.engine.report)
 
-        assert "engine:generation_tokens_total 1000\n" in page
+        assert 'engine:generation_tokens_total{model_name="org/tiny"} 1000\n' in page
+        assert 'engine:restarts_total{model_name="org/tiny"} 1\n' in page
         assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.on_message(SchedulerReport(sent_s=now_s + 1.0, stalled="full"))  # was under way
         assert setup.manager.engine.unhealthy_reason() is None

@@ -10,7 +10,6 @@ requests, which probes and dashboards repeat all the time, have no line.
 from __future__ import annotations
 
 import logging
-import time
 
 from ..generation import Choice, Generation
 from .exchange import Exchange
@@ -27,20 +26,25 @@ _GENERATION = (
 class NoAccessLog:
     """Logs nothing."""
 
-    def ended(self, exchange: Exchange) -> None:
-        """A request has been answered, or its client has gone."""
+    def ended(self, exchange: Exchange, ended_s: float) -> None:
+        """A request has been answered, or its client has gone.
+
+        Args:
+            exchange: the request.
+            ended_s: now, by the manager's clock.
+        """
 
 
 class AccessLog(NoAccessLog):
     """Logs every request but GETs."""
 
-    def ended(self, exchange: Exchange) -> None:
+    def ended(self, exchange: Exchange, ended_s: float) -> None:
         """See `NoAccessLog`."""
         if exchange.method in ("GET", "HEAD", "OPTIONS"):
             return
-        duration_ms = (time.monotonic() - exchange.arrival_s) * 1e3
-        endpoint, generation = _shown(exchange.path), exchange.generation
-        if generation is None:
+        duration_ms = (ended_s - exchange.started_s) * 1e3
+        endpoint, generations = _shown(exchange.path), exchange.generations
+        if not generations:
             logger.info(
                 "request id=%s endpoint=%s status=%d duration_ms=%.0f",
                 exchange.request_id,
@@ -49,22 +53,23 @@ class AccessLog(NoAccessLog):
                 duration_ms,
             )
             return
-        choices = generation.choices
+        choices = [choice for generation in generations for choice in generation.choices]
+        prompts = [choice for generation in generations for choice in generation.prompt_choices]
         first_s = min(
             (each.first_token_s for each in choices if each.first_token_s is not None), default=None
         )
         logger.info(
             _GENERATION,
-            generation.id,
+            generations[0].id,
             endpoint,
             exchange.status,
-            sum(len(each.prompt_ids) for each in generation.prompt_choices),
-            sum(each.usage.cached_tokens for each in generation.prompt_choices),
+            sum(len(each.prompt_ids) for each in prompts),
+            sum(each.usage.cached_tokens for each in prompts),
             sum(each.usage.completion_tokens for each in choices),
-            None if first_s is None else round((first_s - generation.arrival_s) * 1e3),
+            None if first_s is None else round((first_s - generations[0].arrival_s) * 1e3),
             _rate(choices),
             duration_ms,
-            _finish(generation),
+            _finish(generations),
         )
 
 
@@ -85,9 +90,10 @@ def _rate(choices: list[Choice]) -> float | None:
     return round(num_later / span_s, 1) if span_s > 0 and num_later > 0 else None
 
 
-def _finish(generation: Generation) -> str:
+def _finish(generations: list[Generation]) -> str:
     """`stop`, `length`, `stop,length` for several choices, `error`, or `disconnect` if the client has gone."""
-    if generation.failure is not None:
+    if any(generation.failure is not None for generation in generations):
         return "error"
-    reasons = {each.finish.kind.value if each.finish else "disconnect" for each in generation.choices}
+    choices = (choice for generation in generations for choice in generation.choices)
+    reasons = {each.finish.kind.value if each.finish else "disconnect" for each in choices}
     return ",".join(sorted(reasons))

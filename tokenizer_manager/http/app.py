@@ -67,6 +67,7 @@ class App:
         if scope["type"] != "http":
             raise NotImplementedError(scope["type"])
         exchange = Exchange(scope, receive, send)
+        exchange.started_s = self._services.manager.now_s()
         try:
             await self._handle(exchange)
         except ClientGone:
@@ -74,8 +75,10 @@ class App:
         except Exception as error:  # a request is answered even if its handler has a bug
             await _answer(exchange, error)
         exchange.status = exchange.status or _CLIENT_GONE
+        ended_s = self._services.manager.now_s()
         self._services.metrics.http_responses.add(str(exchange.status))
-        self._access_log.ended(exchange)
+        self._services.traces.ended(exchange, ended_s)
+        self._access_log.ended(exchange, ended_s)
 
     async def _handle(self, exchange: Exchange) -> None:
         if b"origin" in exchange.headers:
@@ -130,6 +133,7 @@ def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:
 async def _answer(exchange: Exchange, error: Exception) -> None:
     """Send an error: as a response with a status, or as an event if the stream has begun."""
     reply = reply_to(error, exchange.request_id)
+    exchange.error_code = reply.body.error.code or "error"
     level = (
         logging.WARNING if reply.status == 500 else logging.INFO
     )  # load balancers poll /health during a drain

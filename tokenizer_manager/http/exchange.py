@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
@@ -52,8 +51,9 @@ class Exchange:
         streaming: the response is an event stream.
         caller: the sender; set once it is authenticated.
         more_headers: sent with every kind of response.
-        arrival_s: by the monotonic clock.
-        generation: what it started, once it has.
+        error_code: of the error that it was answered with, also within a stream; "" for none.
+        started_s: when it arrived, by the manager's clock.
+        generations: what was started for it.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
 
@@ -65,8 +65,9 @@ class Exchange:
         self.streaming = False
         self.caller = Caller()
         self.more_headers: list[tuple[bytes, bytes]] = []
-        self.arrival_s = time.monotonic()
-        self.generation: Generation | None = None
+        self.error_code = ""
+        self.started_s = 0.0
+        self.generations: list[Generation] = []
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")
         self.request_id = wanted.decode() if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ..telemetry.build_info import BuildInfo
 from .anthropic.bodies import CountBody, MessageBody, MessageEvent
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.fields import CountTokensRequest, MessagesRequest
@@ -283,6 +284,14 @@ ROUTES: Final = (
         "Whether requests are expected to work; needs no key.",
         answer=HealthBody,
     ),
+    Route(
+        "GET",
+        "/ping",
+        operations.ping,
+        "As /health, under the name that SageMaker asks for; needs no key.",
+        answer=HealthBody,
+    ),
+    Route("GET", "/version", operations.version, "The version that runs.", answer=BuildInfo),
     Route(
         "GET",
         "/health_generate",

@@ -19,9 +19,11 @@ from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
-from ..metrics import Metrics
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
+from ..telemetry.build_info import BuildInfo
+from ..telemetry.metrics import Metrics
+from ..telemetry.request_record import NoTraces, Traces
 from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
@@ -49,7 +51,8 @@ class Services:
         served_model: its name in requests.
         any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
-        version: of the engine.
+        build: the version that runs.
+        traces: takes requests that have ended.
         body_budget: bounds the bodies that are being received.
         body_reader: parses them.
     """
@@ -65,8 +68,9 @@ class Services:
     spec: ModelSpec
     served_model: str
     created_s: int
-    version: str
+    build: BuildInfo
     any_model_name: bool = False
+    traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     body_reader: BodyReader = field(default_factory=BodyReader)
 
@@ -79,6 +83,11 @@ class Services:
     def sampling_defaults(self) -> SamplingDefaults:
         """The sampling parameters of requests without their own."""
         return effective_defaults(self.config.model.sampling_defaults, self.spec.sampling_defaults)
+
+    @property
+    def version(self) -> str:
+        """Version of the engine."""
+        return self.build.version
 
     @property
     def fingerprint(self) -> str:
@@ -114,6 +123,7 @@ class Services:
 
     def close(self) -> None:
         """Let the threads of its parts end."""
+        self.traces.close()
         self.encoder.close()
         self.body_reader.close()
         if self.renderer is not None:
@@ -121,7 +131,8 @@ class Services:
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """As `TokenizerManager.start`; the response has the queue position in a header."""
-        generation = exchange.generation = await self.manager.start(request)
+        generation = await self.manager.start(request)
+        exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 

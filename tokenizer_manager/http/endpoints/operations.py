@@ -16,8 +16,8 @@ from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
-from ...metrics import CONTENT_TYPE
 from ...scheduling_options import MAX_PRIORITY, Scheduling
+from ...telemetry.instruments import CONTENT_TYPE
 from ..delivery import collect
 from ..exchange import Exchange
 from ..schema.answers import (
@@ -52,6 +52,11 @@ async def health(exchange: Exchange, services: Services) -> None:
     await exchange.send_json(HealthBody())
 
 
+async def ping(exchange: Exchange, services: Services) -> None:
+    """As `health`; a route of its own, since the OpenAPI document names each operation once."""
+    await health(exchange, services)
+
+
 async def health_generate(exchange: Exchange, services: Services) -> None:
     """200 if one token could be generated."""
     _check_healthy(services)
@@ -73,8 +78,14 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
 
 async def metrics(exchange: Exchange, services: Services) -> None:
     """The metrics in Prometheus' text format."""
-    page = services.metrics.render(services.manager.engine.report)
+    engine = services.manager.engine
+    page = services.metrics.render(engine.report, healthy=engine.unhealthy_reason() is None)
     await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
+
+
+async def version(exchange: Exchange, services: Services) -> None:
+    """The version that runs, and what it computes with."""
+    await exchange.send_json(services.build)
 
 
 async def server_info(exchange: Exchange, services: Services) -> None:

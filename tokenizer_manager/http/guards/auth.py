@@ -1,5 +1,5 @@
 """`Authorizer`: checks API keys, and which caller may do what affects all requests. With keys set, every path except
-exactly `/health` needs one, whether the path exists or not.
+exactly `/health` and `/ping` needs one, whether the path exists or not.
 
 A list of protected paths would let `//v1` and `/V1` through; so only the open paths are listed. A path is used as it
 was sent, both for this check and to find its handler.
@@ -27,7 +27,7 @@ from ...scheduling_options import (
 from ..schema.generation_fields import GenerationFields
 from ..schema.protocol import NativeRequest
 
-OPEN_PATHS: Final = frozenset({"/health"})
+OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
 _KEY_HEADER: Final = b"x-api-key"
 _MAX_KEYS: Final = 10_000  # all are compared with each token: 0.3 us each

@@ -62,6 +62,27 @@ def test_health_is_red_while_requests_wait_and_nothing_moves(serve: Serve):
     assert served.client.get("/health").status_code == 200
 
 
+def test_ping_is_health_under_another_name(serve: Serve):
+    clock = FakeClock()
+    served = serve(clock=clock, watchdog_timeout=5.0, api_key=("key",))
+    assert served.client.get("/ping").status_code == 200
+    clock.now_s += 6.0
+    assert served.client.get("/ping").status_code == 503
+
+
+def test_metrics_say_whether_the_server_is_healthy(serve: Serve):
+    clock = FakeClock()
+    served = serve(clock=clock, watchdog_timeout=5.0)
+    assert 'engine:healthy{model_name="org/tiny"} 1\n' in served.client.get("/metrics").text
+    clock.now_s += 6.0
+    assert 'engine:healthy{model_name="org/tiny"} 0\n' in served.client.get("/metrics").text
+
+
+def test_version_is_the_build(serve: Serve):
+    shown = serve().client.get("/version").json()
+    assert (shown["version"], shown["torch"], shown["device"]) == ("0.0.0", "2.0", "cpu")
+
+
 def test_health_generate_runs_one_token(serve: Serve):
     served = serve()
     reply = served.threads.submit(served.client.get, "/health_generate")
@@ -118,7 +139,7 @@ def test_metrics_count_requests_and_never_show_prompts(serve: Serve):
     reply = served.client.get("/metrics")
 
     assert reply.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert 'engine:finished_reqs_total{reason="stop"} 1\n' in reply.text
+    assert 'engine:finished_reqs_total{model_name="org/tiny",reason="stop"} 1\n' in reply.text
     assert 'engine:http_responses_total{status="200"} 1\n' in reply.text
     assert 'engine:http_responses_total{status="400"} 1\n' in reply.text
     assert "secret" not in reply.text
@@ -161,7 +182,7 @@ def test_openapi_says_what_is_answered_and_how_it_fails(serve: Serve):
     assert document["security"] == [{"bearer": []}]
     assert [
         path for path, item in document["paths"].items() if item.get("get", {}).get("security") == []
-    ] == ["/health"]
+    ] == ["/health", "/ping"]
 
 
 def test_openapi_has_the_ranges_of_fields_and_forbids_two_prompts(serve: Serve):

@@ -32,11 +32,11 @@ def status(url: str, method: str, path: str, authorization: bytes | None = None)
         connection.close()
 
 
-def test_every_route_but_health_needs_the_key(serve: Serve):
+def test_every_route_but_health_and_ping_needs_the_key(serve: Serve):
     served = serve(say_all("x"), api_key=(KEY,))
     for route in ROUTES:
         path = route.path.replace("{model}", "x")
-        assert status(served.url, route.method, path) == (200 if path == "/health" else 401), path
+        assert status(served.url, route.method, path) == (200 if path in ("/health", "/ping") else 401), path
         assert status(served.url, route.method, path, f"Bearer {KEY}".encode()) != 401
 
 

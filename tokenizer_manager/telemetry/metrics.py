@@ -1,0 +1,239 @@
+"""`Metrics`: the page `/metrics`, in Prometheus' text format.
+
+The scheduler's numbers arrive as totals in its reports and are shown unchanged. Latencies as clients see them, lengths
+and refusals are counted here. Names follow SGLang and vLLM where they have the metric. `model_name` is the served name,
+never one that a request states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from ...runtime.messages import FinishKind, SchedulerReport, TextOutput
+from ..generation import Choice, Generation
+from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
+
+_TTFT_BUCKETS_S: Final = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
+_ITL_BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_E2E_BUCKETS_S: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
+_TPOT_BUCKETS_S: Final = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.025,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.5,
+)
+_LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_QUEUE_BUCKETS_S: Final = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+_GAUGES: Final = (
+    ("num_running_reqs", "Requests that run."),
+    ("num_queue_reqs", "Requests that wait."),
+    ("kv_used_tokens", "KV slots held by requests."),
+    ("kv_cached_tokens", "KV slots in the prefix cache, in use or not."),
+    ("kv_total_tokens", "KV slots of the pool."),
+    ("new_token_ratio", "Share of its max_tokens that a request is expected to generate."),
+    ("num_swapped_reqs", "Requests that wait with their KV on the host."),
+    ("num_grammar_reqs", "Requests that wait for a grammar."),
+    ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
+    ("host_total_tokens", "Slots of the host's KV pool."),
+    ("pinned_tokens", "KV slots of pinned prefixes."),
+    ("detokenizer_reqs", "Requests that the detokenizer has a text state of."),
+)
+_TOTALS: Final = (
+    ("retracted_reqs_total", "Times a request lost its KV memory to others and was computed again."),
+    ("prompt_tokens_total", "Prompt tokens of admitted requests, cached or computed."),
+    ("generation_tokens_total", "Tokens generated."),
+    ("cached_tokens_total", "Prompt tokens taken from the prefix cache."),
+    ("evicted_tokens_total", "Tokens dropped from the prefix cache to make room."),
+    ("preempted_reqs_total", "Times a request lost its KV memory to a more urgent one."),
+    ("swapped_out_tokens_total", "Tokens whose KV was copied to the host."),
+    ("swapped_in_tokens_total", "Tokens whose KV was copied back from the host."),
+    ("timed_out_reqs_total", "Requests that ran into queue_timeout or timeout."),
+    ("num_steps_total", "Steps of the model; each round of a multi-step decode is one."),
+    ("step_s_total", "Seconds that steps took."),
+    ("draft_tokens_total", "Draft tokens that steps have checked (--speculative)."),
+    ("accepted_draft_tokens_total", "Draft tokens that were right: each saved its request a step."),
+    ("grammar_builds_total", "Grammars that the scheduler's process compiled, or could not compile."),
+    ("grammar_build_s_total", "Seconds for that, on a thread of its own."),
+    ("grammar_masks_total", "Token masks that grammars filled."),
+    ("grammar_mask_s_total", "Seconds for that."),
+    ("overruled_tokens_total", "Tokens that replace one that a grammar refused."),
+)
+"""Figures of `SchedulerReport` that only grow while the scheduler's process lives."""
+
+
+_SHOWN_AS: Final = {
+    "grammar_build_s_total": "grammar_build_seconds_total",
+    "grammar_mask_s_total": "grammar_mask_seconds_total",
+    "num_steps_total": "steps_total",
+    "step_s_total": "step_seconds_total",
+}
+"""Names of metrics that differ from those of `SchedulerReport`: Prometheus spells units out."""
+
+
+class Metrics:
+    """All metrics of the process.
+
+    Attributes:
+        time_to_first_token, inter_token_latency, e2e_request_latency, queue_time: in seconds, per request, as this
+            process sees them; a row with several tokens counts its time evenly for each.
+        time_per_output_token: in seconds, the mean of a request after its first token.
+        prompt_lengths, output_lengths: in tokens, of requests that ended with their answer complete.
+        finished_reqs: by finish reason.
+        http_responses: by status.
+        num_resumed_reqs: submitted again because a process was lost.
+        num_restarts: of scheduler and detokenizer after a loss.
+    """
+
+    def __init__(self, model_name: str = "", build: Mapping[str, str] = NO_LABELS) -> None:
+        """Start at 0.
+
+        Args:
+            model_name: the served name; a label of every metric that is about requests to it.
+            build: the labels of `engine:build_info`.
+        """
+        self._labels = {"model_name": model_name}
+        self._build = build
+        self.time_to_first_token = Histogram(
+            "time_to_first_token_seconds", "Arrival of a request to its first token.", _TTFT_BUCKETS_S
+        )
+        self.inter_token_latency = Histogram(
+            "inter_token_latency_seconds", "Time between tokens of a request.", _ITL_BUCKETS_S
+        )
+        self.time_per_output_token = Histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time per token of a request after its first token.",
+            _TPOT_BUCKETS_S,
+        )
+        self.e2e_request_latency = Histogram(
+            "e2e_request_latency_seconds", "Arrival of a request to its end.", _E2E_BUCKETS_S
+        )
+        self.queue_time = Histogram(
+            "queue_time_seconds", "Arrival at the scheduler to first admission.", _QUEUE_BUCKETS_S
+        )
+        self.prompt_lengths = Histogram(
+            "request_prompt_tokens", "Prompt tokens of a request, cached or computed.", _LENGTH_BUCKETS
+        )
+        self.output_lengths = Histogram(
+            "request_generation_tokens", "Tokens generated for a request.", _LENGTH_BUCKETS
+        )
+        self.finished_reqs = LabeledCounter(
+            "finished_reqs_total", "Requests that ended, by reason.", "reason"
+        )
+        self.num_resumed_reqs = 0
+        self.num_restarts = 0
+        self.http_responses = LabeledCounter("http_responses_total", "HTTP responses, by status.", "status")
+
+    def row_arrived(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
+        """Measure a row, and set the token times of its choice."""
+        num_tokens = len(output.token_ids) // 4
+        if num_tokens:
+            if choice.last_token_s is None:
+                choice.first_token_s = now_s
+                self.time_to_first_token.observe(now_s - generation.arrival_s)
+                self.queue_time.observe(output.usage.queue_s)
+            else:
+                gap_s = (now_s - choice.last_token_s) / num_tokens
+                self.inter_token_latency.observe(gap_s, num_tokens)
+            choice.last_token_s = now_s
+        if output.finish is not None:
+            self.finished_reqs.add(output.finish.kind.value)
+            if output.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
+                self._answered(generation, choice, output, now_s)
+
+    def _answered(self, generation: Generation, choice: Choice, output: TextOutput, now_s: float) -> None:
+        """Measure a request with a complete answer."""
+        usage = output.usage
+        self.e2e_request_latency.observe(now_s - generation.arrival_s)
+        self.prompt_lengths.observe(usage.prompt_tokens)
+        self.output_lengths.observe(usage.completion_tokens)
+        first_s, last_s = choice.first_token_s, choice.last_token_s
+        if first_s is not None and last_s is not None and usage.completion_tokens > 1:
+            self.time_per_output_token.observe((last_s - first_s) / (usage.completion_tokens - 1))
+
+    def render(self, report: SchedulerReport | None, *, healthy: bool = True) -> str:
+        """The page, from the latest report and the counts of this process.
+
+        Args:
+            report: the scheduler's latest; None before the first.
+            healthy: what `/health` says.
+        """
+        lines = [
+            *head("build_info", "The version that runs, and what it computes with.", "gauge"),
+            sample("build_info", self._build, 1),
+            *self._of_scheduler(report if report is not None else SchedulerReport(sent_s=0.0)),
+            *self._value("healthy", "1 if /health is 200.", "gauge", int(healthy)),
+            *self._value(
+                "resumed_reqs_total",
+                "Requests submitted again after a process was lost.",
+                "counter",
+                self.num_resumed_reqs,
+            ),
+            *self._value(
+                "restarts_total", "Restarts of processes after one was lost.", "counter", self.num_restarts
+            ),
+        ]
+        own = (
+            self.time_to_first_token,
+            self.inter_token_latency,
+            self.time_per_output_token,
+            self.e2e_request_latency,
+            self.queue_time,
+            self.prompt_lengths,
+            self.output_lengths,
+            self.finished_reqs,
+        )
+        for metric in own:
+            lines += metric.lines(self._labels)
+        lines += self.http_responses.lines()
+        return "\n".join(lines) + "\n"
+
+    def _of_scheduler(self, report: SchedulerReport) -> Iterator[str]:
+        """The lines of the scheduler's numbers."""
+        for kind, metrics in (("gauge", _GAUGES), ("counter", _TOTALS)):
+            for name, text in metrics:
+                yield from self._value(_SHOWN_AS.get(name, name), text, kind, getattr(report, name))
+        hit_rate = report.cached_tokens_total / max(report.prompt_tokens_total, 1)
+        text = "Share of all prompt tokens so far that the prefix cache had."
+        yield from self._value("cache_hit_rate", text, "gauge", hit_rate)
+        yield from head("num_queue_reqs_by_reason", "Requests that wait, by what they wait for.", "gauge")
+        for reason, count in sorted(report.waiting_by_reason.items()):
+            yield sample("num_queue_reqs_by_reason", {**self._labels, "reason": reason}, count)
+        yield from self._value(
+            "stalled", "1 if requests wait and nothing moves.", "gauge", int(bool(report.stalled))
+        )
+        yield from head("schedule_policy_info", "The policy that orders the queue now.", "gauge")
+        if report.policy:
+            yield sample("schedule_policy_info", {**self._labels, "policy": report.policy}, 1)
+
+    def _value(self, name: str, text: str, kind: str, value: float) -> Iterator[str]:
+        """The lines of a metric with one value."""
+        yield from head(name, text, kind)
+        yield sample(name, self._labels, value)
