@@ -48,7 +48,7 @@ from benchmarks.peers.sides import SIDES, Models, Room, make_side
 from benchmarks.peers.tables import all_tables
 from benchmarks.peers.workloads import WORKLOADS, Workload, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
-from engine.cli.bench.workload import WorkloadTokenizer
+from engine.cli.bench.workloads.workload import WorkloadTokenizer
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.cache_dir import cache_dir
 from engine.runtime.model_files.default_model import ensure_default_model

@@ -25,7 +25,7 @@ from benchmarks.peers.workloads import Workload
 from engine.cli.bench.records import BenchRequest
 from engine.cli.bench.result_file import RequestRow
 from engine.cli.bench.result_file import read_results as read_bench
-from engine.cli.bench.workload import WorkloadTokenizer
+from engine.cli.bench.workloads.workload import WorkloadTokenizer
 from engine.runtime.resolve.host_facts import read_host_facts
 from engine.runtime.resolve.memory_budget import size_text
 

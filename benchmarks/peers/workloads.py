@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from engine.cli.bench.records import BenchRequest
-from engine.cli.bench.workload import DatasetName, WorkloadSettings, WorkloadTokenizer
+from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings, WorkloadTokenizer
 
 
 @dataclass(frozen=True, slots=True)

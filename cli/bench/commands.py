@@ -20,7 +20,7 @@ from ..options import (
 from .command_settings import takes_settings
 from .runs import OutputSettings, SamplingSettings
 from .serve_run import ServerSettings
-from .workload import WorkloadSettings
+from .workloads.workload import WorkloadSettings
 
 app = typer.Typer(
     invoke_without_command=True,

@@ -19,7 +19,7 @@ from ...runtime.messages import GenerateRequest, TextOutput
 from ...runtime.sampling_params import SamplingParams
 from .records import BenchRequest, RequestRecord
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
-from .workload import WorkloadSettings, WorkloadTokenizer
+from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 
 if TYPE_CHECKING:
     from ...offline.engine import EngineThread, RowQueue

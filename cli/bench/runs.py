@@ -24,7 +24,7 @@ from .records import BenchRequest, RequestRecord
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
 from .summary import parse_goodput, summarize
 from .tables import print_summary
-from .workload import WorkloadSettings
+from .workloads.workload import WorkloadSettings
 
 
 def _sampling(help_text: str) -> Any:

@@ -18,7 +18,7 @@ from .openai_target import Endpoint, OpenAITarget, RequestOptions, check_ready, 
 from .records import BenchRequest
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
 from .structured import StructuredOutput
-from .workload import WorkloadSettings, WorkloadTokenizer
+from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 
 
 def _server(help_text: str, *names: str, **more: Any) -> Any:

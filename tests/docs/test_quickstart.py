@@ -50,7 +50,7 @@ class Reader:
         program.parent.mkdir()
         program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m engine "$@"\n')
         program.chmod(0o755)
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("ENGINE_API")}
+        inherited = {name: value for name, value in os.environ.items() if name != "ENGINE_API_KEY"}
         self.environment = inherited | {
             "PATH": f"{program.parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "2",

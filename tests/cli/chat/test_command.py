@@ -218,7 +218,7 @@ def test_a_conversation_on_a_terminal(program, tmp_path):
     program.expect(r"TTFT \d+ ms.* in.* 4 out · ctx \d+/1024")
     program.expect(PROMPT)
     program.type("/stats\r")
-    program.expect("1 answers, 4 tokens")
+    program.expect("1 answer, 4 tokens")
     program.expect(PROMPT)
     program.type("/exit\r")
     assert program.wait() == 0

@@ -198,6 +198,7 @@ def test_python_arguments_are_checked_like_all_others():
         ("enable_log_requests", True, "log_requests", True),
         ("disable_log_requests", True, "log_requests", False),
         ("crash_dump_folder", "f", "crash_dir", "f"),
+        ("otlp_traces_endpoint", "http://h:4318", "otlp_endpoint", "http://h:4318"),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

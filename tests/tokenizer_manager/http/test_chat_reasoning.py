@@ -240,7 +240,7 @@ def test_documents_reach_the_template(serve: Serve):
     [
         ({"reasoning_effort": "huge"}, "reasoning_effort", "none, minimal"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort", "one of none"),
-        ({"thinking_token_budget": -1}, "thinking_token_budget", "0 or more"),
+        ({"thinking_token_budget": -1}, "thinking_token_budget", "from 0 to 2147483647"),
         ({"reasoning": {"max_tokens": "x"}}, "reasoning.max_tokens", "number of tokens"),
         ({"thinking": {"type": "x"}}, "thinking.type", "enabled, adaptive"),
         (

@@ -186,7 +186,7 @@ def test_settings_show_the_defaults_and_reach_the_request(open_page):
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("temperature", "101", "temperature must be at most 100."),
+        ("temperature", "2.5", "temperature must be at most 2."),
         ("top_p", "-1", "top_p must be at least 0."),
         ("repetition_penalty", "0", "repetition_penalty must be above 0."),
         ("max_tokens", "2.5", "max_tokens must be a whole number."),

@@ -9,10 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...runtime.errors import ConfigError
-from ...runtime.unicode_text import decode_utf8, is_unicode
+from ....runtime.errors import ConfigError
+from ....runtime.unicode_text import decode_utf8, is_unicode
+from ..records import BenchRequest
 from .datasets import TextEncoder
-from .records import BenchRequest
 
 
 def custom_requests(

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from engine import ConfigError
-from engine.cli.bench.datasets import (
+from engine.cli.bench.workloads.datasets import (
     LengthRange,
     random_requests,
     shared_prefix_requests,
     sharegpt_requests,
     trace_requests,
 )
-from engine.cli.bench.workload import DatasetName, WorkloadSettings
+from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings
 from engine.simulator.traces.timed import TraceOptions
 
 TOKEN_IDS = range(100, 600)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from ...runtime.errors import ConfigError
+from ....runtime.errors import ConfigError
+from ..records import BenchRequest
 from .arrivals import arrival_offsets
 from .custom_dataset import custom_requests
 from .datasets import (
@@ -25,11 +26,10 @@ from .datasets import (
     sharegpt_requests,
     trace_requests,
 )
-from .records import BenchRequest
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.tokenizer import Tokenizer
-    from ...simulator.traces.timed import TraceOptions
+    from ....runtime.model_files.tokenizer import Tokenizer
+    from ....simulator.traces.timed import TraceOptions
 
 
 class DatasetName(enum.StrEnum):
@@ -59,8 +59,8 @@ class WorkloadTokenizer:
     @classmethod
     def load(cls, model: str) -> WorkloadTokenizer:
         """The tokenizer of a model, without its weights."""
-        from ...runtime.model_files.source import resolve_source
-        from ...runtime.model_files.tokenizer import load_tokenizer
+        from ....runtime.model_files.source import resolve_source
+        from ....runtime.model_files.tokenizer import load_tokenizer
 
         return cls(load_tokenizer(resolve_source(model, need_weights=False)))
 
@@ -180,7 +180,7 @@ class WorkloadSettings:
                 "a trace has its own times; leave out --request-rate and --burstiness, and use --time-scale"
             )
         if self.dataset_path is not None and name is not DatasetName.CUSTOM:
-            from ...simulator.traces.kinds import kind_of
+            from ....simulator.traces.kinds import kind_of
 
             kind = kind_of(self.dataset_path)
             wanted = DatasetName.TRACE if kind.is_timed else DatasetName.SHAREGPT
@@ -189,7 +189,7 @@ class WorkloadSettings:
             self._trace_options().check(kind, self.dataset_path)
 
     def _trace_options(self) -> TraceOptions:
-        from ...simulator.traces.timed import TraceOptions
+        from ....simulator.traces.timed import TraceOptions
 
         unit: Any = None if self.trace_time_unit is None else self.trace_time_unit.value
         return TraceOptions(self.trace_block_size, unit, self.time_scale)

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ...runtime.errors import ConfigError
+from ....runtime.errors import ConfigError
 
 
 def arrival_offsets(num_requests: int, request_rate: float, burstiness: float, seed: int) -> list[float]:

@@ -1,0 +1,1 @@
+"""The requests of a benchmark: data sets, lengths, arrival times."""
