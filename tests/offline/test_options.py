@@ -117,7 +117,7 @@ def test_tools_are_in_the_prompt_and_their_results_too(llm):
         ({"regex": "a", "choice": ["b"]}, "choice", "conflicting_constraints"),
         ({"regex": "(?=a)"}, "regex", "invalid_regex"),
         ({"regex": 5}, "regex", "invalid_type"),
-        ({"choice": []}, "choice", "invalid_grammar"),
+        ({"choice": ["a", 5]}, "choice[1]", "invalid_type"),
         ({"choice": "yes"}, "choice", "invalid_type"),
         ({"json_schema": {"type": "strin"}}, "json_schema", "invalid_schema"),
         ({"json_schema": "{"}, "json_schema", "invalid_schema"),

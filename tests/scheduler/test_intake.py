@@ -33,7 +33,7 @@ SAMPLING: Final[dict[str, list[Any]]] = {
     "min_new_tokens": [None, 0.5, "1", True, -1, 5, 2**40, np.int64(1)],
     "temperature": [None, "1", True, math.nan, math.inf, -1.0, 101, 10**400, [1.0], np.float32(1)],
     "top_k": [None, 1.5, "5", True, -2, 2**40, math.nan],
-    "top_p": [None, "1", True, math.nan, 0.0, 1.5],
+    "top_p": [None, "1", True, math.nan, -0.1, 1.5],
     "min_p": [None, "0", True, math.nan, -0.1, 1.5],
     "seed": [None, 1.5, "1", True, -1, 2**63, math.inf],
     "repetition_penalty": [None, "1", True, math.nan, math.inf, 0.0, 11],
