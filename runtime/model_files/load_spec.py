@@ -21,10 +21,14 @@ def load_spec(source: ModelSource) -> ModelSpec:
         from .gguf.gguf_config import read_gguf_spec
         from .gguf.gguf_file import GGUFFile
 
-        spec = read_gguf_spec(GGUFFile(source.path))
-        if source.name == DEFAULT_MODEL_NAME and not spec.sampling_defaults.values():
-            return structs.replace(spec, sampling_defaults=DEFAULT_MODEL_SAMPLING)
-        return spec
+        return with_known_defaults(read_gguf_spec(GGUFFile(source.path)), source)
     from .hf.hf_config import read_hf_spec
 
     return read_hf_spec(Path(source.path))
+
+
+def with_known_defaults(spec: ModelSpec, source: ModelSource) -> ModelSpec:
+    """The spec, with the sampling parameters of the model card if it is the default model, whose file has none."""
+    if source.name == DEFAULT_MODEL_NAME and not spec.sampling_defaults.values():
+        return structs.replace(spec, sampling_defaults=DEFAULT_MODEL_SAMPLING)
+    return spec

@@ -14,6 +14,7 @@ from pathlib import Path
 from ..config.engine_config import ModelConfig
 from ..errors import ConfigError
 from ..model_files.download_progress import Progress
+from ..model_files.load_spec import with_known_defaults
 from ..model_files.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
@@ -67,7 +68,7 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         from ..model_files.gguf.gguf_file import GGUFFile
 
         file = GGUFFile(source.path)
-        spec = read_gguf_spec(file)
+        spec = with_known_defaults(read_gguf_spec(file), source)
         check_implementation(config, source, spec)
         weights = _weights(config, lambda: (spec, check_gguf_weights(file, spec)))
     else:

@@ -6,11 +6,13 @@ import gguf
 import numpy as np
 import pytest
 
+from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.model_files.default_model import cached_default_model
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource, resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from engine.runtime.resolve.model_resolution import read_model
 
 pytestmark = pytest.mark.model
 
@@ -37,6 +39,11 @@ def test_source_and_spec(source: ModelSource) -> None:
     assert spec.rms_norm_eps == pytest.approx(1e-5)
     assert spec.tie_word_embeddings
     assert (spec.bos_token_id, spec.eos_token_ids) == (1, (2,))
+    assert spec.sampling_defaults.values() == {"temperature": 0.2, "top_p": 0.9}
+
+
+def test_a_start_reads_the_same_spec(source: ModelSource) -> None:
+    assert read_model(ModelConfig(), source).spec == load_spec(source)
 
 
 def test_weights_agree_with_the_reference_reader(source: ModelSource) -> None:
