@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from engine.runtime.config.request_limits import RequestLimits
-from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, SMALL_BYTES, BodyReader
+from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, LONG_S, SMALL_BYTES, BodyReader
 from engine.tokenizer_manager.http.exchange import ClientGone, DisconnectScope
 from engine.tokenizer_manager.http.schema.json_body import Body
 
@@ -58,9 +60,11 @@ class Slow:
         self._may_end.set()
 
 
-def run(test: Callable[[BodyReader], Coroutine[None, None, None]]) -> None:
+def run(test: Callable[[BodyReader], Coroutine[None, None, None]], reader: BodyReader | None = None) -> None:
+    """Run a test on the event loop."""
+    reader = BodyReader() if reader is None else reader
+
     async def main() -> None:
-        reader = BodyReader()
         try:
             await test(reader)
         finally:
@@ -127,7 +131,51 @@ def test_a_body_whose_client_has_left_is_not_checked(num_bytes: int):
         with pytest.raises(ClientGone):
             await left
         slow.end()
-        assert await asyncio.gather(first, last) == ["slow", "last"]
+        assert (await first, await last) == ("slow", "last")
         assert checked == ["last"]
 
     run(test)
+
+
+def test_a_body_that_has_waited_too_long_is_refused_unread():
+    """One that has begun is read to its end."""
+
+    async def test(reader: BodyReader) -> None:
+        slow = Slow()
+        checked: list[Body] = []
+        large = body_of(SMALL_BYTES + 1)
+        first = asyncio.create_task(reader.read(large, LIMITS, slow, Client().scope()))
+        await slow.begun.wait()
+        with pytest.raises(QueueFullError, match=r"waited 0.5 s to be read.*retry later") as caught:
+            await reader.read(large, LIMITS, checked.append, Client().scope())
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        slow.end()
+        assert await first == "slow"
+        assert checked == []
+
+    run(test, BodyReader(max_wait_s=0.5))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_thread_rests_after_a_long_body_only(refused: bool):
+    rests: list[float] = []
+
+    def long(_: Body) -> None:
+        begin_s = time.thread_time()
+        while time.thread_time() < begin_s + 2 * LONG_S:
+            pass
+        if refused:
+            raise ValueError("refused")
+
+    async def test(reader: BodyReader) -> None:
+        large, small = body_of(SMALL_BYTES + 1), body_of(SMALL_BYTES)
+        for _ in range(2):
+            await reader.read(large, LIMITS, len, Client().scope())
+        assert rests == []
+        tasks = [reader.read(large, LIMITS, check, Client().scope()) for check in (long, len)]
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await reader.read(small, LIMITS, len, Client().scope())
+        assert len(rests) == 1
+        assert 3 * LONG_S < rests[0] <= 0.2
+
+    run(test, BodyReader(sleep=rests.append, clock=lambda: 100.0))
