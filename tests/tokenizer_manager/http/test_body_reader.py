@@ -12,11 +12,13 @@ import pytest
 
 from engine.runtime.config.request_limits import RequestLimits
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, LONG_S, SMALL_BYTES, BodyReader
 from engine.tokenizer_manager.http.exchange import ClientGone, DisconnectScope
 from engine.tokenizer_manager.http.schema.json_body import Body
 
-from ..fake_engine import WAIT_S
+from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
+from .calling import Reply, call
 
 LIMITS = RequestLimits()
 
@@ -179,3 +181,45 @@ def test_a_thread_rests_after_a_long_body_only(refused: bool):
         assert 3 * LONG_S < rests[0] <= 0.2
 
     run(test, BodyReader(sleep=rests.append, clock=lambda: 100.0))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/generate",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/api/generate",
+        "/v1/grammar/check",
+    ],
+)
+def test_every_endpoint_reads_large_bodies_so(path: str):
+    """A client that leaves meanwhile gets no answer; one that stays gets one."""
+    services = make_services(FakeEngine(say_all("x")))
+
+    async def main() -> tuple[Reply, Reply]:
+        async with asyncio.timeout(WAIT_S):
+            slow, gone = Slow(), asyncio.Event()
+            body = body_of(SMALL_BYTES + 1)
+            first = asyncio.create_task(services.body_reader.read(body, LIMITS, slow, Client().scope()))
+            await slow.begun.wait()
+            app = App(services)
+            left = asyncio.create_task(call(app, path, body, gone=gone))
+            stays = asyncio.create_task(call(app, path, body))
+            await asyncio.sleep(0)
+            gone.set()
+            reply = await left
+            assert not stays.done()
+            slow.end()
+            await first
+            return reply, await stays
+
+    try:
+        left, stays = asyncio.run(main())
+    finally:
+        services.close()
+    assert left == Reply(0, b"")
+    assert stays.status in (200, 400)  # an empty request of Ollama loads the model
