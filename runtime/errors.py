@@ -23,6 +23,7 @@ class RequestError(EngineError):
         status: HTTP status, 4xx.
         param: the request field with the invalid value, or None if the error is about the request as a whole.
         code: short machine-readable cause, as in OpenAI's error objects (`context_length_exceeded`, ...).
+        retry_after_s: when a new attempt makes sense, for the header `Retry-After`; None: it is not known.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class RequestError(EngineError):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         self.code = code
         self.status = status
+        self.retry_after_s = retry_after_s
 
 
 class EngineDeadError(EngineError):

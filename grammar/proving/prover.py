@@ -6,9 +6,9 @@ manager has each unknown grammar proved: a `ProofWorker` compiles it and walks s
 
 A request waits at most `grammar_timeout` for its proof, the time in the queue included. The start of its process does
 not count, and neither does time in the queue in which no process is ready, up to `grammar_timeout` once more: a start
-takes seconds on a busy machine and says nothing about the grammar. Short grammars go first, and at
-most one worker has a long one, so that long compilations delay only each other. A proof that no request waits for any
-more is ended.
+takes seconds on a busy machine and says nothing about the grammar. Short grammars go first, and at most one worker has
+a long one, so that long compilations delay only each other; `MAX_LONG_QUEUED` of them may wait, and more are refused at
+once. A proof that no request waits for any more is ended.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarSpec, GrammarUse
 from ..backend import GrammarError
 from .messages import ProofResult
+from .refusals import copy_of, queue_full, too_slow, unavailable
 from .worker import WorkerLostError
 
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 2
 MAX_QUEUED: Final = 64
+MAX_LONG_QUEUED: Final = 8
+"""Of them, grammars of more than `LONG_CHARS`: they are compiled one after the other, each for up to the time limit."""
 MAX_RESULTS: Final = 1024
 BAD_RESULT_S: Final = 600.0
 """How long a refused grammar is refused without a new proof."""
@@ -116,7 +119,7 @@ class _Results:
             self.entries.move_to_end(key)
             return True
         if self.clock() < expires_s:
-            raise _copy_of(error)
+            raise copy_of(error)
         del self.entries[key]
         return False
 
@@ -173,7 +176,7 @@ class Prover:
             job = self._jobs.get(key) or self._add_job(spec, key)
             error = await self._wait_for(job, deadline_s)
             if error is not None:
-                raise _copy_of(error)
+                raise copy_of(error)
 
     async def measure(self, use: GrammarUse) -> list[ProofResult]:
         """Compile all grammars of a request, also known ones; their measured results.
@@ -189,7 +192,7 @@ class Prover:
             job = self._jobs.get(key) or self._add_job(spec, key, measures=True)
             error = await self._wait_for(job, deadline_s)
             if error is not None:
-                raise _copy_of(error)
+                raise copy_of(error)
             results.append(job.measured or ProofResult())
         return results
 
@@ -200,12 +203,11 @@ class Prover:
             return await self._done_in_time(job, deadline_s)
         except TimeoutError:
             if self._is_slow(job):
-                return _too_slow(job.spec, self._timeout_s)
-            raise RequestError(
+                return too_slow(job.spec, self._timeout_s)
+            raise queue_full(
                 f"{len(self._queue)} other new grammars wait to be compiled, and this one was not done within "
-                f"{self._timeout_s:g} s; try again later",
-                code="queue_full",
-                status=429,
+                f"{self._timeout_s:g} s",
+                self._timeout_s,
             ) from None
         finally:
             job.num_waiting -= 1
@@ -253,7 +255,7 @@ class Prover:
             task.cancel()
         await asyncio.gather(*tasks, *(worker.kill() for worker in idle), return_exceptions=True)
         for job in list(self._jobs.values()):
-            self._give_up(job, _unavailable("the server is shutting down"))
+            self._give_up(job, unavailable("the server is shutting down"))
         self._queue.clear()
 
     def _is_slow(self, job: _Job) -> bool:
@@ -266,20 +268,30 @@ class Prover:
 
     def _add_job(self, spec: GrammarSpec, key: str, *, measures: bool = False) -> _Job:
         if self._closed:
-            raise _unavailable("the server is shutting down")
+            raise unavailable("the server is shutting down")
         if self._clock() < self._unavailable_until_s:
-            raise _unavailable(self._unavailable_reason)
-        if len(self._queue) >= MAX_QUEUED:
-            raise RequestError(
-                f"{len(self._queue)} new grammars wait to be compiled, the limit is {MAX_QUEUED}; try again later",
-                code="queue_full",
-                status=429,
-            )
+            raise unavailable(self._unavailable_reason)
         job = _Job(spec=spec, key=key, done=asyncio.get_running_loop().create_future(), measures=measures)
+        self._check_room(job)
         self._jobs[key] = job
         self._queue.append(job)
         self._dispatch()
         return job
+
+    def _check_room(self, job: _Job) -> None:
+        """Refuse a job at once that would wait for its whole time."""
+        num_long = sum(each.is_long for each in self._queue)
+        if len(self._queue) >= MAX_QUEUED:
+            which, count, most = "new grammars", len(self._queue), MAX_QUEUED
+        elif job.is_long and num_long >= MAX_LONG_QUEUED:
+            which, count, most = (
+                f"new grammars of more than {LONG_CHARS:,} characters",
+                num_long,
+                MAX_LONG_QUEUED,
+            )
+        else:
+            return
+        raise queue_full(f"{count} {which} wait to be compiled, the limit is {most}", self._timeout_s)
 
     def _drop(self, job: _Job) -> None:
         """End a job that no request waits for."""
@@ -307,12 +319,12 @@ class Prover:
         try:
             await self._prove_one(job)
         except asyncio.CancelledError:
-            self._give_up(job, _unavailable("the server is shutting down"))
+            self._give_up(job, unavailable("the server is shutting down"))
             if self._closed:
                 raise
         except Exception as error:  # a bug here must not leave a request waiting
             logger.exception("the proof of a grammar failed")
-            self._give_up(job, _unavailable(f"{type(error).__name__}: {error}"))
+            self._give_up(job, unavailable(f"{type(error).__name__}: {error}"))
         finally:
             del self._running[job]
             self._dispatch()
@@ -325,7 +337,7 @@ class Prover:
             logger.error("the process that compiles grammars has not started: %s", error)
             reason = f"the process that compiles grammars has not started: {error}"
             self._block(reason, START_FAILED_S)
-            self._give_up(job, _unavailable(reason))
+            self._give_up(job, unavailable(reason))
             return
         kept = False
         job.proving_s = asyncio.get_running_loop().time()
@@ -373,7 +385,7 @@ class Prover:
         logger.warning(
             "grammar refused: key=%s chars=%d timeout_s=%g", job.key, len(job.spec.text), self._timeout_s
         )
-        self._finish(job, _too_slow(job.spec, self._timeout_s), is_kept=not job.had_company)
+        self._finish(job, too_slow(job.spec, self._timeout_s), is_kept=not job.had_company)
 
     def _count_lost(self, job: _Job) -> None:
         """Try once more in a new worker: the worker may have been lost for another reason."""
@@ -411,25 +423,4 @@ class Prover:
         waiting: Iterable[_Job] = list(self._queue)
         self._queue.clear()
         for job in waiting:
-            self._give_up(job, _unavailable(reason))
-
-
-def _too_slow(spec: GrammarSpec, timeout_s: float) -> GrammarError:
-    return GrammarError(
-        f"the grammar has {len(spec.text):,} characters and took longer than {timeout_s:g} s to compile; simplify it, "
-        f"or start the server with a higher --grammar-timeout",
-        "schema_too_complex",
-    )
-
-
-def _unavailable(reason: str) -> RequestError:
-    return RequestError(
-        f"new grammars cannot be compiled now: {reason}; try again later",
-        code="grammar_unavailable",
-        status=503,
-    )
-
-
-def _copy_of(error: GrammarError) -> GrammarError:
-    """A raised exception keeps its traceback, and with it the frames of a request."""
-    return GrammarError(error.message, error.code)
+            self._give_up(job, unavailable(reason))

@@ -30,13 +30,11 @@ def check_cycles(
     trees: dict[str, Schema] = {"": root, **definitions}
     edges = {name: _targets(tree) for name, tree in trees.items()}
     _check_chains(edges, definitions, pointers, notes)
-    reached: dict[str, set[str]] = {}
+    cycles = _cycles(edges)
     for name, tree in trees.items():
         for node in _objects(tree):
             for ref in _combined_refs(node):
-                if ref not in reached:
-                    reached[ref] = _reached(ref, edges)
-                if name in reached[ref]:  # this place lies inside of what it refers to
+                if cycles[name] == cycles[ref]:  # this place lies inside of what it refers to
                     notes.approximate(
                         pointers.get(id(node), ""),
                         "$ref" if "$ref" in node else "allOf",
@@ -79,14 +77,36 @@ def _targets(tree: Schema) -> list[str]:
     return list(dict.fromkeys(ref for ref in found if ref is not None))
 
 
-def _reached(start: str, edges: Mapping[str, list[str]]) -> set[str]:
-    seen, pending = {start}, [start]
-    while pending:
-        for ref in edges[pending.pop()]:
-            if ref not in seen:
+def _cycles(edges: Mapping[str, list[str]]) -> dict[str, int]:
+    """A number for each definition; two of them that lead to each other have the same (Kosaraju's algorithm)."""
+    ended: list[str] = []
+    seen: set[str] = set()
+    for start in edges:
+        if start in seen:
+            continue
+        seen.add(start)
+        path = [(start, iter(edges[start]))]
+        while path:
+            _, rest = path[-1]
+            ref = next((each for each in rest if each not in seen), None)
+            if ref is None:
+                ended.append(path.pop()[0])
+            else:
                 seen.add(ref)
-                pending.append(ref)
-    return seen
+                path.append((ref, iter(edges[ref])))
+    users: dict[str, list[str]] = {name: [] for name in edges}
+    for name, refs in edges.items():
+        for ref in refs:
+            users[ref].append(name)
+    numbers: dict[str, int] = {}
+    for number, start in enumerate(reversed(ended)):
+        pending = [start]
+        while pending:
+            name = pending.pop()
+            if name not in numbers:
+                numbers[name] = number
+                pending += users[name]
+    return numbers
 
 
 def _combined_refs(node: Members) -> Iterator[str]:

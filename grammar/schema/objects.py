@@ -143,13 +143,13 @@ def put_counts(node: Members, out: Members, pointer: str, notes: Notes, *, combi
         combined: the object is combined with other schemas, so that its properties are not known here.
     """
     path = notes.path(pointer)
-    required, listed = out.get("required", []), out.get("properties", {})
+    required, listed = set(out.get("required", ())), out.get("properties", {})
     closed = out.get("additionalProperties") is False and "patternProperties" not in out
-    fixed = all(name in required for name in listed) and not combined
+    fixed = required.issuperset(listed) and not combined
     if "minProperties" in node:
         least = count(node["minProperties"], "minProperties", path)
         if least > len(required):
-            if closed and not combined and least > len(set(listed) | set(required)):
+            if closed and not combined and least > len(required.union(listed)):
                 notes.impossible(
                     pointer, f"minProperties is {least}, but there are fewer properties", "minProperties"
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 from urllib.parse import unquote
@@ -11,26 +12,31 @@ from .report import SchemaError, pointer_to
 _NOT_SCHEMAS: Final = frozenset({"enum", "const", "default", "examples", "example"})
 """Keywords with plain values: what looks like a schema inside them is none."""
 
+_Steps = tuple["_Steps", str | int] | None
+"""A place: the place of what holds it, and one step. The pointers of all places would take space by their lengths."""
+
 
 class References:
-    """The places of one schema that `$ref` can name.
-
-    Attributes:
-        has_any: a `$ref` stands somewhere.
-    """
+    """The places of one schema that `$ref` can name. Anchors are looked for when the first one is needed."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self._id = root.get("$id", root.get("id")) if isinstance(root, dict) else None
-        self._anchors: dict[str, tuple[Any, str]] = {}
-        self.has_any = False
-        for node, pointer in _objects(root):
-            if isinstance(node.get("$ref"), str):
-                self.has_any = True
+
+    @functools.cached_property
+    def has_any(self) -> bool:
+        """A `$ref` stands somewhere."""
+        return any(isinstance(node.get("$ref"), str) for node, _ in _objects(self._root))
+
+    @functools.cached_property
+    def _anchors(self) -> dict[str, tuple[Any, _Steps]]:
+        found: dict[str, tuple[Any, _Steps]] = {}
+        for node, steps in _objects(self._root):
             for keyword in ("$anchor", "$dynamicAnchor", "$id", "id"):
                 name = node.get(keyword)
                 if isinstance(name, str) and (keyword.endswith("nchor") or name.startswith("#")):
-                    self._anchors.setdefault(name.lstrip("#"), (node, pointer))
+                    found.setdefault(name.lstrip("#"), (node, steps))
+        return found
 
     def resolve(self, ref: object, at: str) -> tuple[Any, str]:
         """The schema that a reference names, and its pointer.
@@ -58,7 +64,8 @@ class References:
             return self._root, ""
         if not fragment.startswith("/"):
             if fragment in self._anchors:
-                return self._anchors[fragment]
+                node, steps = self._anchors[fragment]
+                return node, _pointer(steps)
             raise self._dangling(ref, at)
         node, pointer = self._root, ""
         for raw in fragment[1:].split("/"):
@@ -85,15 +92,21 @@ class References:
         )
 
 
-def _objects(root: Any) -> Iterator[tuple[dict[str, Any], str]]:
-    """All objects that may be schemas, with their pointers; not by recursion."""
-    pending: list[tuple[Any, str]] = [(root, "")]
+def _objects(root: Any) -> Iterator[tuple[dict[str, Any], _Steps]]:
+    """All objects that may be schemas, with the steps to them; not by recursion."""
+    pending: list[tuple[Any, _Steps]] = [(root, None)]
     while pending:
-        node, pointer = pending.pop()
+        node, steps = pending.pop()
         if isinstance(node, dict):
-            yield node, pointer
-            pending += (
-                (value, pointer_to(pointer, key)) for key, value in node.items() if key not in _NOT_SCHEMAS
-            )
+            yield node, steps
+            pending += ((value, (steps, key)) for key, value in node.items() if key not in _NOT_SCHEMAS)
         elif isinstance(node, list):
-            pending += ((value, pointer_to(pointer, i)) for i, value in enumerate(node))
+            pending += ((value, (steps, i)) for i, value in enumerate(node))
+
+
+def _pointer(steps: _Steps) -> str:
+    found: list[str | int] = []
+    while steps is not None:
+        steps, step = steps
+        found.append(step)
+    return pointer_to("", *reversed(found))

@@ -80,7 +80,12 @@ class SchemaError(GrammarError):
 
 def pointer_to(pointer: str, *steps: str | int) -> str:
     """A JSON pointer, some steps further."""
-    return pointer + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)
+    for step in steps:
+        text = str(step)
+        if "~" in text or "/" in text:
+            text = text.replace("~", "~0").replace("/", "~1")
+        pointer = f"{pointer}/{text}"
+    return pointer
 
 
 def shown(value: object) -> str:

@@ -18,6 +18,9 @@ from .values import type_of
 Members = dict[str, Any]
 
 MAX_SAMPLE_BYTES: Final = 16 << 10
+_MAX_STEPS: Final = 200_000
+_NAMES_A_STEP: Final = 16
+"""Names of properties that are looked up in the time of a step."""
 _FORMAT_SAMPLES: Final = {
     "date-time": "2000-01-01T00:00:00Z",
     "time": "00:00:00Z",
@@ -60,7 +63,7 @@ _ENDLESS: Final = "it contains itself without end, so that no document fits"
 
 
 class Sampler:
-    """Samples of the schemas of one document."""
+    """Samples of the schemas of one document; after many steps it knows nothing more."""
 
     def __init__(self, definitions: Mapping[str, Schema], pointers: Mapping[int, str]) -> None:
         """Sample the definitions.
@@ -69,6 +72,7 @@ class Sampler:
             definitions: number -> what `$ref` names.
             pointers: id of a written object -> its place.
         """
+        self._num_steps = 0
         self._pointers = pointers
         self._samples = {
             name: Sample(reason=_ENDLESS, pointer=pointers.get(id(schema), ""))
@@ -86,6 +90,9 @@ class Sampler:
 
     def sample(self, schema: Schema) -> Sample:
         """A short document of a schema. As deep in recursion as the schema is."""
+        self._num_steps += 1
+        if self._num_steps > _MAX_STEPS:
+            return _UNKNOWN
         if isinstance(schema, bool):
             return _of(0) if schema else Sample(reason="the schema is false, so that no value fits")
         pointer = self._pointers.get(id(schema), "")
@@ -161,7 +168,9 @@ class Sampler:
 
     def _object(self, schema: Members, pointer: str) -> Sample:
         required, listed = schema.get("required", []), schema.get("properties", {})
-        order = [name for name in listed if name in required] + [
+        self._num_steps += (len(required) + len(listed)) // _NAMES_A_STEP
+        needed = set(required)
+        order = [name for name in listed if name in needed] + [
             name for name in required if name not in listed
         ]
         members: Members = {}

@@ -48,7 +48,7 @@ def check_size(schema: Any, at: str, limits: RequestLimits) -> None:
         inner: list[Any] = []
         for value in level:
             if isinstance(value, dict):
-                size += sum(len(key) if isinstance(key, str) else 8 for key in value) + 4 * len(value)
+                size += _key_chars(value) + 4 * len(value)
                 inner += value.values()
             elif isinstance(value, list | tuple):
                 size += 2 + len(value)
@@ -60,6 +60,13 @@ def check_size(schema: Any, at: str, limits: RequestLimits) -> None:
             return
         level = inner
     raise _too_deep(at, limits)
+
+
+def _key_chars(value: dict[Any, Any]) -> int:
+    try:
+        return sum(map(len, value))
+    except TypeError:  # a key that is no string is refused later
+        return sum(len(key) for key in value if isinstance(key, str))
 
 
 def _check_bytes(size: int, at: str, limits: RequestLimits, most: int | None = None) -> None:

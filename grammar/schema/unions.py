@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from .keywords import TYPES
 from .report import Schema
-from .values import json_equal, type_of
+from .values import comparable, type_of
 
 Members = dict[str, Any]
 Definitions = Mapping[str, Schema]
 
 _MAX_DEPTH: Final = 8
 _MAX_STEPS: Final = 20_000
+_NAMES_A_STEP: Final = 16
+"""Required names that are compared in the time of a step."""
+
+
+class _Facts(NamedTuple):
+    """What comparisons need of a schema.
+
+    Attributes:
+        values: of `const`, or of a short `enum`, comparable; None without.
+        kinds: types of its values.
+        required: names.
+    """
+
+    values: frozenset[Any] | None
+    kinds: frozenset[str]
+    required: frozenset[str]
 
 
 class Comparer:
@@ -23,6 +39,7 @@ class Comparer:
         """`definitions`: number -> what `$ref` names."""
         self._definitions = definitions
         self._num_steps = 0
+        self._facts: dict[int, _Facts] = {}  # by the id of a written schema
 
     def are_disjoint(self, left: Schema, right: Schema, depth: int = 0) -> bool:
         """Whether no value fits both schemas. False if it is not known.
@@ -52,10 +69,10 @@ class Comparer:
 
     def _differ(self, left: Members, right: Members, depth: int) -> bool:
         """By their own keywords."""
-        values = _values(left), _values(right)
-        if values[0] is not None and values[1] is not None:
-            return not any(json_equal(one, other) for one in values[0] for other in values[1])
-        kinds = _kinds(left, values[0]) & _kinds(right, values[1])
+        one, other = self._facts_of(left), self._facts_of(right)
+        if one.values is not None and other.values is not None:
+            return one.values.isdisjoint(other.values)
+        kinds = one.kinds & other.kinds
         if not kinds:
             return True
         if kinds == {"object"}:
@@ -66,16 +83,29 @@ class Comparer:
 
     def _objects_differ(self, left: Members, right: Members, depth: int) -> bool:
         for one, other in ((left, right), (right, left)):
+            needed_there = self._facts_of(other).required
+            self._num_steps += len(one.get("required", ())) // _NAMES_A_STEP
             for name in one.get("required", ()):
                 mine = one.get("properties", {}).get(name, True)
                 others = other.get("properties", {})
                 closed = other.get("additionalProperties") is False and not other.get("patternProperties")
                 if name not in others and closed:
                     return True
-                needed = name in other.get("required", ()) or others.get(name) is False
+                needed = name in needed_there or others.get(name) is False
                 if needed and self.are_disjoint(mine, others.get(name, True), depth + 1):
                     return True
         return False
+
+    def _facts_of(self, schema: Members) -> _Facts:
+        known = self._facts.get(id(schema))
+        if known is None:
+            values = _values(schema)
+            known = self._facts[id(schema)] = _Facts(
+                None if values is None else frozenset(map(comparable, values)),
+                frozenset(_kinds(schema, values)),
+                frozenset(schema.get("required", ())),
+            )
+        return known
 
 
 def _above(one: Members, other: Members) -> bool:

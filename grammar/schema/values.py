@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+import re
+from collections.abc import Hashable
+from typing import Any, Final, cast
 
 from .report import SchemaError, shown
 
@@ -11,7 +13,8 @@ MAX_EXACT: Final = 2**53
 """The library computes with doubles: larger numbers would be others."""
 MAX_COUNT: Final = 2**31 - 1
 _MAX_FACTOR: Final = 2**32
-_SHORT_ESCAPES: Final = frozenset("\b\t\n\f\r")
+_UNWRITABLE: Final = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\ud800-\udfff]")
+"""Control characters without a short escape, and halves of surrogate pairs."""
 
 
 def number(value: Any, keyword: str, at: str) -> int | float:
@@ -88,12 +91,12 @@ def unwritable(value: Any) -> str:
 
 def unwritable_text(text: str) -> str:
     """Why a string cannot be generated; "" if it can."""
-    for char in text:
-        if char < " " and char not in _SHORT_ESCAPES:
-            return f"the control character U+{ord(char):04X} cannot be generated"
-        if "\ud800" <= char <= "\udfff":
-            return "half of a surrogate pair cannot be generated"
-    return ""
+    found = _UNWRITABLE.search(text)
+    if found is None:
+        return ""
+    if found[0] >= "\ud800":
+        return "half of a surrogate pair cannot be generated"
+    return f"the control character U+{ord(found[0]):04X} cannot be generated"
 
 
 def with_whole_numbers(value: Any) -> Any:
@@ -109,15 +112,20 @@ def with_whole_numbers(value: Any) -> Any:
             return value
 
 
-def json_equal(left: Any, right: Any) -> bool:
-    """Equality as JSON Schema has it: 1 equals 1.0, and true is no number. Values are not deeper than `MAX_DEPTH`."""
-    if isinstance(left, bool) or isinstance(right, bool):
-        return left is right
-    if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(json_equal(item, right[key]) for key, item in left.items())
-    if isinstance(left, list) and isinstance(right, list):
-        return len(left) == len(right) and all(map(json_equal, left, right))
-    return bool(left == right)
+def comparable(value: Any) -> Hashable:
+    """Equal for values that JSON Schema takes as equal: 1 equals 1.0, and true is no number.
+
+    Values are not deeper than `MAX_DEPTH`.
+    """
+    match value:
+        case bool():
+            return ("boolean", value)
+        case dict():
+            return ("object", frozenset((key, comparable(item)) for key, item in value.items()))
+        case list():
+            return ("array", *map(comparable, value))
+        case _:
+            return cast("Hashable", value)
 
 
 def type_of(value: Any) -> str:

@@ -7,7 +7,7 @@ properties in answers.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from .keywords import FAMILIES, FORMATS, KEYWORDS, Fate
 from .notes import Notes
@@ -20,7 +20,7 @@ from .objects import (
     put_unevaluated_items,
 )
 from .references import References
-from .report import Schema, pointer_to, shown
+from .report import Schema, SchemaError, pointer_to, shown
 from .scalars import (
     BOUNDS,
     COUNTS,
@@ -36,6 +36,8 @@ from .scalars import (
 )
 from .values import count
 
+MAX_POINTER_CHARS: Final = 4096
+"""Of the path to a place. The pointers of all places are kept, and each has the names of the objects around it."""
 _COMBINING = ("allOf", "anyOf", "oneOf")
 _TYPED = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
 
@@ -91,6 +93,13 @@ class SchemaWalk:
             self._notes.invalid(
                 pointer, f"the schema is {shown(node)}, but a schema is an object, or true or false"
             )
+        if len(pointer) > MAX_POINTER_CHARS:
+            raise SchemaError(
+                "schema_too_complex",
+                self._notes.path(pointer[:200] + "…"),
+                f"the path to this place has more than {MAX_POINTER_CHARS:,} characters, which is the limit; use "
+                f"shorter names",
+            )
         out = {} if out is None else out
         self.pointers[id(out)] = pointer
         self._pending.append(_Place(node, pointer, out, branch))
@@ -108,8 +117,8 @@ class SchemaWalk:
             self._put(keyword, value, place)
         if "propertyNames" in node:
             self._put_names(node["propertyNames"], place)
-        combined = place.branch or any(name in out for name in ("$ref", *_COMBINING))
         if "minProperties" in node or "maxProperties" in node:
+            combined = place.branch or any(name in out for name in ("$ref", *_COMBINING))
             put_counts(node, out, pointer, self._notes, combined=combined)
         put_unevaluated_items(node, out, pointer, self._notes, self._child)
         check_ranges(out, pointer, self._notes)
@@ -252,11 +261,13 @@ class SchemaWalk:
         [(keyword, branches)] = out.items()
         if keyword in _COMBINING and len(branches) == 1 and isinstance(branches[0], dict):
             lone = branches[0]
-            for i, place in enumerate(self._pending):
+            for i in reversed(range(len(self._pending))):  # it is among the last ones
+                place = self._pending[i]
                 if place.out is lone:
                     del out[keyword]
                     self._pending[i] = place._replace(out=out)
-                    self.one_ofs = [each for each in self.one_ofs if each is not out]
+                    if keyword == "oneOf":  # the last one, too
+                        self.one_ofs.pop()
                     return
 
     def _put_ref(self, value: Any, place: _Place) -> None:

@@ -21,16 +21,16 @@ _FINISH_WINDOW_S: Final = 30.0
 
 
 class QueueFullError(RequestError):
-    """The queue is full: 429 with `Retry-After`.
+    """The queue is full: 429 with `Retry-After`, an estimated time until there is room.
 
     Attributes:
-        retry_after_s: estimated time until there is room, from the measured rate at which requests finish.
         position: requests ahead of this one; None if the limit is not one on requests.
     """
 
+    retry_after_s: int
+
     def __init__(self, message: str, retry_after_s: int, position: int | None = None) -> None:
-        super().__init__(message, code="queue_full", status=429)
-        self.retry_after_s = retry_after_s
+        super().__init__(message, code="queue_full", status=429, retry_after_s=retry_after_s)
         self.position = position
 
 

@@ -114,11 +114,15 @@ class Services:
 
         Raises:
             RequestError: the body is too large, no object, `build` refuses it, or there is no room for it.
+            ClientGone: the client has disconnected before.
         """
         with self.body_budget.reserve() as reservation:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
             return await self.body_reader.read(
-                b"{}" if optional and not body else body, self.config.limits, build
+                b"{}" if optional and not body else body,
+                self.config.limits,
+                build,
+                exchange.abort_on_disconnect(),
             )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from engine.grammar.proving.messages import ProofResult
 from engine.grammar.proving.prover import (
     BAD_RESULT_S,
     LONG_CHARS,
+    MAX_LONG_QUEUED,
     MAX_QUEUED,
     MAX_RESULTS,
     START_FAILED_S,
@@ -183,6 +184,42 @@ def test_requests_with_the_same_grammar_share_its_proof():
         bench.answer("a", GOOD)
         assert await asyncio.gather(*tasks[1:]) == ["good"] * 4
         assert bench.asked == ["a"]
+
+    run(test)
+
+
+def test_few_long_grammars_wait_and_more_are_refused_at_once():
+    async def test(bench: Bench) -> None:
+        def long(number: int) -> str:
+            return f"{number}" * (LONG_CHARS + 1)
+
+        tasks = [asyncio.create_task(outcome(bench, long(i))) for i in range(1 + MAX_LONG_QUEUED)]
+        await settle()
+        with pytest.raises(RequestError) as caught:
+            await bench.prover.prove(use("x" * (LONG_CHARS + 1)))
+        assert (caught.value.status, caught.value.code) == (429, "queue_full")
+        assert caught.value.retry_after_s == 5
+        assert (
+            f"{MAX_LONG_QUEUED} new grammars of more than {LONG_CHARS:,} characters" in caught.value.message
+        )
+
+        short = asyncio.create_task(outcome(bench, "short"))  # it has the other worker
+        same = asyncio.create_task(outcome(bench, long(1)))  # one of those that wait already
+        await settle()
+        bench.answer("short", GOOD)
+        assert await short == "good"
+        bench.automatic = lambda text: GOOD
+        bench.answer(long(0), GOOD)
+        assert await asyncio.gather(*tasks, same) == ["good"] * (2 + MAX_LONG_QUEUED)
+
+    run(test)
+
+
+def test_a_grammar_without_time_is_to_come_again_after_the_time_limit():
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(bench.prover.prove(use(text))) for text in ("a", "b", "c")]
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [getattr(error, "retry_after_s", None) for error in errors] == [None, None, 5]
 
     run(test)
 

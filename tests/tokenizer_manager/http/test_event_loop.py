@@ -199,7 +199,7 @@ def test_no_request_stalls_the_event_loop(monkeypatch, name):
 def test_a_pause_would_be_noticed(monkeypatch):
     """The same request, parsed on the event loop."""
 
-    async def in_place(self: BodyReader, body: bytes, limits: Any, build: Any) -> Any:
+    async def in_place(self: BodyReader, body: bytes, limits: Any, build: Any, scope: Any) -> Any:
         begun_s = time.thread_time()
         while time.thread_time() < begun_s + LONGEST_PAUSE_S:
             pass

@@ -69,10 +69,10 @@ def reply_to(error: Exception, request_id: str) -> ErrorReply:
                 error.status, "server_error" if error.status >= 500 else "invalid_request_error"
             )
             headers: list[tuple[bytes, bytes]] = []
-            if isinstance(error, QueueFullError):
+            if error.retry_after_s is not None:
                 headers = [(b"retry-after", b"%d" % error.retry_after_s)]
-                if error.position is not None:
-                    headers.append((POSITION_HEADER, b"%d" % error.position))
+            if isinstance(error, QueueFullError) and error.position is not None:
+                headers.append((POSITION_HEADER, b"%d" % error.position))
             if isinstance(error, MethodNotAllowedError):
                 headers = [(b"allow", ", ".join(error.allowed).encode())]
             if error.status == 401:
