@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from ..runtime.config.migration import COMMANDS as ELSEWHERE
 from ..runtime.config.migration import answer_for
 from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
 from ..runtime.version import __version__
@@ -67,6 +68,8 @@ class LazyGroup(TyperGroup):
         """Import the command that was asked for, or suggest one."""
         name = args[0]
         if name not in COMMANDS:
+            if name in ELSEWHERE:
+                raise ConfigError(f"there is no command '{name}': {ELSEWHERE[name]}")
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
             raise ConfigError(f"there is no command '{name}'; {hint}")
@@ -145,7 +148,7 @@ def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
     wrong = getattr(error, "option_name", "")
     for argument in arguments:
         word = argument.partition("=")[0]
-        if wrong and word.startswith(wrong) and (answer := answer_for(word)):
+        if wrong and word.startswith(wrong) and (answer := answer_for(word, chat=arguments[0] == "chat")):
             return f"there is no option {word}: {answer}"
     return ""
 

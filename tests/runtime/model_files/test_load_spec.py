@@ -1,4 +1,4 @@
-"""The readers of a `ModelSpec` agree: `load_spec` of the tools, `read_model` of `engine serve`, `LLM` and the doctor."""
+"""The readers of a `ModelSpec` agree: `load_spec`, and `read_model`, with which a server and an `LLM` start."""
 
 from __future__ import annotations
 
