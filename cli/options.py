@@ -77,8 +77,12 @@ class GroupedCommand(TyperCommand):
     typer's own boxes cut long option names at that width. Needs `rich_markup_mode=None` in the `typer.Typer`.
     """
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line; a required argument is `NAME`, where typer writes `{NAME}`."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per title, general options last."""
+        """Write one section per title, general options last; "Options" where none has a title."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -90,7 +94,8 @@ class GroupedCommand(TyperCommand):
                 title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
                 sections.setdefault(title, []).append(record)
         if GENERAL_TITLE in sections:
-            sections[GENERAL_TITLE] = sections.pop(GENERAL_TITLE)
+            has_titles = sections.keys() - {GENERAL_TITLE, "Arguments"}
+            sections[GENERAL_TITLE if has_titles else "Options"] = sections.pop(GENERAL_TITLE)
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records, col_max=_NAME_COLUMNS)

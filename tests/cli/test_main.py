@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -133,3 +134,18 @@ def test_a_reader_that_has_enough_is_no_error():
         timeout=60,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [name for name in cli.COMMANDS if name != "bench"]
+    + [f"bench {name}" for name in ("offline", "serve", "compare")],
+)
+def test_the_help_of_each_command_is_in_its_words_and_not_in_pythons(capsys, command):
+    assert cli.run([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    usage = text.splitlines()[0]
+    assert usage.startswith(f"Usage: engine {command} [OPTIONS]")
+    arguments = usage.removeprefix(f"Usage: engine {command} [OPTIONS]")
+    assert re.fullmatch(r"( \[?[A-Z]+\]?(\.\.\.)?)*", arguments), arguments
+    assert not re.search(r"<(str|int|path|file|list)\b", text)
