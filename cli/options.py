@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
@@ -71,6 +72,15 @@ FlagValues = dict[str, Any]
 """The setting options of one command line: name (or alias) -> text or boolean, None if not given."""
 
 
+_TYPE: Final = re.compile(r"<(.+)>$")
+_WORDS: Final = {"str": "TEXT", "list[str]": "TEXT", "int": "INT", "float": "NUMBER", "path": "FILE"}
+
+
+def _in_words(kind: re.Match[str]) -> str:
+    """The word for a Python type that typer shows, `<int>`; choices as they are."""
+    return _WORDS.get(kind[1], kind[1])
+
+
 class GroupedCommand(TyperCommand):
     """A command that shows its options in `--help` under titles, in plain text that fits 80 columns.
 
@@ -92,7 +102,7 @@ class GroupedCommand(TyperCommand):
                 sections.setdefault("Arguments", []).append((record[0].partition(" ")[0], record[1]))
             else:
                 title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
-                sections.setdefault(title, []).append(record)
+                sections.setdefault(title, []).append((_TYPE.sub(_in_words, record[0]), record[1]))
         if GENERAL_TITLE in sections:
             has_titles = sections.keys() - {GENERAL_TITLE, "Arguments"}
             sections[GENERAL_TITLE if has_titles else "Options"] = sections.pop(GENERAL_TITLE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
@@ -113,6 +114,8 @@ class ConfigField:
             return tuple(one.check(item) for item in values)
         if value is None and self.optional:
             return None
+        if isinstance(value, os.PathLike) and self.kind is str:
+            return self.parse(os.fsdecode(value))
         if isinstance(value, bool):  # before int: bool is a subclass of int
             if self.kind is bool:
                 return value
@@ -122,7 +125,8 @@ class ConfigField:
             return value
         elif self.kind is float and isinstance(value, int):
             return float(value)
-        hint = "; put it in quotes" if self.kind is str and value is not None and not self.choices else ""
+        is_number = isinstance(value, int | float)
+        hint = "; put it in quotes" if self.kind is str and is_number and not self.choices else ""
         shown = "no text" if self.name in SECRETS else repr(value)
         raise ConfigError(f"{self.name} is {shown}, but it must be {self.wants}{hint}")
 
@@ -258,5 +262,9 @@ def _parts(declared: object) -> tuple[object, ...]:
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
+    """A hint with the shortest name that has all parts of `word` (max_len: max_model_len), else with a similar one."""
+    names = list(known)
+    parts = set(word.split("_"))
+    longer = sorted((name for name in names if len(parts) > 1 and parts <= set(name.split("_"))), key=len)
+    near = longer or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

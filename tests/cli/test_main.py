@@ -148,4 +148,4 @@ def test_the_help_of_each_command_is_in_its_words_and_not_in_pythons(capsys, com
     assert usage.startswith(f"Usage: engine {command} [OPTIONS]")
     arguments = usage.removeprefix(f"Usage: engine {command} [OPTIONS]")
     assert re.fullmatch(r"( \[?[A-Z]+\]?(\.\.\.)?)*", arguments), arguments
-    assert not re.search(r"<(str|int|path|file|list)\b", text)
+    assert not re.search(r"<(str|int|float|path|list)\b", text)
