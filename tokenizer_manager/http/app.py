@@ -51,6 +51,7 @@ class App:
             model=services.served_model,
             tls=server.ssl_certfile is not None,
             needs_key=services.authorizer.needs_key,
+            model_defaults=services.sampling_defaults.values(),
         )
         self._access_log = AccessLog() if services.config.log.log_requests else NoAccessLog()
         self._exact: dict[str, dict[str, Route]] = {}
