@@ -108,7 +108,7 @@ class GroupedCommand(TyperCommand):
             sections[GENERAL_TITLE if has_titles else "Options"] = sections.pop(GENERAL_TITLE)
         for title, records in sections.items():
             with formatter.section(title):
-                formatter.write_dl(records, col_max=_NAME_COLUMNS)
+                formatter.write_dl(records, col_max=min(_NAME_COLUMNS, formatter.width // 2))
 
 
 def takes_config_options(

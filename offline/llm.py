@@ -214,7 +214,8 @@ class LLM:
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
             add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
-            options: how the requests are scheduled, see `CallOptions`.
+            options: `json_schema`, `regex`, `choice` and `grammar` say what the answers match; `priority`, `timeout`
+                and others how the requests are scheduled. See `engine.offline.options.CallOptions`.
 
         Returns:
             One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own
@@ -305,7 +306,8 @@ class LLM:
             messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
             params: the sampling parameters, or a dict, as for `generate`; None: the defaults.
             stream: return an iterator of chunks instead.
-            options: see `ChatOptions`: tools, reasoning, and what the answer must match.
+            options: those of `generate`, `tools`, `tool_choice`, `reasoning_effort` and others. See
+                `engine.offline.options.ChatOptions`.
 
         Raises:
             RequestError: a message the template refuses, or as for `generate`.

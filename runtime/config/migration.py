@@ -116,7 +116,7 @@ CHAT_ANSWERS: Final[Mapping[str, str]] = {
     "prompt": 'give the question as an argument: engine chat "QUESTION"',
     "file": 'pipe the file: engine chat "QUESTION" < FILE',
     "system_prompt": "use --system",
-    "system_prompt_file": 'use --system "$(cat FILE)"',
+    "system_prompt_file": "use --system with the text of the file",
     "conversation": f"{_ALWAYS}: without a question it is a conversation",
     "interactive": f"{_ALWAYS}: without a question it is a conversation",
     "verbose": "use --stats",

@@ -149,3 +149,13 @@ def test_the_help_of_each_command_is_in_its_words_and_not_in_pythons(capsys, com
     arguments = usage.removeprefix(f"Usage: engine {command} [OPTIONS]")
     assert re.fullmatch(r"( \[?[A-Z]+\]?(\.\.\.)?)*", arguments), arguments
     assert not re.search(r"<(str|int|float|path|list)\b", text)
+
+
+def test_help_leaves_half_of_a_narrow_terminal_to_the_descriptions(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "42")
+    assert cli.run(["serve", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (model,) = (line for line in lines if line.startswith("  --model TEXT"))
+    assert len(model.removeprefix("  --model TEXT").lstrip()) > 8
+    indents = {len(line) - len(line.lstrip()) for line in lines}
+    assert max(indents) <= 30
