@@ -117,7 +117,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         arguments = check_arguments(sys.argv[1:] if argv is None else argv)
         result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
     except typer.TyperException as error:
-        command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
+        command = getattr(getattr(error, "ctx", None), "command_path", "") or _command_path(arguments)
         message = error.format_message().replace("Value error, ", "").rstrip(".")
         if answer := _answer(error, arguments):
             return _fail(answer, ExitCode.USER)
@@ -139,6 +139,11 @@ def run(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OUTPUT_CLOSED
     return result if isinstance(result, int) else 0
+
+
+def _command_path(arguments: Sequence[str]) -> str:
+    """The command that was called, for errors that typer raises before it knows."""
+    return f"{PROG_NAME} {arguments[0]}" if arguments and arguments[0] in COMMANDS else PROG_NAME
 
 
 def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:

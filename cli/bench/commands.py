@@ -76,7 +76,10 @@ def compare(
     ],
     b: Annotated[Path, typer.Argument(metavar="B", help="Result file of the second system.")],
 ) -> None:
-    """Compare two results: whether B is faster than A, with 95 % confidence intervals."""
+    """Compare two results: whether B is faster than A.
+
+    Differences have 95 % confidence intervals.
+    """
     from .tables import print_comparison
 
     print_comparison(a, b)

@@ -13,7 +13,7 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
 from ..unicode_text import is_unicode
@@ -261,9 +261,28 @@ def _parts(declared: object) -> tuple[object, ...]:
     return get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
 
 
+_SYNONYMS: Final[Mapping[str, str]] = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+    "float16": "bfloat16",
+    "half": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "q8_0": "int8",
+    "8bit": "int8",
+    "q4_0": "int4",
+    "4bit": "int4",
+}
+"""Values of other tools -> the nearest one here, which is not the one with the most similar letters."""
+
+
 def _suggestion(word: str, known: Iterable[str]) -> str:
     """A hint with the shortest name that has all parts of `word` (max_len: max_model_len), else with a similar one."""
     names = list(known)
+    if (same := _SYNONYMS.get(word)) in names:
+        return f"; did you mean {same!r}?"
     parts = set(word.split("_"))
     longer = sorted((name for name in names if len(parts) > 1 and parts <= set(name.split("_"))), key=len)
     near = longer or difflib.get_close_matches(word, names, n=1)

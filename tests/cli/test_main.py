@@ -68,7 +68,15 @@ def test_help_loads_no_command_and_nothing_heavy():
         (["serv"], "engine: there is no command 'serv'; did you mean 'serve'?"),
         (["frob"], f"engine: there is no command 'frob'; the commands are {', '.join(cli.COMMANDS)}"),
         (["serve", "--prot", "1"], "engine: No such option: --prot"),
-        (["serve", "--port"], "engine: Option '--port' requires an argument"),
+        (["serve", "--port"], "engine: Option '--port' requires an argument (see engine serve --help)"),
+        (
+            ["serve", "--device", "gpu"],
+            "engine: --device is 'gpu', but it must be one of auto, cpu, cuda; did you mean 'cuda'?",
+        ),
+        (
+            ["serve", "--dtype", "fp16"],
+            "engine: --dtype is 'fp16', but it must be one of auto, bfloat16, float32; did you mean 'bfloat16'?",
+        ),
         (["serve", "--port", "x"], "engine: --port is 'x', but it must be a whole number"),
         (
             ["serve", "--port", "70000"],
