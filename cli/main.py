@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from ..runtime.config.migration import COMMANDS as ELSEWHERE
 from ..runtime.config.migration import answer_for
 from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
 from ..runtime.version import __version__
@@ -67,6 +68,8 @@ class LazyGroup(TyperGroup):
         """Import the command that was asked for, or suggest one."""
         name = args[0]
         if name not in COMMANDS:
+            if name in ELSEWHERE:
+                raise ConfigError(f"there is no command '{name}': {ELSEWHERE[name]}")
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
             raise ConfigError(f"there is no command '{name}'; {hint}")
@@ -114,7 +117,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         arguments = check_arguments(sys.argv[1:] if argv is None else argv)
         result = app(args=arguments, prog_name=PROG_NAME, standalone_mode=False)
     except typer.TyperException as error:
-        command = getattr(getattr(error, "ctx", None), "command_path", PROG_NAME)
+        command = getattr(getattr(error, "ctx", None), "command_path", "") or _command_path(arguments)
         message = error.format_message().replace("Value error, ", "").rstrip(".")
         if answer := _answer(error, arguments):
             return _fail(answer, ExitCode.USER)
@@ -138,6 +141,11 @@ def run(argv: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _command_path(arguments: Sequence[str]) -> str:
+    """The command that was called, for errors that typer raises before it knows."""
+    return f"{PROG_NAME} {arguments[0]}" if arguments and arguments[0] in COMMANDS else PROG_NAME
+
+
 def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """What to use instead of an option of another engine; "" if the error is another one."""
     if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in ("serve", "chat", "doctor"):
@@ -145,7 +153,7 @@ def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
     wrong = getattr(error, "option_name", "")
     for argument in arguments:
         word = argument.partition("=")[0]
-        if wrong and word.startswith(wrong) and (answer := answer_for(word)):
+        if wrong and word.startswith(wrong) and (answer := answer_for(word, chat=arguments[0] == "chat")):
             return f"there is no option {word}: {answer}"
     return ""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
@@ -71,14 +72,27 @@ FlagValues = dict[str, Any]
 """The setting options of one command line: name (or alias) -> text or boolean, None if not given."""
 
 
+_TYPE: Final = re.compile(r"<(.+)>$")
+_WORDS: Final = {"str": "TEXT", "list[str]": "TEXT", "int": "INT", "float": "NUMBER", "path": "FILE"}
+
+
+def _in_words(kind: re.Match[str]) -> str:
+    """The word for a Python type that typer shows, `<int>`; choices as they are."""
+    return _WORDS.get(kind[1], kind[1])
+
+
 class GroupedCommand(TyperCommand):
     """A command that shows its options in `--help` under titles, in plain text that fits 80 columns.
 
     typer's own boxes cut long option names at that width. Needs `rich_markup_mode=None` in the `typer.Typer`.
     """
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The words of the usage line; a required argument is `NAME`, where typer writes `{NAME}`."""
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one section per title, general options last."""
+        """Write one section per title, general options last; "Options" where none has a title."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -88,12 +102,13 @@ class GroupedCommand(TyperCommand):
                 sections.setdefault("Arguments", []).append((record[0].partition(" ")[0], record[1]))
             else:
                 title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
-                sections.setdefault(title, []).append(record)
+                sections.setdefault(title, []).append((_TYPE.sub(_in_words, record[0]), record[1]))
         if GENERAL_TITLE in sections:
-            sections[GENERAL_TITLE] = sections.pop(GENERAL_TITLE)
+            has_titles = sections.keys() - {GENERAL_TITLE, "Arguments"}
+            sections[GENERAL_TITLE if has_titles else "Options"] = sections.pop(GENERAL_TITLE)
         for title, records in sections.items():
             with formatter.section(title):
-                formatter.write_dl(records, col_max=_NAME_COLUMNS)
+                formatter.write_dl(records, col_max=min(_NAME_COLUMNS, formatter.width // 2))
 
 
 def takes_config_options(

@@ -12,7 +12,7 @@ from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.counted import counted
 from ..runtime.errors import ConfigError, EngineError
 from .exit_codes import ExitCode
-from .options import CONTEXT_SETTINGS
+from .options import CONTEXT_SETTINGS, GroupedCommand
 
 if TYPE_CHECKING:
     from ..scheduler.journal.log_file import Header
@@ -24,7 +24,7 @@ _GROUPS: Final = ("scheduler", "cache")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def replay(
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="Written by `engine serve --decision-log FILE`.")

@@ -180,7 +180,7 @@ def address_to_open(url: str) -> str:
 
 
 def ready_text(config: EngineConfig, url: str) -> str:
-    """The ready message: an address that can be opened, the capacity and an example request."""
+    """The ready message: an address that can be opened, the capacity, the page and an example request."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     name = str(model.served_model_name)
     body = json.dumps(
@@ -200,6 +200,11 @@ def ready_text(config: EngineConfig, url: str) -> str:
             *([f"  Listens on every address of this machine ({url})."] if here != url else []),
             f"  {model.dtype} on {where}; context {counted(model.max_model_len, 'token')}, KV pool "
             f"{counted(cache.max_total_tokens, 'token')}, {counted(scheduler.max_running_requests, 'request')} at once",
+            *(
+                [f"  In a browser, {here}/ is a chat, with settings and live requests."]
+                if config.server.page
+                else []
+            ),
             "  Try:",
             f"  curl {here}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
             "  Stop with Ctrl-C.",

@@ -12,7 +12,7 @@ from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import RequestError, ServerError
 from ..runtime.unicode_text import variable
 from .exit_codes import ExitCode
-from .options import CONTEXT_SETTINGS
+from .options import CONTEXT_SETTINGS, GroupedCommand
 
 if TYPE_CHECKING:
     from ..runtime.messages import Explanation
@@ -24,7 +24,7 @@ _TIMEOUT_S: Final = 10.0
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def why(
     rid: Annotated[str, typer.Argument(metavar="RID", help="The `id` of a response: chatcmpl-..., cmpl-...")],
     url: Annotated[

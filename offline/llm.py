@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Any, Final, Literal, Self, Unpack, overload
 import msgspec
 
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
-from ..runtime.errors import RequestError
+from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.download_progress import DownloadState, Progress
@@ -73,7 +74,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "default",
+        model: str | os.PathLike[str] = "default",
         *,
         on_step: Callable[[str], None] | None = None,
         on_download: Callable[[int, int], None] | None = None,
@@ -213,7 +214,8 @@ class LLM:
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
             add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
-            options: how the requests are scheduled, see `CallOptions`.
+            options: `json_schema`, `regex`, `choice` and `grammar` say what the answers match; `priority`, `timeout`
+                and others how the requests are scheduled. See `engine.offline.options.CallOptions`.
 
         Returns:
             One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own
@@ -304,7 +306,8 @@ class LLM:
             messages: in the forms of the chat API: roles system, user, assistant and tool, tool calls, text parts.
             params: the sampling parameters, or a dict, as for `generate`; None: the defaults.
             stream: return an iterator of chunks instead.
-            options: see `ChatOptions`: tools, reasoning, and what the answer must match.
+            options: those of `generate`, `tools`, `tool_choice`, `reasoning_effort` and others. See
+                `engine.offline.options.ChatOptions`.
 
         Raises:
             RequestError: a message the template refuses, or as for `generate`.
@@ -383,6 +386,17 @@ class LLM:
     def close(self) -> None:
         """End the engine and free its memory; running calls raise `EngineDeadError`. Closing twice is allowed."""
         self._engine.close()
+
+    def __repr__(self) -> str:
+        if getattr(self, "_engine", None) is None:
+            return "<LLM, not started>"
+        model = self.config.model
+        try:
+            self._engine.check_usable()
+            state = ""
+        except EngineDeadError:
+            state = ", ended"
+        return f"<LLM {self.model_name}: {model.dtype} on {model.device}, context {self.max_model_len} tokens{state}>"
 
     def __reduce__(self) -> Any:
         raise TypeError(

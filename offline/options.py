@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.request_limits import RequestLimits
 from ..runtime.errors import RequestError
 from ..runtime.grammar_use import GrammarSpec
 from ..runtime.request_checks import check_text, plain, wrong_type
+from ..runtime.sampling_params import SamplingParams
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.http.schema.chat_conversation import chat_conversation
 from ..tokenizer_manager.http.schema.chat_messages import template_messages
@@ -31,7 +33,7 @@ class CallOptions(TypedDict, total=False):
         queue_timeout: seconds within which a request must be started; after that it ends with an error.
         timeout: seconds within which a request must be finished.
         response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others.
-        json_schema: the answers are JSON that matches this JSON Schema, an object or its text.
+        json_schema: the answers are JSON that matches this JSON Schema: an object, its text, or a class of pydantic's.
         regex: the answers match this regular expression as a whole.
         choice: the answers are one of these texts.
         grammar: the answers match this GBNF or Lark grammar.
@@ -43,7 +45,7 @@ class CallOptions(TypedDict, total=False):
     queue_timeout: float | None
     timeout: float | None
     response_format: dict[str, Any] | None
-    json_schema: dict[str, Any] | str | None
+    json_schema: dict[str, Any] | str | type[Any] | None
     regex: str | None
     choice: list[str] | None
     grammar: str | None
@@ -76,10 +78,21 @@ def conversation_of(
         RequestError: a message, a tool or an option is invalid.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise wrong_type("messages", messages, "a list of messages, each with a role and a content")
+        hint = '; pass [{"role": "user", "content": ...}]' if isinstance(messages, str | Mapping) else ""
+        wanted = f"a list of messages, each with a role and a content{hint}"
+        raise wrong_type("messages", messages, wanted, has_default=False)
     for number, message in enumerate(messages):
+        if isinstance(message, Sequence) and not isinstance(message, str | bytes):
+            raise RequestError(
+                f"messages[{number}] is a list, but `chat` answers one conversation; for a batch of them: "
+                "generate([llm.render_chat(messages) for messages in conversations])",
+                param="messages",
+                code="invalid_type",
+            )
         if not isinstance(message, Mapping):
-            raise wrong_type(f"messages[{number}]", message, "a dict with a role and a content")
+            raise wrong_type(
+                f"messages[{number}]", message, "a dict with a role and a content", has_default=False
+            )
     given = {
         name: _as_data(value) for name, value in options.items() if name in _CHAT_ONLY and value is not None
     }
@@ -111,8 +124,7 @@ def checked_options(
     """
     unknown = sorted(options.keys() - set(known))
     if unknown:
-        names = ", ".join(known)
-        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; the options of a call are {names}")
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}; {_use_instead(unknown[0], known)}")
     values: dict[str, Any] = {name: plain(value) for name, value in options.items() if name in _KINDS}
     for name, value in values.items():
         kinds, words = _KINDS[name]
@@ -131,6 +143,19 @@ def checked_options(
     )
 
 
+def _use_instead(name: str, known: Iterable[str]) -> str:
+    if name in _ELSEWHERE:
+        return _ELSEWHERE[name]
+    if name in ChatOptions.__annotations__:
+        return "it is an option of `chat`"
+    fields = SamplingParams.__struct_fields__
+    word = _FIELDS_ELSEWHERE.get(name, name)
+    near = difflib.get_close_matches(word, [*fields, *known], n=1)
+    if near and near[0] in fields:
+        return f"it is a field of the sampling parameters: params=SamplingParams({near[0]}=...)"
+    return f"did you mean {near[0]!r}?" if near else f"the options of a call are {', '.join(known)}"
+
+
 def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint | None:
     """What the answers must match; None for free text.
 
@@ -138,6 +163,8 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         RequestError: a value has the wrong type, or is no schema or grammar; or there are two constraints.
     """
     given = {name: value for name in _CONSTRAINTS if (value := options.get(name)) is not None}
+    if hasattr(schema := given.get("json_schema"), "model_json_schema"):  # a class of pydantic's
+        given["json_schema"] = schema.model_json_schema()
     if "choice" in given:
         given["guided_choice"] = given.pop("choice")
     if not given:
@@ -147,6 +174,20 @@ def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint
         return constraint_of(fields, config.answers, config.limits, strict_server=config.server.strict)
 
 
+_ELSEWHERE: Final = {
+    "sampling_params": "the sampling parameters are `params`",
+    "use_tqdm": "use progress_bar=True with `generate`",
+    "prompt": "the prompts of `generate` are `prompts`",
+    "prompt_token_ids": "token ids are prompts: generate([1, 2, 3])",
+    "input_ids": "token ids are prompts: generate([1, 2, 3])",
+    "n": "several answers to one prompt come from LLM.sample(prompt, n)",
+    "guided_decoding": "use json_schema, regex, choice or grammar",
+    "structured_outputs": "use json_schema, regex, choice or grammar",
+    "lora_request": "LoRA adapters are not supported; merge the adapter into the weights",
+    "model": "it is given to LLM: LLM(model)",
+}
+"""Arguments of calls in vLLM and SGLang -> what to use."""
+_FIELDS_ELSEWHERE: Final = {"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"}
 _CONSTRAINTS = ("response_format", "json_schema", "regex", "choice", "grammar")
 _SECONDS: tuple[tuple[type, ...], str] = ((int, float, type(None)), "a number of seconds")
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {

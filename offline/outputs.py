@@ -70,7 +70,7 @@ class GenerationChunk:
     tool_calls: tuple[ToolCall, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class GenerationOutput:
     """The answer to one prompt.
 
@@ -107,6 +107,20 @@ class GenerationOutput:
     tool_calls: tuple[ToolCall, ...] = ()
     grammar: GrammarReport | None = None
     truncated: Truncated | None = None
+
+    def __repr__(self) -> str:
+        """The text, how it ended, and counts; token ids and logprobs would fill the screen of a notebook."""
+        usage, rare = self.usage, ("stop", "error", "reasoning", "tool_calls", "truncated")
+        shown = {
+            "text": self.text,
+            "finish_reason": self.finish_reason,
+            **{name: value for name in rare if (value := getattr(self, name)) not in (None, "", ())},
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "request_id": self.request_id,
+        }
+        return f"GenerationOutput({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
 
 class OutputBuilder:

@@ -29,7 +29,7 @@ def as_prompts(prompts: object) -> tuple[list[object], bool]:
         return [prompts], True
     items = _as_list(prompts)
     if items is None:
-        raise wrong_type("prompts", prompts, _PROMPTS + _hint(prompts))
+        raise wrong_type("prompts", prompts, _PROMPTS + _hint(prompts), has_default=False)
     if items and isinstance(plain(items[0]), int):
         return [items], True
     return items, False
@@ -43,7 +43,7 @@ def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
     """
     items = _as_list(prompt)
     if items is None:
-        raise wrong_type("prompt", prompt, _PROMPT + _hint(prompt))
+        raise wrong_type("prompt", prompt, _PROMPT + _hint(prompt), has_default=False)
     token_ids = items if are_plain(items) else [plain(item) for item in items]
     checked: list[int] = []
     for token_id in token_ids:

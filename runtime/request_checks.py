@@ -59,9 +59,9 @@ def refused(field: str, value: object, rule: str) -> RequestError:
     return RequestError(f"{field} is {shown(value)}, but it {rule}", param=field, code="invalid_value")
 
 
-def wrong_type(field: str, value: object, wanted: str) -> RequestError:
-    """The error for a value that is not `wanted`, which is a noun with its article."""
-    hint = "; leave it out for the default" if value is None else ""
+def wrong_type(field: str, value: object, wanted: str, *, has_default: bool = True) -> RequestError:
+    """The error for a value that is not `wanted`, a noun with its article; `has_default`: it can be left out."""
+    hint = "; leave it out for the default" if value is None and has_default else ""
     message = f"{field} is {shown(value)}, but it must be {wanted}{hint}"
     return RequestError(message, param=field, code="invalid_type")
 

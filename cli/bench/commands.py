@@ -71,10 +71,15 @@ def offline(
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def compare(
-    a: Annotated[Path, typer.Argument(help="Result file of the first system (one or more runs).")],
-    b: Annotated[Path, typer.Argument(help="Result file of the second system.")],
+    a: Annotated[
+        Path, typer.Argument(metavar="A", help="Result file of the first system (one or more runs).")
+    ],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Result file of the second system.")],
 ) -> None:
-    """Compare two results: whether B is faster than A, with 95 % confidence intervals."""
+    """Compare two results: whether B is faster than A.
+
+    Differences have 95 % confidence intervals.
+    """
     from .tables import print_comparison
 
     print_comparison(a, b)

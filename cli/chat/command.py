@@ -23,7 +23,7 @@ from ..options import (
 from .answer_form import AnswerForm
 from .backend import Backend
 from .conversation import Conversation
-from .one_shot import ask_once, interactive_terminal, read_question
+from .one_shot import ask_once, interactive_terminal, names_a_model, read_question
 from .screen import Screen, wants_color
 from .session import ChatSession
 from .settings import ChatSettings
@@ -141,6 +141,9 @@ def chat(
         raise RequestError(
             'there is no question and no terminal to hold a conversation; try: engine chat "Hello"'
         )
+    if not quiet and url is None and settings["model"] is None and names_a_model(question or []):
+        word = " ".join(question or [])
+        typer.echo(f"{word!r} is the question; to chat with that model: engine chat --model {word}", err=True)
     with StartupDisplay(quiet=quiet) as display:
         backend: Backend
         backend = (

@@ -8,7 +8,7 @@ import stat
 import sys
 from typing import Any, TextIO
 
-from ...runtime.errors import RequestError
+from ...runtime.errors import ConfigError, RequestError
 from ...runtime.unicode_text import decode_utf8
 from ..exit_codes import ExitCode
 from .answer_view import AnswerView, call_line
@@ -66,6 +66,22 @@ def read_question(words: list[str], stdin: TextIO) -> str | None:
         if not (question or piped):
             raise RequestError("there is no question: standard input is empty")
     return "\n\n".join(part for part in (question, piped) if part) or None
+
+
+def names_a_model(words: list[str]) -> bool:
+    """Whether the question is one word that names a model, as `ollama run NAME` has it. Looks at nothing but names."""
+    from ...runtime.model_files.default_model import is_default_name
+    from ...runtime.model_files.source import hub_name_of
+
+    if len(words) != 1:
+        return False
+    word = words[0]
+    if is_default_name(word) or word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
+        return True
+    try:
+        return hub_name_of(word) is not None
+    except ConfigError:
+        return False
 
 
 def _mode_of(stream: TextIO) -> int:

@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ..options import CONTEXT_SETTINGS
+from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command("list", context_settings=CONTEXT_SETTINGS)
+@app.command("list", cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...runtime.errors import ConfigError
-from ..options import CONTEXT_SETTINGS
+from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 if TYPE_CHECKING:
     from ...runtime.progress.startup_display import StartupDisplay
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def pull(
     model: Annotated[
         str,
@@ -52,7 +52,7 @@ def _pull(model: str, display: StartupDisplay) -> str:
     if is_local or is_default_name(model):
         source = resolve_source(model, progress=display.download)
         size = "" if is_local else f", {size_text(Path(source.path).stat().st_size)}"
-        return f"{model}: is on this machine: {source.path}{size}"
+        return f"{model} is on this machine: {source.path}{size}"
     name = hub_name_of(model)
     if name is None:
         resolve_source(model, fetch=False)  # raises the error that every command has for it

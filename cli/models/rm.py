@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 from ...runtime.errors import ConfigError
-from ..options import CONTEXT_SETTINGS
+from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def rm(
     models: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="As `engine list` shows them; org/repo: all of it.")
+        list[str], typer.Argument(metavar="NAME", help="As `engine list` shows them; org/repo: all of it.")
     ],
     force: Annotated[bool, typer.Option("--force", "-f", help="Also a model that a server uses.")] = False,
 ) -> int:

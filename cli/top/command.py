@@ -14,7 +14,7 @@ import typer
 
 from ...runtime.errors import RequestError
 from ...runtime.unicode_text import variable
-from ..options import CONTEXT_SETTINGS
+from ..options import CONTEXT_SETTINGS, GroupedCommand
 from ..why import DEFAULT_URL
 from .client import Client, Unreachable
 from .snapshot import Rates, Snapshot
@@ -28,7 +28,7 @@ _ONCE_LINES: Final = 10_000
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
-@app.command(context_settings=CONTEXT_SETTINGS)
+@app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
 def top(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help=f"Server to watch  [default: {DEFAULT_URL}]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from engine.runtime.config.config_fields import flag_of, setting_names
-from engine.runtime.config.migration import ANSWERS, COMMON, SHORT
+from engine.runtime.config.migration import ANSWERS, CHAT_ANSWERS, COMMANDS, COMMON, SHORT
 
 from .markdown import bullet, code, link_to, page, paragraph
 
@@ -15,7 +15,7 @@ NAME: Final = "migration.md"
 def migration_page() -> str:
     """The text of the page."""
     return page(
-        "# Coming from vLLM, SGLang or llama-server",
+        "# Coming from vLLM, SGLang, llama.cpp or Ollama",
         "<!-- Generated from the code by `make docs`; do not edit. -->",
         paragraph(
             "Flags with the same meaning work under their names, as options, as keys of a configuration file and as "
@@ -24,11 +24,21 @@ def migration_page() -> str:
         ),
         *(bullet(link_to(engine)) for engine in COMMON),
         bullet(link_to("Short flags")),
+        bullet(link_to("Commands")),
+        bullet(link_to("Flags of engine chat")),
         bullet(link_to("Benchmarks")),
         *(block for engine, names in COMMON.items() for block in (f"## {engine}", *map(_line, names))),
         "## Short flags",
         paragraph("A short flag is an error that names the long one or the answer:"),
         *(bullet(f"{code(short)}: {code(flag_of(name))}") for short, name in SHORT.items()),
+        "## Commands",
+        paragraph(
+            "`pull`, `list`, `rm`, `ps`, `serve` and `bench` have the names that they have in Ollama and vLLM:"
+        ),
+        *(bullet(f"{code(name)}: {answer}") for name, answer in COMMANDS.items()),
+        "## Flags of engine chat",
+        paragraph("For flags of llama-cli and `ollama run`; those of llama-server have the answers above:"),
+        *(bullet(f"{code(flag_of(name))}: {answer}") for name, answer in CHAT_ANSWERS.items()),
         "## Benchmarks",
         paragraph(
             "`engine bench serve` takes `--base-url`, or `--host` and `--port`; `--backend` with the names of vLLM and "

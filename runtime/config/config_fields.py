@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import types
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
 from ..unicode_text import is_unicode
@@ -113,6 +114,8 @@ class ConfigField:
             return tuple(one.check(item) for item in values)
         if value is None and self.optional:
             return None
+        if isinstance(value, os.PathLike) and self.kind is str:
+            return self.parse(os.fsdecode(value))
         if isinstance(value, bool):  # before int: bool is a subclass of int
             if self.kind is bool:
                 return value
@@ -122,7 +125,8 @@ class ConfigField:
             return value
         elif self.kind is float and isinstance(value, int):
             return float(value)
-        hint = "; put it in quotes" if self.kind is str and value is not None and not self.choices else ""
+        is_number = isinstance(value, int | float)
+        hint = "; put it in quotes" if self.kind is str and is_number and not self.choices else ""
         shown = "no text" if self.name in SECRETS else repr(value)
         raise ConfigError(f"{self.name} is {shown}, but it must be {self.wants}{hint}")
 
@@ -257,6 +261,29 @@ def _parts(declared: object) -> tuple[object, ...]:
     return get_args(declared) if get_origin(declared) in (Union, types.UnionType) else (declared,)
 
 
+_SYNONYMS: Final[Mapping[str, str]] = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "bf16": "bfloat16",
+    "fp16": "bfloat16",
+    "float16": "bfloat16",
+    "half": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "q8_0": "int8",
+    "8bit": "int8",
+    "q4_0": "int4",
+    "4bit": "int4",
+}
+"""Values of other tools -> the nearest one here, which is not the one with the most similar letters."""
+
+
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
+    """A hint with the shortest name that has all parts of `word` (max_len: max_model_len), else with a similar one."""
+    names = list(known)
+    if (same := _SYNONYMS.get(word)) in names:
+        return f"; did you mean {same!r}?"
+    parts = set(word.split("_"))
+    longer = sorted((name for name in names if len(parts) > 1 and parts <= set(name.split("_"))), key=len)
+    near = longer or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

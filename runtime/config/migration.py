@@ -1,8 +1,8 @@
-"""Flags of vLLM, SGLang and llama-server that are no settings here: what to use instead.
+"""Flags and commands of vLLM, SGLang, llama.cpp and Ollama that do not exist here: what to use instead.
 
 A name with the same meaning is an `Alias` of its setting. A name here has another meaning, another unit, or needs
 nothing: an error with the answer is better than a setting that means something else. The answers apply to flags, to
-keys of a configuration file and to arguments of `LLM`. docs/migration.md is made from `COMMON` and `ANSWERS`.
+keys of a configuration file and to arguments of `LLM`. docs/migration.md is made from these tables.
 """
 
 from __future__ import annotations
@@ -103,6 +103,43 @@ ANSWERS: Final[Mapping[str, str]] = {
 }
 """Name, with underscores -> what to do."""
 
+CHAT_ANSWERS: Final[Mapping[str, str]] = {
+    "temp": "use --temperature",
+    "predict": "use --max-tokens",
+    "n_predict": "use --max-tokens",
+    "max_new_tokens": "use --max-tokens",
+    "reverse_prompt": "use --stop",
+    "json_schema": "use --schema FILE",
+    "json_schema_file": "use --schema FILE",
+    "format": "use --schema FILE",
+    "grammar": "use --schema FILE; a server takes grammars, as docs/structured_output.md describes",
+    "prompt": 'give the question as an argument: engine chat "QUESTION"',
+    "file": 'pipe the file: engine chat "QUESTION" < FILE',
+    "system_prompt": "use --system",
+    "system_prompt_file": "use --system with the text of the file",
+    "conversation": f"{_ALWAYS}: without a question it is a conversation",
+    "interactive": f"{_ALWAYS}: without a question it is a conversation",
+    "verbose": "use --stats",
+}
+"""Flags of llama-cli and `ollama run` -> what to do in `engine chat`; others are in `ANSWERS`."""
+
+COMMANDS: Final[Mapping[str, str]] = {
+    "run": "use engine chat --model NAME, or engine serve NAME for a server",
+    "show": "use engine doctor NAME",
+    "stop": "press Ctrl-C in the server's terminal, or end the process id that engine ps shows",
+    "create": "serve the .gguf file or the folder itself: engine serve ./FILE.gguf",
+    "cp": "use engine serve NAME --served-model-name OTHER",
+    "push": "use hf upload",
+    "signin": "use hf auth login",
+    "login": "use hf auth login",
+    "complete": "use engine chat",
+    "run-batch": "use examples/batch.py",
+    "collect-env": "use engine doctor",
+    "help": "use engine --help, or engine COMMAND --help",
+    "version": "use engine --version",
+}
+"""Commands of Ollama and vLLM -> what to use; near names of the engine's own commands need no entry."""
+
 SHORT: Final[Mapping[str, str]] = {
     "-m": "model",
     "-c": "ctx_size",
@@ -125,6 +162,16 @@ SHORT: Final[Mapping[str, str]] = {
     "-pp": "pipeline_parallel_size",
 }
 """Short flags of these engines -> their long names."""
+
+CHAT_SHORT: Final[Mapping[str, str]] = {
+    "-p": "prompt",
+    "-f": "file",
+    "-r": "reverse_prompt",
+    "-i": "interactive",
+    "-j": "json_schema",
+    "-cnv": "conversation",
+}
+"""Short flags of llama-cli -> their long names."""
 
 COMMON: Final[Mapping[str, tuple[str, ...]]] = {
     "vLLM": (
@@ -258,14 +305,18 @@ COMMON: Final[Mapping[str, tuple[str, ...]]] = {
 """Engine -> its commonest flags, with underscores."""
 
 
-def answer_for(name: str) -> str:
+def answer_for(name: str, *, chat: bool = False) -> str:
     """What to use instead of another engine's flag or key; "" if it is unknown.
 
     Args:
         name: `--gpu-memory-utilization`, `gpu_memory_utilization`, `-ngl`, with or without `=value`.
+        chat: it was given to `engine chat`, whose options are sampling parameters, too.
     """
     word = name.partition("=")[0]
-    key = SHORT.get(word, word.lstrip("-")).replace("-", "_")
-    if word in SHORT and key not in ANSWERS:
+    short = {**SHORT, **CHAT_SHORT} if chat else SHORT
+    key = short.get(word, word.lstrip("-")).replace("-", "_")
+    if chat and key in CHAT_ANSWERS:
+        return CHAT_ANSWERS[key]
+    if word in short and key not in ANSWERS:
         return f"use --{key.replace('_', '-')}"
     return ANSWERS.get(key) or ANSWERS.get(key.removeprefix("no_"), "")

@@ -41,13 +41,14 @@ def remove(model: str) -> Removed:
             raise _absent(model)
         return _unlink([path, path.with_name(f"{path.name}.verified")], [path])
     name = parse_hub_name(model)
-    if name is None or (
-        os.path.exists(os.path.expanduser(model)) and not HubCache(name.repo).folder.exists()
-    ):
+    is_path = os.path.exists(os.path.expanduser(model))
+    if is_path and (name is None or not HubCache(name.repo).folder.exists()):
         raise ConfigError(
             f"{model}: `engine rm` removes models that were pulled, by name (see `engine list`); remove a folder or "
             "file of your own with rm"
         )
+    if name is None:
+        raise _absent(model)
     cache = HubCache(name.repo)
     if not (cache.folder / "snapshots").is_dir():
         raise _absent(model)

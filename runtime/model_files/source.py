@@ -129,6 +129,13 @@ def hub_name_of(model: str) -> HubName | None:
     return parse_hub_name(model)
 
 
+def is_same_model(name: str, served: str) -> bool:
+    """Whether `name`, as a user writes it, is the model that is served as `served`: built-in names are other names."""
+    if is_default_name(name):
+        return served == DEFAULT_MODEL_NAME
+    return BUILT_IN.get(name.lower(), name) == served
+
+
 def _default_source(progress: Progress | None, fetch: bool) -> ModelSource:
     def report(done: int, total: int) -> None:
         if progress is not None:

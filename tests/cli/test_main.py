@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -67,7 +68,15 @@ def test_help_loads_no_command_and_nothing_heavy():
         (["serv"], "engine: there is no command 'serv'; did you mean 'serve'?"),
         (["frob"], f"engine: there is no command 'frob'; the commands are {', '.join(cli.COMMANDS)}"),
         (["serve", "--prot", "1"], "engine: No such option: --prot"),
-        (["serve", "--port"], "engine: Option '--port' requires an argument"),
+        (["serve", "--port"], "engine: Option '--port' requires an argument (see engine serve --help)"),
+        (
+            ["serve", "--device", "gpu"],
+            "engine: --device is 'gpu', but it must be one of auto, cpu, cuda; did you mean 'cuda'?",
+        ),
+        (
+            ["serve", "--dtype", "fp16"],
+            "engine: --dtype is 'fp16', but it must be one of auto, bfloat16, float32; did you mean 'bfloat16'?",
+        ),
         (["serve", "--port", "x"], "engine: --port is 'x', but it must be a whole number"),
         (
             ["serve", "--port", "70000"],
@@ -133,3 +142,28 @@ def test_a_reader_that_has_enough_is_no_error():
         timeout=60,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [name for name in cli.COMMANDS if name != "bench"]
+    + [f"bench {name}" for name in ("offline", "serve", "compare")],
+)
+def test_the_help_of_each_command_is_in_its_words_and_not_in_pythons(capsys, command):
+    assert cli.run([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    usage = text.splitlines()[0]
+    assert usage.startswith(f"Usage: engine {command} [OPTIONS]")
+    arguments = usage.removeprefix(f"Usage: engine {command} [OPTIONS]")
+    assert re.fullmatch(r"( \[?[A-Z]+\]?(\.\.\.)?)*", arguments), arguments
+    assert not re.search(r"<(str|int|float|path|list)\b", text)
+
+
+def test_help_leaves_half_of_a_narrow_terminal_to_the_descriptions(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "42")
+    assert cli.run(["serve", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (model,) = (line for line in lines if line.startswith("  --model TEXT"))
+    assert len(model.removeprefix("  --model TEXT").lstrip()) > 8
+    indents = {len(line) - len(line.lstrip()) for line in lines}
+    assert max(indents) <= 30

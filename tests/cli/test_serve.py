@@ -96,6 +96,14 @@ def test_the_curl_line_can_be_pasted():
     assert "Authorization" not in text
 
 
+def test_the_page_is_named_if_there_is_one():
+    line = "In a browser, http://127.0.0.1:1/ is a chat, with settings and live requests."
+    assert line in ready_text(ready_config(), "http://127.0.0.1:1")
+    config = ready_config()
+    without = dataclasses.replace(config, server=dataclasses.replace(config.server, page=False))
+    assert "browser" not in ready_text(without, "http://127.0.0.1:1")
+
+
 def test_with_an_api_key_the_curl_line_names_the_variable_and_not_the_key():
     config = merge(from_arguments({"api_key": "s3cret", "served_model_name": "m"})).config
     text = ready_text(config, "http://127.0.0.1:1")

@@ -13,7 +13,7 @@ ROOT = DOCS.parent
 NOT_PRODUCT = {"tests", "docs", "benchmarks", "build", "dist"}
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 # Words in capitals in modules that use the environment: resources of a Ray cluster, placeholders of options.
-OTHER_WORDS = {"CPU", "GPU", "INT", "NUMBER", "TEXT"}
+OTHER_WORDS = {"CPU", "FILE", "GPU", "INT", "NUMBER", "TEXT"}
 LIBRARIES = "## Read by libraries and tools"
 TESTS = "## Tests"
 

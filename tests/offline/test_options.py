@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any
+from typing import Any, Literal
 
+import pydantic
 import pytest
 
 from engine import LLM, RequestError, SamplingParams
@@ -20,6 +21,13 @@ SCHEMA = {
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "pick", "strict": True, "parameters": SCHEMA}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+class Pair(pydantic.BaseModel, extra="forbid"):
+    """The same schema as a class."""
+
+    a: Literal["x", "y"]
+    b: bool
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +50,7 @@ def is_pick(text: str) -> bool:
         ({"grammar": 'root ::= "a" ("b" | "c")'}, "ab|ac"),
         ({"grammar": 'start: "a" /[0-9]/'}, "a[0-9]"),
         ({"json_schema": SCHEMA}, r'\{"a":"[xy]","b":(true|false)\}'),
+        ({"json_schema": Pair}, r'\{"a":"[xy]","b":(true|false)\}'),
         ({"json_schema": json.dumps(SCHEMA)}, r'\{"a":"[xy]","b":(true|false)\}'),
         ({"response_format": FORM}, r'\{"a":"[xy]","b":(true|false)\}'),
     ],
@@ -166,3 +175,62 @@ def test_an_unknown_option_of_a_chat_is_a_type_error(llm):
     for ask in (llm.chat, llm.render_chat):
         with pytest.raises(TypeError, match="unexpected keyword argument 'tool'"):
             ask(HI, tool=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("sampling_params", "the sampling parameters are `params`"),
+        ("use_tqdm", "progress_bar=True"),
+        ("prompt_token_ids", "generate([1, 2, 3])"),
+        ("max_tokens", "params=SamplingParams(max_new_tokens=...)"),
+        ("temperature", "params=SamplingParams(temperature=...)"),
+        ("temprature", "params=SamplingParams(temperature=...)"),
+        ("n", "LLM.sample(prompt, n)"),
+        ("tools", "an option of `chat`"),
+        ("json_shema", "did you mean 'json_schema'?"),
+        ("frobnicate", "the options of a call are priority, tenant"),
+    ],
+)
+def test_an_argument_of_another_library_is_answered(llm, argument, hint):
+    with pytest.raises(TypeError, match=re.escape(hint)) as caught:
+        llm.generate("a", **{argument: 1})
+    assert str(caught.value).startswith(f"unexpected keyword argument {argument!r}; ")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hello", 'messages is \'Hello\', but it must be a list .*; pass \\[{"role": "user"'),
+        (HI[0], 'messages is {.*}, but it must be a list .*; pass \\[{"role": "user"'),
+        (
+            [HI, HI],
+            r"messages\[0\] is a list, but `chat` answers one conversation; .*generate\(\[llm.render_chat",
+        ),
+        (None, "messages is None, but it must be a list of messages, each with a role and a content$"),
+    ],
+)
+def test_messages_in_another_form_are_refused_with_the_right_one(llm, messages, message):
+    with pytest.raises(RequestError, match=message):
+        llm.chat(messages)
+
+
+def test_a_batch_of_conversations_is_a_batch_of_their_tokens(llm):
+    greedy = SamplingParams(max_new_tokens=4, temperature=0)
+    (first, second) = llm.generate([llm.render_chat(messages) for messages in (HI, HI)], greedy)
+    assert first.token_ids == second.token_ids == llm.chat(HI, greedy).token_ids
+
+
+def test_the_reprs_fit_a_notebook(tiny_model):
+    with LLM(tiny_model, dtype="float32", num_threads=1, max_running_requests=2) as llm:
+        name = f"<LLM {tiny_model.name}: float32 on cpu, context {llm.max_model_len} tokens"
+        assert repr(llm) == f"{name}>"
+        output = llm.generate(
+            "a", SamplingParams(max_new_tokens=40, temperature=0, logprobs=3, ignore_eos=True)
+        )
+        assert repr(output) == (
+            f"GenerationOutput(text={output.text!r}, finish_reason='length', prompt_tokens=1, completion_tokens=40, "
+            "cached_tokens=0, request_id='llm-0')"
+        )
+    assert repr(llm) == f"{name}, ended>"
+    assert repr(LLM.__new__(LLM)) == "<LLM, not started>"

@@ -9,8 +9,9 @@ an error event), and it merges slashes in paths, which the key check must see as
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from ...runtime.errors import RequestError
@@ -30,6 +31,8 @@ from .services import Services
 logger = logging.getLogger(__name__)
 
 _CLIENT_GONE: Final = 499  # for the metrics; it is not sent
+_NEAR: Final = 0.8
+"""Similarity of a path that is suggested."""
 
 
 class App:
@@ -48,6 +51,7 @@ class App:
             model=services.served_model,
             tls=server.ssl_certfile is not None,
             needs_key=services.authorizer.needs_key,
+            model_defaults=services.sampling_defaults.values(),
         )
         self._access_log = AccessLog() if services.config.log.log_requests else NoAccessLog()
         self._exact: dict[str, dict[str, Route]] = {}
@@ -116,13 +120,25 @@ class App:
                 None,
             )
         if handlers is None:
-            message = f"there is no {path} here; /docs lists what there is"
-            raise RequestError(message, code="not_found", status=404)
+            raise _no_endpoint(path, self._exact)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in handlers:
             message = f"{path} does not take {exchange.method}; use {' or '.join(handlers)}"
             raise MethodNotAllowedError(message, [*handlers, *(["HEAD"] if "GET" in handlers else [])])
         return handlers[method]
+
+
+def _no_endpoint(path: str, known: Iterable[str]) -> RequestError:
+    near = difflib.get_close_matches(path, known, n=1, cutoff=_NEAR)
+    if f"/v1{path}" in known:
+        hint = f"use /v1{path} (a base URL of OpenAI clients ends in /v1)"
+    elif path.endswith("/embeddings"):
+        hint = "this server does not compute embeddings"
+    elif near:
+        hint = f"did you mean {near[0]}? /docs lists what there is"
+    else:
+        hint = "/docs lists what there is"
+    return RequestError(f"there is no {path} here; {hint}", code="not_found", status=404)
 
 
 def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.source import is_same_model
 from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..all_processes import AllProcesses
@@ -148,12 +149,12 @@ class Services:
         return second_bos(self.tokenizer, request.prompts, encoded, request.prompt_param, fix)
 
     def check_model(self, model: str | None) -> None:
-        """Check that a request names the served model, or none; any name is accepted if the server is set so.
+        """Check that a request names the served model, by any of its names, or none; or any, if the server is set so.
 
         Raises:
             RequestError: 404 for any other.
         """
-        if model and model != self.served_model and not self.any_model_name:
+        if model and not self.any_model_name and not is_same_model(model, self.served_model):
             raise unknown_model(model, self.served_model)
 
     async def plan_chat(

@@ -18,7 +18,7 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.chat import command
-from engine.cli.chat.one_shot import read_question
+from engine.cli.chat.one_shot import names_a_model, read_question
 from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
 
 CHAT = [sys.executable, "-m", "engine.cli.main", "chat"]
@@ -120,6 +120,40 @@ def test_a_question_and_piped_text_are_put_together(tmp_path):
     path.write_text(" \n")
     with open(path, encoding="utf-8") as stdin, pytest.raises(RequestError, match="standard input is empty"):
         read_question([], stdin)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_model"),
+    [
+        (["smollm2"], True),
+        (["SmolLM2-135M"], True),
+        (["qwen3-0.6b"], True),
+        (["org/repo:Q4_K_M"], True),
+        (["./no-such.gguf"], True),
+        (["{folder}"], True),
+        (["smollm2", "hi"], False),
+        (["Hello"], False),
+        (["What is smollm2?"], False),
+        (["org/repo:.."], False),
+        ([], False),
+    ],
+)
+def test_a_question_that_names_a_model_is_noticed(tiny_model, words, is_model):
+    assert names_a_model([word.format(folder=tiny_model) for word in words]) is is_model
+
+
+def test_a_model_as_the_question_has_a_note_that_names_the_option(capsys, monkeypatch):
+    monkeypatch.setattr(command, "_start", lambda *_args: (_ for _ in ()).throw(RequestError("gone")))
+    monkeypatch.setattr(sys, "stdin", open(os.devnull, encoding="utf-8"))  # noqa: SIM115
+    note = "'smollm2' is the question; to chat with that model: engine chat --model smollm2\n"
+    for arguments, shown in (
+        (["smollm2"], note),
+        (["smollm2", "-q"], ""),
+        (["smollm2", "--model", "smollm2"], ""),
+        (["Hello"], ""),
+    ):
+        assert cli.run(["chat", *arguments]) == 2
+        assert capsys.readouterr().err == f"{shown}engine: gone\n"
 
 
 def test_ctrl_c_ends_one_question_with_130(tiny_model, tmp_path):

@@ -155,7 +155,7 @@ def test_offline_names_what_is_there(commands: Commands) -> None:
 def test_paths_and_mistyped_names(commands: Commands, tmp_path: Path) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
-    assert commands.run("pull", str(tmp_path))[1] == f"{tmp_path}: is on this machine: {tmp_path}\n"
+    assert commands.run("pull", str(tmp_path))[1] == f"{tmp_path} is on this machine: {tmp_path}\n"
     code, _, err = commands.run("pull", "smolm2")
     assert code == 2
     assert "smolm2: there is no such folder or .gguf file (did you mean smollm2" in err

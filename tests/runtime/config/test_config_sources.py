@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from engine.runtime.config.config_fields import config_fields, setting_names
@@ -267,3 +269,27 @@ def test_a_guard_without_a_value_is_an_error_and_not_an_open_door(tmp_path, name
         ConfigError, match=rf"engine.yaml:2: {name} has no value, and without one .*; write one, or"
     ):
         from_yaml_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("max_len", "max_model_len"),
+        ("model_len", "max_model_len"),
+        ("running_requests", "max_running_requests"),
+        ("prefill_size", "chunked_prefill_size"),
+        ("pag_size", "page_size"),
+    ],
+)
+def test_a_part_of_a_name_suggests_the_name(name, near):
+    with pytest.raises(ConfigError, match=f"unknown setting '{name}'; did you mean '{near}'"):
+        from_arguments({name: 1})
+
+
+def test_a_path_object_is_text():
+    assert merge(from_arguments({"model": Path("folder")})).config.model.model == "folder"
+    assert merge(from_arguments({"allowed_host": [Path("a")]})).config.server.allowed_host == ("a",)
+    with pytest.raises(ConfigError, match="dtype is 'x', but it must be one of"):
+        from_arguments({"dtype": Path("x")})
+    with pytest.raises(ConfigError, match=r"model is \['a'\], but it must be text$"):
+        from_arguments({"model": ["a"]})

@@ -10,7 +10,15 @@ from engine.cli import main as cli
 from engine.cli.bench.serve_run import ServerSettings  # noqa: F401  (its options are among the answers)
 from engine.runtime.config.config_fields import find_setting, flag_of, setting_names
 from engine.runtime.config.config_sources import from_arguments, from_yaml_file
-from engine.runtime.config.migration import ANSWERS, COMMON, SHORT, answer_for
+from engine.runtime.config.migration import (
+    ANSWERS,
+    CHAT_ANSWERS,
+    CHAT_SHORT,
+    COMMANDS,
+    COMMON,
+    SHORT,
+    answer_for,
+)
 from engine.runtime.errors import ConfigError
 
 FLAGS = [(engine, name) for engine, names in COMMON.items() for name in names]
@@ -68,3 +76,30 @@ def test_aliases_are_hidden_in_help_and_other_commands_keep_their_own_words(caps
         assert word not in text
     assert cli.run(["top", "--metrics"]) == 2
     assert "No such option" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", CHAT_ANSWERS)
+def test_a_flag_of_llama_cli_is_answered_with_an_option_of_chat(capsys, name):
+    for arguments in ((flag_of(name), "1"), (f"{flag_of(name)}=1",)):
+        assert cli.run(["chat", *arguments]) == 2
+        expected = f"engine: there is no option {flag_of(name)}: {CHAT_ANSWERS[name]}\n"
+        assert capsys.readouterr().err == expected
+    assert cli.run(["chat", "--help"]) == 0
+    help_text = capsys.readouterr().out
+    assert all(flag in help_text for flag in re.findall(r"--[\w-]+", CHAT_ANSWERS[name]))
+
+
+@pytest.mark.parametrize("short", CHAT_SHORT)
+def test_a_short_flag_of_llama_cli_has_the_answer_of_the_long_one(capsys, short):
+    assert cli.run(["chat", short, "1"]) == 2
+    answer = CHAT_ANSWERS[CHAT_SHORT[short]]
+    assert capsys.readouterr().err == f"engine: there is no option {short}: {answer}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_of_another_tool_is_answered(capsys, name):
+    assert name not in cli.COMMANDS
+    assert cli.run([name, "smollm2"]) == 2
+    assert capsys.readouterr().err == f"engine: there is no command '{name}': {COMMANDS[name]}\n"
+    named = re.findall(r"\bengine ([a-z]\w*)", COMMANDS[name])
+    assert set(named) <= set(cli.COMMANDS)

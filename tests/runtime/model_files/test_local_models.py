@@ -149,15 +149,18 @@ def test_remove_of_everything_takes_interrupted_downloads_along(hub: FakeHub, tm
         ("org/tinny", r"org/tinny: is not on this machine; did you mean org/tiny\?"),
         ("org/tiny@v2", "org/tiny@v2: is not on this machine"),
         ("org/tiny:Q4_0", "org/tiny:Q4_0: is not on this machine"),
-        ("./folder", "removes models that were pulled, by name"),
+        ("{folder}", "removes models that were pulled, by name"),
+        ("./absent", "./absent: is not on this machine; `engine list` shows what is"),
+        ("absent", "absent: is not on this machine; `engine list` shows what is"),
+        ("tinny", r"tinny: is not on this machine; did you mean org/tiny\?"),
         ("smollm2", "smollm2: is not on this machine"),
     ],
 )
-def test_what_cannot_be_removed(hub: FakeHub, model: str, message: str) -> None:
+def test_what_cannot_be_removed(hub: FakeHub, tmp_path: Path, model: str, message: str) -> None:
     hub.repos["org/tiny"].commit(FILES)
     pull(HubName("org/tiny"))
     with pytest.raises(ConfigError, match=message):
-        remove(model)
+        remove(model.format(folder=tmp_path))
     assert names() == ["org/tiny"]
 
 

@@ -1,4 +1,4 @@
-"""`--served-model-name '*'`: coding agents name two models, and both are the served one."""
+"""Names of the served model in requests: built-in names, and any with `--served-model-name '*'`."""
 
 from __future__ import annotations
 
@@ -51,3 +51,26 @@ def test_the_models_own_name_is_listed():
     assert ModelConfig(served_model_name="m").name_in_api("org/real") == "m"
     assert ModelConfig().name_in_api("org/real") == "org/real"
     assert not ModelConfig().takes_any_name
+
+
+@pytest.mark.parametrize(
+    ("name", "served", "is_same"),
+    [
+        ("SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct", True),
+        ("smollm2", "SmolLM2-135M-Instruct", True),
+        ("SmolLM2-135M", "SmolLM2-135M-Instruct", True),
+        ("default", "SmolLM2-135M-Instruct", True),
+        ("smollm2", "other", False),
+        ("default", "m", False),
+        ("qwen3-0.6b", "Qwen/Qwen3-0.6B", True),
+        ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B", True),
+        ("qwen3-8b", "Qwen/Qwen3-0.6B", False),
+        ("gpt-4", "SmolLM2-135M-Instruct", False),
+    ],
+)
+def test_a_built_in_name_names_its_model(name: str, served: str, is_same: bool):
+    async def run() -> Reply:
+        services = dataclasses.replace(make_services(FakeEngine(say_all("x"))), served_model=served)
+        return await call(App(services), "/api/chat", BODIES["/api/chat"] | {"model": name})
+
+    assert asyncio.run(run()).status == (200 if is_same else 404)

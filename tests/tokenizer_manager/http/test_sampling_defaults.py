@@ -83,6 +83,9 @@ def test_clients_can_read_them(serve: Serve):
 
     [model] = client.get("/v1/models").json()["data"]
     assert model["sampling_defaults"] == OF_MODEL.values() | {"source": "generation_config.json"}
+    for kind in ("ChatRequest", "CompletionRequest", "NativeSampling"):
+        fields = client.get("/openapi.json").json()["components"]["schemas"][kind]["properties"]
+        assert {name: fields[name]["default"] for name in NAMES} == OF_MODEL.values()
     shown = client.post("/api/show", json={}).json()["parameters"]
     assert dict(line.split() for line in shown.splitlines()) == {
         OLLAMA_NAMES.get(name, name): f"{value:g}" for name, value in OF_MODEL.values().items()

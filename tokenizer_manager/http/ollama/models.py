@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Final
@@ -144,8 +145,11 @@ def _details(services: Services) -> ModelDetails:
     spec = services.spec
     quantization = spec.quantization
     level = str(services.config.model.dtype) if quantization is None else quantization.method
+    types = {} if quantization is None else quantization.types
+    if types:  # of a GGUF file: the format of most modules
+        level = Counter(types.values()).most_common(1)[0][0]
     return ModelDetails(
-        format="gguf" if str(services.config.model.model).endswith(".gguf") else "safetensors",
+        format="gguf" if types or str(services.config.model.model).endswith(".gguf") else "safetensors",
         family=spec.model_type,
         families=[spec.model_type],
         parameter_size=_short(spec.num_parameters),
@@ -158,8 +162,8 @@ def _short(count: int) -> str:
 
 
 def _size(services: Services) -> int:
-    """Bytes of the weights in the serving dtype."""
-    return services.spec.num_parameters * _BYTES.get(str(services.config.model.dtype), 2)
+    """Bytes of the weights: quantized, or in the serving dtype."""
+    return services.spec.weight_bytes(_BYTES.get(str(services.config.model.dtype), 2))
 
 
 def _digest(services: Services) -> str:

@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 
+import msgspec
 import ollama
 import pytest
 
+from engine.runtime.model_files.quantization import QuantizationSpec
+from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.routes import ROUTES
 
 from ...conftest import NO_TLS, Serve, Served
-from ...fake_engine import LENGTH, MODEL, TOKENIZER, ids_of, row, say_all
+from ...fake_engine import LENGTH, MODEL, TOKENIZER, FakeEngine, ids_of, make_services, row, say_all
+from ..calling import Reply, call
 from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
 
 HI = [{"role": "user", "content": "hi"}]
@@ -103,6 +109,20 @@ def test_the_model(serve: Serve, client_of: ClientOf):
     )
     assert served.client.get("/").text == "Ollama is running"
     assert served.client.head("/").status_code == 200
+
+
+def test_a_gguf_model_has_the_format_of_most_of_its_modules():
+    quantization = QuantizationSpec(
+        method="gguf", types={f"model.layers.0.{name}": "Q4_1" for name in ("a", "b")} | {"lm_head": "Q8_0"}
+    )
+
+    async def run() -> Reply:
+        plain = make_services(FakeEngine(say_all("x")))
+        spec = msgspec.structs.replace(plain.spec, quantization=quantization)
+        return await call(App(dataclasses.replace(plain, spec=spec)), "/api/show", {})
+
+    details = json.loads(asyncio.run(run()).body)["details"]
+    assert (details["format"], details["quantization_level"]) == ("gguf", "Q4_1")
 
 
 def test_what_changes_models_is_a_501(serve: Serve, client_of: ClientOf):

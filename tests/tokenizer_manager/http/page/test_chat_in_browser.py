@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.messages import Finish, FinishKind
+from engine.runtime.sampling_defaults import SamplingDefaults
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import LENGTH, STOP, WAIT_S, ids_of, row, say_all
 from tests.tokenizer_manager.fake_engine import TOKENIZER as TOKENS
@@ -142,6 +143,18 @@ def test_the_conversation_goes_on_after_a_reload_until_it_is_cleared(open_page):
     assert tab.run("document.querySelectorAll('.message').length") == 0
     assert not tab.run("document.querySelector('#empty').hidden")
     assert tab.run("document.activeElement.id") == "question"
+
+
+def test_settings_show_the_defaults_of_the_model(open_page):
+    of_model = SamplingDefaults(temperature=0.2, top_p=0.9, source="the model card")
+    tab, _ = open_page(say_all("x"), of_model=of_model)
+    tab.click("#open-settings")
+    names = ("temperature", "top_p", "top_k", "max_tokens")
+    shown = {name: tab.run(f"document.querySelector('#set-{name}').placeholder") for name in names}
+    expected = ("default: 0.2", "default: 0.9", "default: -1", "default: none")
+    assert shown == dict(zip(names, expected, strict=True))
+    tab.click("#settings .title button")  # Reset all
+    assert tab.run("document.querySelector('#set-temperature').placeholder") == "default: 0.2"
 
 
 def test_settings_show_the_defaults_and_reach_the_request(open_page):
