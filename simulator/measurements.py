@@ -77,6 +77,7 @@ class Measurements:
         prompt_tokens, cached_tokens, output_tokens: sums over answered requests.
         retractions: how often requests lost their KV memory.
         num_failed: requests that were refused or ended with an error, by message without its numbers.
+        first_failures: the first message of each, with its numbers.
         gaps: between tokens of one request.
         first_arrival_s, last_end_s: of the run.
         num_steps, busy_s: of all replicas.
@@ -93,6 +94,7 @@ class Measurements:
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.retractions = 0
         self.num_failed: Counter[str] = Counter()
+        self.first_failures: dict[str, str] = {}
         self.gaps = GapHistogram()
         self.first_arrival_s = math.inf
         self.last_end_s = 0.0
@@ -128,5 +130,7 @@ class Measurements:
 
     def failed(self, message: str, now_s: float) -> None:
         """Record a request that ended in another way."""
-        self.num_failed[_NUMBER.sub("n", message.partition(":")[0])] += 1
+        kind = _NUMBER.sub("n", message.partition(":")[0])
+        self.num_failed[kind] += 1
+        self.first_failures.setdefault(kind, message)
         self.last_end_s = max(self.last_end_s, now_s)

@@ -48,7 +48,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: of the simulation, for tables.
         num_requests: answered requests.
-        failures: message -> number of the other requests.
+        failures: first message of a kind, with its figures -> number of requests that failed in this way.
         goodput: answered requests per second that meet all objectives; `request_rate` without objectives.
         slo_share: share of all requests that meet all objectives.
         busy_share: share of the replicas' time spent in steps.
@@ -103,7 +103,9 @@ def make_report(
         name=name,
         duration_s=duration_s,
         num_requests=num_answered,
-        failures=dict(measurements.num_failed),
+        failures={
+            measurements.first_failures[kind]: count for kind, count in measurements.num_failed.items()
+        },
         request_rate=num_answered / duration_s,
         prompt_tok_s=measurements.prompt_tokens / duration_s,
         output_tok_s=measurements.output_tokens / duration_s,

@@ -57,6 +57,13 @@ def chat(
     url: Annotated[
         Text, _chat("Talk to this server instead of loading a model.", "--url", metavar="URL")
     ] = None,
+    attach_first: Annotated[
+        bool,
+        _chat(
+            "Talk to a server of this user that runs here, if nothing names a model  [default: attach]",
+            "--attach/--no-attach",
+        ),
+    ] = True,
     api_key: Annotated[
         Text, _chat("API key of that server (or set ENGINE_API_KEY).", "--api-key", metavar="TEXT")
     ] = None,
@@ -125,8 +132,9 @@ def chat(
 ) -> int:
     """Chat with a model in the terminal, or ask one question.
 
-    Without --url the model is loaded into this process. Piped input is the question, or is appended to it:
-    `engine chat "Summarize this:" < notes.txt`. Standard output carries only the answer.
+    A server of this user that runs on this machine answers; without one, or with a setting of the model, the model is
+    loaded into this process. Piped input is the question, or is appended to it: `engine chat "Summarize this:" <
+    notes.txt`. Standard output carries only the answer.
     """
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "stop": stop}
     session = ChatSession(
@@ -145,10 +153,13 @@ def chat(
         word = " ".join(question or [])
         typer.echo(f"{word!r} is the question; to chat with that model: engine chat --model {word}", err=True)
     with StartupDisplay(quiet=quiet) as display:
-        backend: Backend
-        backend = (
-            _connect(url, api_key, settings, form) if url else _start(settings, config_file, display, form)
-        )
+        backend: Backend | None = None
+        if url:
+            backend = _connect(url, api_key, settings, form)
+        elif attach_first:
+            backend = _attach(api_key, settings, config_file, form, quiet=quiet or one_question is None)
+        if backend is None:
+            backend = _start(settings, config_file, display, form)
     try:
         if one_question is not None:
             shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
@@ -208,6 +219,22 @@ def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerFo
         )
     key = api_key or variable("ENGINE_API_KEY")
     return HttpBackend(url, api_key=key, model=settings["model"], form=form)
+
+
+def _attach(
+    api_key: str | None, settings: FlagValues, config_file: Path | None, form: AnswerForm, *, quiet: bool
+) -> Backend | None:
+    """Attach to a server that runs already; None: load a model."""
+    from .attach import asks_for_a_model, attach
+
+    if asks_for_a_model(merge_options(settings, config_file=config_file)):
+        return None
+
+    def note(line: str) -> None:
+        if not quiet:
+            print(f"engine: {line}", file=sys.stderr)
+
+    return attach(api_key or variable("ENGINE_API_KEY"), form, note)
 
 
 def _chat_settings(given: dict[str, str | None]) -> ChatSettings:

@@ -19,7 +19,7 @@ from ...runtime.model_files.default_model import DEFAULT_MODEL
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.source import ModelSource, not_fetched
 from ...runtime.model_files.weight_files.check_weights import WeightsSummary
-from ...runtime.resolve.model_resolution import WeightsError, find_model, read_model
+from ...runtime.resolve.model_resolution import WeightsError, find_model, read_model, runs_in_transformers
 
 SAMPLES: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -116,6 +116,12 @@ def gather_model(
         )
     if resolved is not None:
         found["spec"], found["weights"] = resolved.spec, resolved.weights
+        if with_torch and runs_in_transformers(config, resolved.spec):
+            from ...model_runner.hf_backend.transformers_load import check_architecture
+
+            on_step("architecture")
+            _, found["spec_error"] = _attempt(lambda: check_architecture(source, resolved.spec))
+            found["spec"] = None if found["spec_error"] else resolved.spec
         spec = in_blocks(resolved.spec)
         if with_torch and with_checksums and spec is not None and resolved.weights is not None:
             from ...model_runner.weights.check_values import check_block_values

@@ -84,7 +84,8 @@ def print_comparison(console: Console, reports: Sequence[Report], title: str, *,
 def _print_failures(console: Console, reports: Sequence[Report]) -> None:
     for report in reports:
         for reason, count in report.failures.items():
-            text = f"{report.name}: {count:,} not answered: {reason}"
+            first = "" if count == 1 else "; the first"
+            text = f"{report.name}: {count:,} not answered{first}: {reason}"
             console.print(text, style="red", highlight=False, markup=False)
 
 

@@ -18,8 +18,6 @@ The check costs six forward passes over a few tokens.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,18 +30,23 @@ from ..attention.backend import BatchLayout
 from ..attention.torch_native import TorchNativeAttention
 from ..memory.io_buffers import InputBuffers
 from ..memory.kv_pool import KVPool
+from .layer_check import (
+    INSEPARABLE,
+    NO_ARGUMENTS,
+    DifferentError,
+    Layers,
+    model_name,
+    refusal,
+    use_checked_attention,
+)
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..attention.backend import StepAttention
     from .transformers_model import TransformersModel
 
-_CHECK_NAME: Final = "engine_check"
 _LENGTHS: Final = (24, 9)
 _FIRST_PART: Final = 5  # tokens of the second text in the first step
-_LAYER_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-"""Largest difference in a layer's attention, relative to its largest value. Unsupported attention differs by more: a
-single sink takes 1/25 of the last token's attention and one half of the first token's."""
 _MODEL_TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Difference in hidden states, relative to their norm, of the median token: in a mixture of experts rounding can send
 single tokens to another expert."""
@@ -82,77 +85,6 @@ class _Pool:
         layout = BatchLayout(np.asarray(list(spans)), starts, stops - starts, len(spans))
         loc = torch.cat([self._table[text, start:stop].long() for text, (start, stop) in spans.items()])
         return _Step(self._kv, loc, self._backend.plan_step(layout))
-
-
-class _Layers:
-    """The results of the comparison of each layer's attention."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.spec = spec
-        self.reasons: list[str] = []
-        self.seen: list[int] = []
-        self.worst = 0.0
-
-    def look(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor | None]:
-        """Compute a layer's attention with transformers' own function and compare it with ours."""
-        layer_id = getattr(module, "layer_idx", None)
-        if not isinstance(layer_id, int) or not 0 <= layer_id < self.spec.num_layers:
-            raise _Different(
-                f"an attention layer has the number {layer_id}, of {self.spec.num_layers} layers"
-            )
-        if layer_id in self.seen:
-            raise _Different(
-                f"layer {layer_id} attends twice, but the KV pool holds its keys and values once"
-            )
-        self.seen.append(layer_id)
-        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-        if eager is None:
-            raise _Different(f"the module of {type(module).__name__} has no eager attention to compare with")
-        theirs, weights = eager(module, query, key, value, mask, **options)
-        if reason := self._reason(query, key, value, theirs, options):
-            self.reasons.append(f"layer {layer_id} {reason}")
-        return theirs, weights
-
-    def _reason(
-        self, query: Tensor, key: Tensor, value: Tensor, theirs: Tensor, options: dict[str, Any]
-    ) -> str | None:
-        """Why our backends cannot replace this attention; compares values if shapes and options give no reason."""
-        spec = self.spec
-        layer_id = self.seen[-1]
-        expected = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        if value.shape[-1] != key.shape[-1]:
-            return f"has values of size {value.shape[-1]} and keys of size {key.shape[-1]} (as in latent attention)"
-        if (query.shape[1], key.shape[1], key.shape[-1]) != expected:
-            found = f"{query.shape[1]} heads, {key.shape[1]} KV heads, head dim {key.shape[-1]}"
-            return f"has {found}; config.json says {expected[0]}, {expected[1]}, {expected[2]}"
-        for name, what in (("softcap", "caps its scores"), ("s_aux", "has attention sinks")):
-            if options.get(name) is not None:
-                return f"{what} ({name}), which our attention does not support"
-        window, ours = options.get("sliding_window"), spec.window_of(layer_id)
-        if window != ours:
-            return f"attends to {window or 'all'} tokens in transformers, {ours or 'all'} by config.json"
-        scaling = options.get("scaling")
-        plain = _plain_attention(query, key, value, scaling or spec.head_dim**-0.5, ours)
-        difference = float((theirs.float() - plain).abs().max() / theirs.float().abs().max().clamp_min(1e-30))
-        self.worst = max(self.worst, difference)
-        if difference > _LAYER_TOLERANCE[query.dtype]:
-            return (
-                f"does not compute plain causal attention: values differ by {difference:.1%} of the largest (as with "
-                "position biases, sinks and attention in both directions)"
-            )
-        return None
-
-
-class _Different(Exception):
-    """Raised inside a forward pass that cannot continue."""
 
 
 class ModelCheck:
@@ -226,7 +158,7 @@ class ModelCheck:
         return torch.cat([hidden[len(first) :], later])
 
     def _error(self, reason: str) -> ConfigError:
-        return _error(self._name, [reason])
+        return refusal(self._name, [reason])
 
 
 @torch.inference_mode()
@@ -236,40 +168,25 @@ def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
     Raises:
         ConfigError: the architecture does not support external attention, or has another kind of attention.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
-
-    name = f"{path}: {spec.model_type} ({type(causal_lm).__name__})"
+    name = model_name(causal_lm, spec, path)
     decoder = causal_lm.base_model
     if decoder is causal_lm:
-        raise _error(name, ["its decoder and its head cannot be separated"])
-    AttentionInterface.register(_CHECK_NAME, _look)
-    AttentionMaskInterface.register(_CHECK_NAME, eager_mask)
-    with contextlib.suppress(ValueError, KeyError, NotImplementedError):
-        decoder.set_attn_implementation(_CHECK_NAME)
-    if decoder.config._attn_implementation != _CHECK_NAME:
-        raise _error(
-            name, ["its code does not support external attention (transformers' AttentionInterface)"]
-        )
+        raise refusal(name, [INSEPARABLE])
+    use_checked_attention(decoder, name)
     device = next(causal_lm.parameters()).device
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in _LENGTHS]
     hidden, worst = [], 0.0
     for text in texts:
-        layers = _Layers(spec)
+        layers = Layers(spec)
         hidden.append(_hidden_states(decoder, text, layers, name))
-        if missing := sorted(set(range(spec.num_layers)) - set(layers.seen)):
-            layers.reasons.append(
-                f"layer {missing[0]} does not call the attention interface ({len(missing)} of {spec.num_layers} "
-                "layers do not)"
-            )
-        if layers.reasons:
-            raise _error(name, layers.reasons)
+        if reasons := layers.all_reasons():
+            raise refusal(name, reasons)
         worst = max(worst, layers.worst)
     positions = torch.arange(len(texts[1]), device=device)
-    placed = _hidden_states(decoder, texts[1], _Layers(spec), name, position_ids=positions.unsqueeze(0))
+    placed = _hidden_states(decoder, texts[1], Layers(spec), name, position_ids=positions.unsqueeze(0))
     if not (difference := _median_difference(placed, hidden[1])) <= _MODEL_TOLERANCE[placed.dtype]:
-        raise _error(
+        raise refusal(
             name, [f"it does not count positions 0, 1, 2 and so on: hidden states differ by {difference:.1%}"]
         )
     decoder.set_attn_implementation("eager")
@@ -284,46 +201,15 @@ def _median_difference(found: Tensor, expected: Tensor) -> float:
     return float(differences.median())
 
 
-def _hidden_states(decoder: Any, text: Tensor, layers: _Layers, name: str, **positions: Tensor) -> Tensor:
+def _hidden_states(decoder: Any, text: Tensor, layers: Layers, name: str, **positions: Tensor) -> Tensor:
     """Hidden states of a text; `positions`: `position_ids`, or nothing for the model's own positions."""
     try:
         out = decoder(input_ids=text.unsqueeze(0), use_cache=False, engine_check=layers, **positions)
-    except _Different as error:
-        raise _error(name, [str(error)]) from error
+    except DifferentError as error:
+        raise refusal(name, [str(error)]) from error
     except TypeError as error:
-        raise _error(name, [f"its code does not pass arguments on to attention ({error})"]) from error
+        raise refusal(name, [f"{NO_ARGUMENTS} ({error})"]) from error
     except RuntimeError as error:
-        raise _error(name, [f"it cannot run at all ({error})"]) from error
+        raise refusal(name, [f"it cannot run at all ({error})"]) from error
     hidden: Tensor = out.last_hidden_state[0]
     return hidden
-
-
-def _look(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    engine_check: _Layers | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The attention function of transformers while a model is checked."""
-    if engine_check is None:
-        raise _Different(f"{type(module).__name__} does not get the step's arguments for attention")
-    return engine_check.look(module, query, key, value, attention_mask, options)
-
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-    """The attention that a backend promises, in float32: q [1, Hq, T, D], k and v [1, H, T, D] -> [1, T, Hq, D]."""
-    group, length = q.shape[1] // k.shape[1], q.shape[2]
-    k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-    position = torch.arange(length, device=q.device)
-    behind = position[:, None] - position
-    hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-    scores = (q.float() @ k.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
-
-
-def _error(name: str, reasons: list[str]) -> ConfigError:
-    more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-    return ConfigError(f"{name} cannot be served with model_impl transformers: {reasons[0]}{more}")

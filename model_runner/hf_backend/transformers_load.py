@@ -12,6 +12,7 @@ import torch
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.cache_dir import cache_dir
 from ..weights.dummy import DummyStore
+from .layer_check import check_forms
 from .transformers_check import check_model
 from .transformers_model import ATTENTION_NAME, TransformersModel, attend
 
@@ -73,6 +74,19 @@ def load_transformers_model(
         worst,
     )
     return model
+
+
+def check_architecture(source: ModelSource, spec: ModelSpec) -> None:
+    """Check an architecture without its weights: what loading refuses for its kind of attention.
+
+    Raises:
+        ConfigError: transformers refuses the configuration, or our backends do not compute a layer's attention.
+    """
+    transformers = _import_transformers()
+    model_config = _read_config(transformers, source)
+    with torch.device("meta"):
+        causal_lm = _from_config(transformers, source, model_config, torch.bfloat16)
+    check_forms(causal_lm.eval(), spec, source.path)
 
 
 def _refuse_formats(config: ModelConfig, source: ModelSource) -> None:

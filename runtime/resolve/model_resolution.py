@@ -84,6 +84,12 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
     return ResolvedModel(source, with_quantization(spec, config.quantization), None)
 
 
+def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
+    """Whether transformers' code computes this architecture."""
+    is_known = spec.model_type in SUPPORTED_MODEL_TYPES
+    return config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known)
+
+
 def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> None:
     """Check that the engine or transformers can compute the architecture.
 
@@ -99,7 +105,7 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"{source.path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
     is_known = spec.model_type in SUPPORTED_MODEL_TYPES
-    if config.model_impl == "engine" or (config.model_impl == "auto" and is_known):
+    if not runs_in_transformers(config, spec):
         return  # `resolve` refuses model_impl engine for other architectures
     asked = (
         "model_impl is transformers"

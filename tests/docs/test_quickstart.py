@@ -16,6 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.runtime.config.environment import variable_of
+
 from .conftest import DOCS
 
 TEXT = (DOCS / "quickstart.md").read_text()
@@ -54,6 +56,7 @@ class Reader:
         self.environment = inherited | {
             "PATH": f"{program.parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "2",
+            variable_of("model"): "default",  # servers of other tests are not attached to
         }
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = str(probe.getsockname()[1])

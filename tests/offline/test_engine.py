@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import queue
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -330,3 +333,19 @@ def test_pins_and_explanations_are_answered():
     for ask in (lambda: engine.explain("a"), lambda: engine.pin(b"", 1.0, ""), engine.flush_cache):
         with pytest.raises(EngineDeadError, match="has been closed"):
             ask()
+
+
+def resident_mib() -> float:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_closing_gives_freed_memory_back_to_the_system():
+    engine = make_engine()
+    blocks = [bytes(4096) for _ in range(32_768)]  # 128 MiB in pieces that malloc keeps when they are freed
+    last = blocks[-1]
+    del blocks
+    before_mib = resident_mib()
+    engine.close()
+    assert resident_mib() < before_mib - 64
+    assert len(last) == 4096

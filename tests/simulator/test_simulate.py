@@ -184,12 +184,13 @@ def test_a_link_sends_one_after_the_other(make_replica):
 
 
 def test_what_cannot_run_is_refused_and_counted(make_replica):
-    too_long = SimRequest("long", 0.0, bytes(4 * 9000), 5, 5)
+    too_long = [SimRequest(f"long-{size}", 0.0, bytes(4 * size), 5, 5) for size in (9000, 9500)]
     fine = SimRequest("fine", 0.5, bytes(4 * 10), 5, 5)
-    report = simulate(iter([too_long, fine]), make_replica(), COST)
+    report = simulate(iter([*too_long, fine]), make_replica(), COST)
     assert report.num_requests == 1
-    assert sum(report.failures.values()) == 1
-    assert "the prompt has n tokens" in next(iter(report.failures))
+    ((reason, count),) = report.failures.items()
+    assert count == 2
+    assert "the prompt has 9000 tokens and the context holds" in reason
 
 
 def test_a_deadline_in_the_queue_is_a_failure(make_replica):

@@ -7,6 +7,7 @@ template is set up as in Hugging Face transformers, against which template autho
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -21,17 +22,30 @@ import jinja2.parser
 from ...runtime.errors import ConfigError, RequestError
 from .template_sandbox import AbandonedError, CpuTimeError, LimitError, RenderBudget, TemplateSandbox
 
+logger = logging.getLogger(__name__)
+
 RESERVED_NAMES: Final = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 _MAX_OUTPUT_CHARS: Final = 64 << 20
 _END_MARK: Final = "\u2063end-of-final-message\u2063 "
 """As in transformers: its blank is missing from the prompt if the template strips contents."""
 
 _SENTINEL: Final = "zq content zq"
-_SENTINEL_SPEEDUP: Final = 10  # of the clock for its limit: a start renders up to six times
-_SENTINEL_CHATS: Final = (
+_SENTINEL_SPEEDUP: Final = 10  # of the clock for its limit: a start renders up to eight times
+_SENTINEL_CHATS: Final[tuple[list[dict[str, Any]], ...]] = (
     [{"role": "user", "content": _SENTINEL}],
     [{"role": "system", "content": _SENTINEL}, {"role": "user", "content": "a"}],
     [{"role": "user", "content": "a"}, {"role": "assistant", "content": _SENTINEL}],
+    [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": "b",
+            "tool_calls": [
+                {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+            ],
+        },
+        {"role": "tool", "content": _SENTINEL, "tool_call_id": "call00000", "name": "f"},
+    ],
 )
 
 
@@ -91,11 +105,23 @@ class ChatTemplate:
         self.part_roles: frozenset[str] = frozenset()
 
     def find_part_roles(self) -> None:
-        """Render a short text as a string and as a list of parts, and set `part_roles`."""
+        """Render a short text as a string and as a list of parts, and set `part_roles`.
+
+        A template that shows a user's text in neither form is reported.
+        """
         for chat in _SENTINEL_CHATS:  # the user's first: the other chats have a message of the user
-            role = next(message["role"] for message in chat if message["content"] == _SENTINEL)
-            if not self._shows(chat) and self._shows(_in_parts(chat, self.part_roles | {role})):
+            role = next(str(message["role"]) for message in chat if message["content"] == _SENTINEL)
+            as_text = self._shows(chat)
+            if as_text:
+                continue
+            in_parts = self._shows(_in_parts(chat, self.part_roles | {role}))
+            if in_parts:
                 self.part_roles |= {role}
+            elif role == "user" and as_text is not None and in_parts is not None:
+                logger.warning(
+                    "%s shows nothing of what a user writes; give another one with --chat-template",
+                    self._name,
+                )
 
     def render(
         self,
@@ -179,13 +205,13 @@ class ChatTemplate:
         found = jinja2.meta.find_undeclared_variables(self._environment.parse(self.source))
         return found if self._with_tools is None else found | self._with_tools.undeclared_variables()
 
-    def _shows(self, chat: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the text of the sentinel is in the prompt; a template that takes long counts as failing."""
+    def _shows(self, chat: Sequence[Mapping[str, Any]]) -> bool | None:
+        """Whether the text of the sentinel is in the prompt; None: the template refuses the chat, or takes long."""
         budget = RenderBudget(cpu_clock=lambda: _SENTINEL_SPEEDUP * time.thread_time())
         try:
             return _SENTINEL in self.render(chat, add_generation_prompt=False, budget=budget)
         except RequestError:
-            return False
+            return None
 
 
 def _in_parts(messages: Sequence[Mapping[str, Any]], roles: frozenset[str]) -> Sequence[Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 Memory and attention need few of them: heads, layers, lengths, windows. Most configurations use the same names for
 them, older ones use others, and both are read. Known unsupported features are refused here, before loading; the rest
-is found when the model is loaded and its attention compared (`model_runner/transformers_check`).
+is found when the model is loaded and its attention compared (`model_runner/hf_backend/transformers_check`).
 """
 
 from __future__ import annotations

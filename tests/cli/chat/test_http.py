@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import json
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
 
 from engine.cli.chat.backend import AnswerUsage
@@ -17,53 +10,6 @@ from engine.cli.chat.settings import ChatSettings
 from engine.runtime.errors import EngineError, RequestError
 
 QUESTION = [{"role": "user", "content": "hi"}]
-
-
-@dataclass
-class ScriptedServer:
-    """Answers each path with a status and a body; keeps what it was sent."""
-
-    replies: dict[str, tuple[int, bytes]] = field(default_factory=dict)
-    bodies: list[dict[str, Any]] = field(default_factory=list)
-    keys: list[str | None] = field(default_factory=list)
-    url: str = ""
-
-    def say(self, path: str, document: object, status: int = 200) -> None:
-        self.replies[path] = (status, json.dumps(document).encode())
-
-    def stream(self, *events: object, done: bool = True) -> None:
-        data = [event if isinstance(event, str) else f"data: {json.dumps(event)}\n\n" for event in events]
-        text = "".join(data) + ("data: [DONE]\n\n" if done else "")
-        self.replies["/v1/chat/completions"] = (200, text.encode())
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    script = ScriptedServer()
-    script.say("/v1/models", {"data": [{"id": "first", "max_model_len": 77}, {"id": "second"}]})
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            length = int(self.headers.get("content-length") or 0)
-            if length:
-                script.bodies.append(json.loads(self.rfile.read(length)))
-            script.keys.append(self.headers.get("authorization"))
-            status, body = script.replies.get(self.path, (404, b"not here"))
-            self.send_response(status)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST = answer  # noqa: N815
-
-        def log_message(self, *_args: object) -> None:
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
-        script.url = f"http://127.0.0.1:{listening.server_address[1]}"
-        yield script
-        listening.shutdown()
 
 
 def delta(text=None, finish=None, **more):

@@ -254,21 +254,26 @@ USER_ONLY = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ m.content[0]['text'] }}{% else %}{{ m.content }}{% endif %}"
     "|{% endfor %}"
 )
-CHAT = [{"role": role, "content": f"by {role}"} for role in ("system", "user", "assistant")]
+TOOLS_ONLY = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{% for part in m.content %}{{ part.text }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}|{% endfor %}"
+)
+CHAT = [{"role": role, "content": f"by {role}"} for role in ("system", "user", "assistant", "tool")]
 
 
 @pytest.mark.parametrize(
     ("source", "roles", "prompt"),
     [
         (TEMPLATE, set(), None),
-        (EITHER, set(), "system: by system|user: by user|assistant: by assistant|"),
+        (EITHER, set(), "system: by system|user: by user|assistant: by assistant|tool: by tool|"),
         (
             IDEFICS,
-            {"system", "user", "assistant"},
+            {"system", "user", "assistant", "tool"},
             "System: by system<end_of_utterance>\nUser: by user<end_of_utterance>\n"
-            "Assistant: by assistant<end_of_utterance>\n",
+            "Assistant: by assistant<end_of_utterance>\nTool: by tool<end_of_utterance>\n",
         ),
-        (USER_ONLY, {"user"}, "by system|by user|by assistant|"),
+        (USER_ONLY, {"user"}, "by system|by user|by assistant|by tool|"),
+        (TOOLS_ONLY, {"tool"}, "by system|by user|by assistant|by tool|"),
         ("{{ messages[0].content[0].text }}", {"user", "system"}, "by system"),
         ("{{ raise_exception('never') }}", set(), None),
         ("constant", set(), "constant"),
@@ -283,10 +288,28 @@ def test_contents_get_the_form_that_the_template_shows(source: str, roles: set[s
         assert template.render(CHAT, add_generation_prompt=False) == prompt
 
 
+@pytest.mark.parametrize(
+    ("source", "is_reported"),
+    [
+        ("constant", True),
+        ("{% for m in messages %}{{ m.role }}{% endfor %}", True),
+        ("{{ messages[0].text }}", True),
+        (TEMPLATE, False),
+        (IDEFICS, False),
+        ("{{ raise_exception('one message is not enough') }}", False),
+    ],
+)
+def test_a_template_that_shows_nothing_of_the_user_is_reported(
+    caplog: pytest.LogCaptureFixture, source: str, is_reported: bool
+):
+    ChatTemplate(source, {}, "the file x").find_part_roles()
+    assert ("the file x shows nothing of what a user writes" in caplog.text) == is_reported
+
+
 def test_an_answer_that_is_continued_has_the_same_form():
     template = ChatTemplate(IDEFICS, {})
     template.find_part_roles()
-    prompt = template.render(CHAT, continue_final_message=True)
+    prompt = template.render(CHAT[:3], continue_final_message=True)
     assert prompt.endswith("<end_of_utterance>\nAssistant: by assistant")
 
 
