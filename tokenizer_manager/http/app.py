@@ -10,7 +10,7 @@ an error event), and it merges slashes in paths, which the key check must see as
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ...runtime.errors import RequestError
@@ -115,22 +115,13 @@ class App:
                 None,
             )
         if handlers is None:
-            near = _near_path(path, self._exact)
-            hint = f"did you mean {near}? " if near else ""
-            message = f"there is no {path} here; {hint}/docs lists what there is"
+            message = f"there is no {path} here; /docs lists what there is"
             raise RequestError(message, code="not_found", status=404)
         method = "GET" if exchange.method == "HEAD" else exchange.method
         if method not in handlers:
             message = f"{path} does not take {exchange.method}; use {' or '.join(handlers)}"
             raise MethodNotAllowedError(message, [*handlers, *(["HEAD"] if "GET" in handlers else [])])
         return handlers[method]
-
-
-def _near_path(path: str, known: Collection[str]) -> str:
-    """The path that a client with another base URL meant: `/v1` missing or twice, a prefix, slashes; "" if none."""
-    words = "/".join(word for word in path.split("/") if word)
-    found = [each for each in known if f"/{words}".endswith(each) or each == f"/v1/{words}"]
-    return max((each for each in found if each != "/"), key=len, default="")
 
 
 def _without_services(answer: Callable[[Exchange], Awaitable[None]]) -> Handler:

@@ -352,29 +352,6 @@ def test_malformed_http_is_a_400(serve: Serve):
     check_alive(served)
 
 
-@pytest.mark.parametrize(
-    ("path", "meant"),
-    [
-        ("/chat/completions", "/v1/chat/completions"),
-        ("/v1/chat/completions/", "/v1/chat/completions"),
-        ("/v1/v1/chat/completions", "/v1/chat/completions"),
-        ("//v1//completions", "/v1/completions"),
-        ("/openai/v1/models", "/v1/models"),
-        ("/v1/tokenize", "/tokenize"),
-        ("/v1/health", "/health"),
-        ("/messages", "/v1/messages"),
-        ("/v1/embeddings", None),
-        ("/v1", None),
-        ("/nothing/", None),
-    ],
-)
-def test_a_path_of_another_base_url_is_told_the_one_that_is_meant(serve: Serve, path: str, meant: str | None):
-    served = serve()
-    message = served.client.post(f"{served.url}{path}").json()["error"]["message"]
-    hint = "" if meant is None else f"did you mean {meant}? "
-    assert message == f"there is no {path} here; {hint}/docs lists what there is"
-
-
 def test_unknown_paths_and_methods(serve: Serve):
     served = serve()
     client = served.client
