@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from .default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING
 from .model_spec import ModelSpec
 from .source import ModelSource
-
-if TYPE_CHECKING:  # GGUF needs numpy, a folder does not
-    from .gguf.gguf_file import GGUFFile
 
 
 def load_spec(source: ModelSource) -> ModelSpec:
@@ -22,19 +18,17 @@ def load_spec(source: ModelSource) -> ModelSpec:
         ConfigError: the files are broken, or the model needs something that is not implemented.
     """
     if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
+        from .gguf.gguf_config import read_gguf_spec
         from .gguf.gguf_file import GGUFFile
 
-        return load_gguf_spec(source, GGUFFile(source.path))
+        return with_known_defaults(read_gguf_spec(GGUFFile(source.path)), source)
     from .hf.hf_config import read_hf_spec
 
     return read_hf_spec(Path(source.path))
 
 
-def load_gguf_spec(source: ModelSource, file: GGUFFile) -> ModelSpec:
-    """`load_spec` of a GGUF file that is open already."""
-    from .gguf.gguf_config import read_gguf_spec
-
-    spec = read_gguf_spec(file)
+def with_known_defaults(spec: ModelSpec, source: ModelSource) -> ModelSpec:
+    """The spec, with the sampling parameters of the model card if it is the default model, whose file has none."""
     if source.name == DEFAULT_MODEL_NAME and not spec.sampling_defaults.values():
         return structs.replace(spec, sampling_defaults=DEFAULT_MODEL_SAMPLING)
     return spec

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config.engine_config import ModelConfig
 from ..errors import ConfigError
 from ..model_files.download_progress import Progress
-from ..model_files.load_spec import load_gguf_spec
+from ..model_files.load_spec import with_known_defaults
 from ..model_files.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
@@ -64,10 +64,11 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         ConfigError: the configuration is damaged, or of a model that cannot run here.
     """
     if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
+        from ..model_files.gguf.gguf_config import read_gguf_spec
         from ..model_files.gguf.gguf_file import GGUFFile
 
         file = GGUFFile(source.path)
-        spec = load_gguf_spec(source, file)
+        spec = with_known_defaults(read_gguf_spec(file), source)
         check_implementation(config, source, spec)
         weights = _weights(config, lambda: (spec, check_gguf_weights(file, spec)))
     else:
