@@ -84,6 +84,7 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
 
     from ..runtime.messages import Explanation
     from .chat.http import base_url, error_of
+    from .unreachable import why_unreachable
 
     base = base_url(url)
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
@@ -91,12 +92,10 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
         response = httpx.get(
             f"{base}/v1/requests/{quote(rid, safe='')}/why", headers=headers, timeout=_TIMEOUT_S
         )
-    except httpx.ConnectError:
-        raise ServerError(
-            f"no server answers at {base}; name it with --url, or read its decision log with --log FILE"
-        ) from None
     except httpx.HTTPError as error:
-        raise ServerError(f"the connection to {base} broke: {str(error) or type(error).__name__}") from None
+        connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+        hint = "name it with --url, or read its decision log with --log FILE"
+        raise ServerError(why_unreachable(base, error, connected=connected, hint=hint)) from None
     body = _json_of(response)
     error_body = body.get("error")
     if isinstance(error_body, dict) and error_body.get("code") == "request_not_found":

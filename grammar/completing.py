@@ -234,16 +234,17 @@ class CompletingMatcher:
         if self._way and self._way[0] not in first:
             first.append(self._way[0])
         num_searches = _SEARCHED_TOKENS // max(1, self._num_left)
-        kept = []
+        kept, does_one_not_fit = [], False
         for token_id in first:
             fits = self._surely_fits(token_id)
             if not fits and num_searches > 0:
                 num_searches -= 1
                 fits = self._fits(token_id)
+                does_one_not_fit = does_one_not_fit or not fits
             if fits:
                 kept.append(token_id)
-        if kept:
-            self._restricted = self._restricted or len(kept) < len(first)
+        if kept:  # tokens that were only not checked do not make the answer one that was cut
+            self._restricted = self._restricted or does_one_not_fit
             _allow_only(mask, kept)
 
     def _may_end_string(self) -> bool:

@@ -81,6 +81,7 @@ class ChildProcess:
         self._black_box = black_box
         self._is_deaf = False
         self._is_aborted = False
+        self._is_killed = False  # by `abort` or `kill`, while it was alive
         self._group_is_gone = False
 
     @property
@@ -149,6 +150,8 @@ class ChildProcess:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
+        if -code in (signal.SIGABRT, signal.SIGKILL) and self._is_killed:
+            return f"{self.name} was killed by the engine, because it did not end"
         hint = (
             " (by another process, or by the kernel because memory ran out)"
             if -code == signal.SIGKILL
@@ -167,6 +170,7 @@ class ChildProcess:
     def abort(self) -> None:
         """Make the process print the tracebacks of all its threads (faulthandler) and end."""
         self._is_aborted = not self.is_suspended()  # a suspended process cannot print any
+        self._is_killed = self._is_killed or self._process.poll() is None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGABRT)
 
@@ -184,6 +188,7 @@ class ChildProcess:
         if self._is_aborted:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TRACEBACKS_S)
+        self._is_killed = self._is_killed or self._process.poll() is None
         self._kill_group()
         self._process.wait()
         self._channel.close()

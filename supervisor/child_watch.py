@@ -45,6 +45,7 @@ STOP_GRACE_S: Final = 3.0  # from "stop" to SIGKILL
 _TICK_S: Final = 0.5  # the watchdog checks at least this often
 _CAUSE_GRACE_S: Final = 3.0  # from the first `lost_others` to the failure
 NODES_GRACE_S: Final = 12.0  # the same if the cause may be that another machine fell silent
+_WAS_SUSPENDED: Final = "was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued"
 _SUSPENDED_S: Final = 4.0
 """After this time without a heartbeat a process that was stopped by a signal counts as failed: a busy machine cannot be
 the reason, so the group does not wait for the whole watchdog timeout."""
@@ -308,10 +309,10 @@ class ChildWatch:
         timeout_s = self._config.watchdog_timeout
         for child in self.children:
             if child.ready and not child.stopping and child.silent_s > timeout_s and not child.lost_others:
+                why = f"it {_WAS_SUSPENDED}" if child.is_suspended() else "the log has its tracebacks"
                 child.abort()
                 raise ChildFailure(
-                    f"{child.name} hangs: no heartbeat for {timeout_s:g} s (--watchdog-timeout); "
-                    "the tracebacks above say where",
+                    f"{child.name} hangs: no heartbeat for {timeout_s:g} s (--watchdog-timeout); {why}",
                     child=child,
                 )
 
@@ -319,8 +320,7 @@ class ChildWatch:
         for child in self._ranks():
             if child.silent_s > _SUSPENDED_S and child.is_suspended():
                 raise ChildFailure(
-                    f"{_with_rank(child)} was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued; "
-                    "the other ranks cannot continue without it",
+                    f"{_with_rank(child)} {_WAS_SUSPENDED}; the other ranks cannot continue without it",
                     child=child,
                 )
 
@@ -340,7 +340,7 @@ class ChildWatch:
         if silent:
             names = " and ".join(_with_rank(child) for child in silent)
             raise ChildFailure(
-                f"{names} did not take part in a step any more: {says}; the tracebacks above say where; raise "
+                f"{names} did not take part in a step any more: {says}; the log has their tracebacks; raise "
                 "--dist-timeout if a step may take that long",
                 child=silent[0],
             )

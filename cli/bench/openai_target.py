@@ -10,15 +10,18 @@ import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import aiohttp
 
 from ...runtime.errors import RequestError, ServerError
+from ..unreachable import why_unreachable
 from .records import BenchRequest, RequestRecord
 from .structured import StructuredOutput
 
 Endpoint = Literal["completions", "chat"]
+
+_START_ONE: Final = "start one with `engine serve`, or check --url"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,14 +161,15 @@ async def check_ready(url: str, api_key: str | None, timeout_s: float) -> str:
                     reason = f"HTTP {response.status}: {_error_text(await response.text())}"
                     if _refuses(response.status):
                         raise RequestError(f"the server at {url} refuses ({reason}); see --url and --api-key")
+                    problem = f"no server is ready at {url} ({reason}); {_START_ONE}"
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                reason = str(error) or type(error).__name__
-            except (ValueError, KeyError, IndexError, TypeError):
-                reason = "its /v1/models does not follow the OpenAI API"
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"no server is ready at {url} ({reason}); start one with 'engine serve' or check --url"
+                problem = why_unreachable(
+                    url, error, connected=not isinstance(error, aiohttp.ClientConnectorError), hint=_START_ONE
                 )
+            except (ValueError, KeyError, IndexError, TypeError):
+                problem = f"/v1/models of {url} does not follow the OpenAI API; {_START_ONE}"
+            if time.monotonic() > deadline:
+                raise ServerError(problem)
             await asyncio.sleep(0.2)
 
 

@@ -10,6 +10,7 @@ import httpx
 
 from ...runtime.errors import EngineError, RequestError, ServerError
 from ...runtime.unicode_text import replace_surrogates
+from ..unreachable import why_unreachable
 from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call
 from .session import Message
@@ -207,6 +208,6 @@ def _error_from(error: object, *, status: int) -> EngineError:
 
 
 def _no_connection(base: str, error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
-        return f"no server answers at {base}; start one with `engine serve`, or leave out --url to run in this process"
-    return f"the connection to {base} broke: {str(error) or type(error).__name__}"
+    connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    hint = "start one with `engine serve`, or leave out --url to run in this process"
+    return why_unreachable(base, error, connected=connected, hint=hint)

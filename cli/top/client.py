@@ -10,6 +10,7 @@ import httpx
 
 from ...runtime.errors import RequestError, ServerError
 from ..chat.http import base_url, error_of
+from ..unreachable import why_unreachable
 from .snapshot import Snapshot
 
 _TIMEOUT_S: Final = 10.0
@@ -59,15 +60,10 @@ class Client:
     def _get(self, path: str) -> dict[str, Any]:
         try:
             response = self._client.get(f"{self.base}{path}")
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            why = str(error) or type(error).__name__  # refused, an unknown certificate, ...
-            raise Unreachable(
-                f"no server answers at {self.base} ({why}); start one with `engine serve`, or give the URL of one"
-            ) from None
         except httpx.HTTPError as error:
-            raise Unreachable(
-                f"the connection to {self.base} broke: {str(error) or type(error).__name__}; try again"
-            ) from None
+            connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            hint = "start one with `engine serve`, or give the URL of one"
+            raise Unreachable(why_unreachable(self.base, error, connected=connected, hint=hint)) from None
         if response.status_code == httpx.codes.NOT_FOUND:
             raise ServerError(f"{self.base} has no {path}; is it an engine of this version? Check the URL")
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:

@@ -22,6 +22,9 @@ CASES = {
     "--api-key a --admin-api-key a": "is also one of the clients' keys",
     "--api-key-file /nope": "the API keys cannot be read: No such file",
     "--api-key-file EMPTY": "there is no API key in it",
+    "--api-key-file PIPE": "which is a pipe, but each new process of the server reads it; name a regular file",
+    "--ssl-certfile PIPE": "which is a pipe",
+    "--ssl-certfile EMPTY --ssl-keyfile PIPE": "which is a pipe",
     "--api-key-file DIR": "the API keys cannot be read: Is a directory",
     "--ssl-certfile /nope": "ssl_certfile /nope with the key in /nope cannot be used: No such file",
     "--ssl-certfile EMPTY": "cannot be used",
@@ -56,6 +59,7 @@ def words(tmp_path):
     texts = {"EMPTY": b"", "TEXT": b"some text", "LATIN": b"caf\xe9", "BROKEN": b"{% if %}"}
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
+    os.mkfifo(tmp_path / "PIPE")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         yield {
             "DIR": str(tmp_path / "dir"),
@@ -63,7 +67,7 @@ def words(tmp_path):
             "TAKEN": str(taken.getsockname()[1]),
             "''": "",
             "' a'": " a",
-            **{name: str(tmp_path / name) for name in texts},
+            **{name: str(tmp_path / name) for name in (*texts, "PIPE")},
         }
 
 

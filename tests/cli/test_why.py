@@ -155,8 +155,9 @@ def test_without_a_server_there_is_a_way_out(server, capsys):
     server.close()
 
     assert cli.run(["why", "x", "--url", server.url]) == 3
-    assert f"no server answers at {server.url}; name it with --url, or read its decision log" in (
-        capsys.readouterr().err
+    assert (
+        f"no server answers at {server.url} (Connection refused); name it with --url, or read its decision log"
+        in (capsys.readouterr().err)
     )
 
 

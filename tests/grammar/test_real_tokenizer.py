@@ -133,3 +133,20 @@ def test_a_random_answer_that_is_cut_is_complete(backend, vocabulary, num_tokens
 
     assert matcher.ended and (matcher.is_cut or num_tokens > 100)
     assert set(json.loads(text)) == set(ANSWER)
+
+
+@pytest.mark.parametrize("num_tokens", [40, 50, 64, 100])
+@pytest.mark.parametrize("indent", [None, 0, 2])
+@pytest.mark.parametrize("value", ["violet", 12, [1, 2], {"b": None}, True])
+def test_an_answer_that_ends_far_from_its_limit_is_not_cut(backend, vocabulary, value, indent, num_tokens):
+    """The masks near the limit lack tokens that were not checked, for there are too many; that cuts nothing."""
+    use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, '{"type": "object"}'), complete=True)
+    matcher = GuidedMatcher(use, [backend.compile(use.specs[0])], vocabulary)
+    matcher.limit(num_tokens)
+    mask = np.zeros(SIZE // 32, np.int32)
+
+    for token_id in vocabulary.encode(json.dumps({"a color": value}, indent=indent).encode()):
+        matcher.fill(mask)
+        assert matcher.accept([token_id]) == 1
+
+    assert (matcher.ended or matcher.accept(vocabulary.eos_token_ids[:1]) == 1) and not matcher.is_cut

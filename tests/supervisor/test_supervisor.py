@@ -244,7 +244,8 @@ def test_a_stopped_child_is_killed(start_engine):
     code, message = engine.end()
 
     assert code == 1
-    assert message.startswith("scheduler hangs")
+    assert message.startswith("scheduler hangs: no heartbeat for")
+    assert message.endswith("; it was stopped by a signal (SIGSTOP or SIGTSTP) and has not been continued")
 
 
 def test_what_a_child_has_started_ends_with_it(start_engine):

@@ -106,9 +106,10 @@ class QueueLimiter:
         excess = waiting + num_new - self._max_queued - free_rows
         if excess <= 0:
             return None
+        more = f" and {free_rows} that may start at once" if free_rows > 0 else ""
         return QueueFullError(
-            f"{waiting} request{' waits' if waiting == 1 else 's wait'}, the limit is {self._max_queued}; retry later, "
-            "or raise --max-queued-requests",
+            f"{waiting} request{' waits' if waiting == 1 else 's wait'}, the limit is {self._max_queued}{more}; retry "
+            "later, or raise --max-queued-requests",
             self._seconds_for(excess, now_s),
             waiting,
         )

@@ -1,10 +1,11 @@
 """`AccessLog`: one line for each finished request (`--log-requests`); never prompt text.
 
     request id=cmpl-3f2a endpoint=/v1/completions status=200 prompt=812 cached=768 output=64 ttft_ms=41 \
-rate_tok_s=62.3 duration_ms=1052 finish=stop
+rate_tok_s=62.3 duration_ms=1052 finish=stop request_id=7d1c
 
-With `--log-format json` the names are keys. Requests that generate nothing have id, endpoint, status and duration; GET
-requests, which probes and dashboards repeat all the time, have no line.
+`request_id` is the client's `X-Request-Id`, which proxies log as well, or one that the server made. With `--log-format
+json` the names are keys. Requests that generate nothing have id, endpoint, status and duration; GET requests, which
+probes and dashboards repeat all the time, have no line.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _GENERATION = (
     "request id=%s endpoint=%s status=%d prompt=%d cached=%d output=%d ttft_ms=%s rate_tok_s=%s duration_ms=%.0f "
-    "finish=%s"
+    "finish=%s request_id=%s"
 )
 
 
@@ -43,7 +44,7 @@ class AccessLog(NoAccessLog):
         if exchange.method in ("GET", "HEAD", "OPTIONS"):
             return
         duration_ms = (ended_s - exchange.started_s) * 1e3
-        endpoint, generations = _shown(exchange.path), exchange.generations
+        endpoint, generations = show_word(exchange.path), exchange.generations
         if not generations:
             logger.info(
                 "request id=%s endpoint=%s status=%d duration_ms=%.0f",
@@ -70,12 +71,13 @@ class AccessLog(NoAccessLog):
             _rate(choices),
             duration_ms,
             _finish(generations),
+            exchange.request_id,
         )
 
 
-def _shown(path: str) -> str:
-    """The path, quoted if a blank or a control character in it could look like another field."""
-    return path if path.isascii() and path.isprintable() and " " not in path else show(path)
+def show_word(text: str) -> str:
+    """A client's text as a field of the log, quoted if a blank or control character could look like another field."""
+    return text if text.isascii() and text.isprintable() and " " not in text else show(text)
 
 
 def _rate(choices: list[Choice]) -> float | None:

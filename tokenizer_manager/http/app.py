@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from ...runtime.errors import RequestError
-from .access_log import AccessLog, NoAccessLog
+from .access_log import AccessLog, NoAccessLog, show_word
 from .error_shapes import shape_of
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .guards.auth import Caller, key_of
@@ -25,7 +25,6 @@ from .page.files import PageFiles
 from .reference.openapi import ApiDocs
 from .routes import ROUTES, Handler, Route
 from .schema.errors import MethodNotAllowedError, reply_to
-from .schema.json_body import show
 from .services import Services
 
 logger = logging.getLogger(__name__)
@@ -157,10 +156,10 @@ async def _answer(exchange: Exchange, error: Exception) -> None:
         level,
         "request failed request_id=%s path=%s status=%d code=%s param=%s",
         exchange.request_id,
-        show(exchange.path),
+        show_word(exchange.path),
         reply.status,
         reply.body.error.code,
-        show(reply.body.error.param),
+        None if reply.body.error.param is None else show_word(reply.body.error.param),
     )
     shape = shape_of(exchange.path)
     if exchange.streaming:

@@ -17,6 +17,7 @@ from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
 from .app import App
 from .connection import Connection
+from .guards.auth import refuse_pipe
 
 BACKLOG: Final = 2048
 _LAST_WORDS_S: Final = 2  # for clients to read their error events at shutdown
@@ -70,6 +71,9 @@ def check_tls(config: ServerConfig) -> None:
     """
     if config.ssl_certfile is None:
         return
+    refuse_pipe("ssl_certfile", config.ssl_certfile)
+    if config.ssl_keyfile is not None:
+        refuse_pipe("ssl_keyfile", config.ssl_keyfile)
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=_no_password)

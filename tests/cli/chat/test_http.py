@@ -135,7 +135,7 @@ def test_a_wrong_key_is_not_called_a_missing_one(server):
         (
             "http://127.0.0.1:9",
             EngineError,
-            "no server answers at http://127.0.0.1:9; start one with `engine serve`",
+            r"no server answers at http://127.0.0.1:9 \(Connection refused\); start one with `engine serve`",
         ),
         ("ftp://x", RequestError, "must look like http://127.0.0.1:30000"),
         ("http://", RequestError, "must look like"),

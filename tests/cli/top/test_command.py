@@ -126,10 +126,7 @@ def test_no_server(capsys):
         port = probe.getsockname()[1]
     code, line = says(capsys, f"http://127.0.0.1:{port}", "--once")
     assert code == 3
-    assert (
-        f"no server answers at http://127.0.0.1:{port} ([Errno 111] Connection refused); start one with"
-        in line
-    )
+    assert f"no server answers at http://127.0.0.1:{port} (Connection refused); start one with" in line
 
 
 def test_a_wrong_key_and_one_that_is_not_the_admins(capsys, server):

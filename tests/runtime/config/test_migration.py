@@ -8,6 +8,7 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.bench.serve_run import ServerSettings  # noqa: F401  (its options are among the answers)
+from engine.runtime.config.common_flags import COMMON
 from engine.runtime.config.config_fields import find_setting, flag_of, setting_names
 from engine.runtime.config.config_sources import from_arguments, from_yaml_file
 from engine.runtime.config.migration import (
@@ -15,7 +16,6 @@ from engine.runtime.config.migration import (
     CHAT_ANSWERS,
     CHAT_SHORT,
     COMMANDS,
-    COMMON,
     SHORT,
     answer_for,
 )
@@ -58,7 +58,9 @@ def test_a_short_flag_names_the_long_one(capsys, short):
 
 @pytest.mark.parametrize("answer", sorted(set(ANSWERS.values())))
 def test_an_answer_names_flags_that_exist(answer):
-    flags = {setting.flag for setting in setting_names().values()}
+    settings = setting_names().values()
+    flags = {each.flag for each in settings}
+    flags |= {each.flag.replace("--", "--no-") for each in settings if each.field.kind is bool}
     assert set(re.findall(r"--[\w-]+", answer)) <= flags
 
 

@@ -19,7 +19,9 @@ def test_the_limiter_takes_what_runs_and_what_may_wait():
         check(limiter, 1, num_live, 0.0)
         limiter.sent(0.0)
 
-    with pytest.raises(QueueFullError, match="the limit is 2"):
+    with pytest.raises(
+        QueueFullError, match="5 requests wait, the limit is 2 and 3 that may start at once; retry"
+    ):
         check(limiter, 1, 5, 0.0)
 
 

@@ -17,7 +17,7 @@ from ..fake_engine import say_all
 LINE = re.compile(
     r"request id=(?P<id>\S+) endpoint=(?P<endpoint>\S+) status=(?P<status>\d+) prompt=(?P<prompt>\d+) "
     r"cached=(?P<cached>\d+) output=(?P<output>\d+) ttft_ms=(?P<ttft_ms>\d+) rate_tok_s=(?P<rate_tok_s>\S+) "
-    r"duration_ms=\d+ finish=(?P<finish>\S+)"
+    r"duration_ms=\d+ finish=(?P<finish>\S+) request_id=(?P<request_id>\S+)"
 )
 CHAT = {"messages": [{"role": "user", "content": "zq secret"}]}
 CASES = [
@@ -47,7 +47,7 @@ def records(caplog):
 @pytest.mark.parametrize(("path", "body", "prefix"), CASES)
 def test_each_endpoint_has_one_line_with_its_figures(serve: Serve, records, path, body, prefix):
     served = serve(say_all("lo", " you"), log_requests=True)
-    answer = served.client.post(path, json=body)
+    answer = served.client.post(path, json=body, headers={"X-Request-Id": "of-a-proxy"})
     assert answer.status_code == 200, answer.text
     served.client.get("/health")  # handled after the line was written
     (record,) = records()
@@ -56,6 +56,7 @@ def test_each_endpoint_has_one_line_with_its_figures(serve: Serve, records, path
     num = len(body["prompt"]) * body["n"] if isinstance(body.get("prompt"), list) else 1
     assert found["id"].startswith(prefix)
     assert (found["endpoint"], found["status"], found["finish"]) == (path, "200", "stop")
+    assert found["request_id"] == "of-a-proxy"
     assert int(found["prompt"]) > 0
     assert int(found["output"]) > 0
     assert int(found["output"]) % num == 0
@@ -84,3 +85,27 @@ def test_probes_have_no_line_and_it_is_off_by_default(serve: Serve, records):
     assert quiet.client.post("/v1/completions", json={"prompt": "hel"}).status_code == 200
     quiet.client.get("/health")
     assert records() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "hel", "n": 0}, "n"),
+        ("/v1/chat/completions", {"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role"),
+        ("/v1/nothing", {}, None),
+    ],
+)
+def test_the_fields_of_a_failure_are_values_and_not_their_json(serve: Serve, caplog, path, body, param):
+    caplog.set_level(logging.INFO, "engine.tokenizer_manager.http.app")
+    served = serve(say_all("x"))
+    assert served.client.post(path, json=body).status_code >= 400
+    (record,) = (each for each in caplog.records if each.getMessage().startswith("request failed"))
+    fields = json.loads(JsonFormatter("x").format(record))
+    assert (fields["path"], fields["param"]) == (path, param)
+
+
+def test_a_path_with_blanks_is_quoted(serve: Serve, caplog):
+    caplog.set_level(logging.INFO, "engine.tokenizer_manager.http.app")
+    serve(say_all("x")).client.get("/v1/a%20status=200")
+    (record,) = (each for each in caplog.records if each.getMessage().startswith("request failed"))
+    assert 'path="/v1/a status=200" status=404' in record.getMessage()

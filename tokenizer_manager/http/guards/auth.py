@@ -70,8 +70,21 @@ def read_keys(config: ServerConfig) -> Keys:
     return Keys(tuple(clients), config.admin_api_key)
 
 
+def refuse_pipe(setting: str, path: str) -> None:
+    """Refuse a pipe, such as `<(command)` of a shell, for a file that is read again after a restart.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if Path(path).is_fifo():
+        raise ConfigError(
+            f"{setting} is {path!r}, which is a pipe, but each new process of the server reads it; name a regular file"
+        )
+
+
 def _keys_in(path: str) -> list[tuple[int, str]]:
     """Line number and key of each line that has one."""
+    refuse_pipe("api_key_file", path)
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
