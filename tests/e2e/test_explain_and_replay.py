@@ -209,12 +209,12 @@ def test_a_request_that_never_was(recorded, tmp_path):
     assert response.status_code == 404
     assert "cmpl-never" in response.json()["error"]["message"]
     done = run_engine(tmp_path, "why", "cmpl-never", "--log", str(recorded.log))
-    assert_one_line(done, "cmpl-never", codes=(3,))
+    assert_one_line(done, "cmpl-never", codes=(4,))
 
 
 def test_a_request_that_never_was_by_the_command(recorded):
     code, stdout, stderr = recorded.unknown[1]
-    assert (code, stdout, stderr.count("\n")) == (3, "", 1)
+    assert (code, stdout, stderr.count("\n")) == (4, "", 1)
     assert stderr.startswith("engine: ")
     assert "cmpl-never" in stderr
 
@@ -302,7 +302,7 @@ def test_a_wrong_argument_is_one_line(arguments, words, tmp_path, monkeypatch, c
     assert_one_line(subprocess.CompletedProcess(arguments, code, *capfd.readouterr()), *words)
 
 
-def assert_one_line(done: Any, *words: str, codes: tuple[int, ...] = (1, 2)) -> None:
+def assert_one_line(done: Any, *words: str, codes: tuple[int, ...] = (1, 2, 3)) -> None:
     """The command refused, said why in a line with these words, and printed nothing else."""
     assert done.returncode in codes, done
     assert done.stdout == ""

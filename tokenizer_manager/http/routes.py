@@ -339,7 +339,7 @@ ROUTES: Final = (
         answer=ShowBody,
         fails=(404,),
     ),
-    Route("GET", "/api/version", ollama_models.version, "The version (Ollama).", answer=VersionBody),
+    Route("GET", "/api/version", ollama_models.ollama_version, "The version (Ollama).", answer=VersionBody),
     Route("GET", "/", ollama_models.greeting, "Whether a server is there.", media_type="text/plain"),
     _unavailable("POST", "/api/pull", _OTHER_MODELS),
     _unavailable("POST", "/api/push", _OTHER_MODELS),

@@ -233,6 +233,14 @@ def test_a_custom_tool_gets_text(serve: Serve):
     assert "".join(piece["custom"]["input"] for piece in pieces) == 'ls "a"\n'
 
 
+@pytest.mark.parametrize("value", [0, False, 5])
+@pytest.mark.parametrize("field", ["function_call", "tool_choice"])
+def test_a_choice_of_another_type_is_refused_also_if_it_is_false_to_python(serve: Serve, field, value):
+    answer = serve(say_all("x")).client.post("/v1/chat/completions", json=HI | {field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
 def test_old_functions_are_answered_in_the_old_form(serve: Serve):
     served = serve(say_all(CALL), chat_template=QWEN3)
     fields = HI | {"functions": [WEATHER["function"]], "function_call": {"name": "get_weather"}}

@@ -111,7 +111,7 @@ async def show(exchange: Exchange, services: Services) -> None:
     )
 
 
-async def version(exchange: Exchange, services: Services) -> None:
+async def ollama_version(exchange: Exchange, services: Services) -> None:
     """The version of Ollama's API; that of the engine is in `/server_info`."""
     await exchange.send_json(VersionBody(_VERSION))
 

@@ -71,8 +71,8 @@ def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice
     Raises:
         RequestError: they are invalid, or given in both forms.
     """
-    old = bool(request.functions or request.function_call)
-    if old and (request.tools or request.tool_choice):
+    old = bool(request.functions) or request.function_call not in (None, "")
+    if old and (request.tools or request.tool_choice not in (None, "")):
         raise RequestError(
             "functions and function_call are the old form of tools and tool_choice; send only one form",
             param="functions",
