@@ -29,7 +29,7 @@ IN_CONFIG: list[Any] = [
 
 @pytest.mark.parametrize(
     ("in_config", "jinja", "others"),
-    itertools.product(IN_CONFIG, ["", "file"], [(), ("rag",), ("default", "rag")]),
+    list(itertools.product(IN_CONFIG, ["", "file"], [(), ("rag",), ("default", "rag")])),
 )
 def test_all_places(tmp_path: Path, in_config: Any, jinja: str, others: tuple[str, ...]) -> None:
     CoreTokenizer(models.BPE({"a": 0}, [])).save(str(tmp_path / "tokenizer.json"))
