@@ -14,7 +14,7 @@ from pathlib import Path
 from ..config.engine_config import ModelConfig
 from ..errors import ConfigError
 from ..model_files.download_progress import Progress
-from ..model_files.load_spec import with_known_defaults
+from ..model_files.load_spec import load_spec
 from ..model_files.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
@@ -63,25 +63,19 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         WeightsError: the weight files are damaged, or do not belong to the configuration.
         ConfigError: the configuration is damaged, or of a model that cannot run here.
     """
+    summary: WeightsSummary | None
     if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
-        from ..model_files.gguf.gguf_config import read_gguf_spec
         from ..model_files.gguf.gguf_file import GGUFFile
 
         file = GGUFFile(source.path)
-        spec = with_known_defaults(read_gguf_spec(file), source)
+        spec = load_spec(source, file)
         check_implementation(config, source, spec)
-        weights = _weights(config, lambda: (spec, check_gguf_weights(file, spec)))
+        spec, summary = _checked(config, spec, lambda: (spec, check_gguf_weights(file, spec)))
     else:
-        from ..model_files.hf.hf_config import read_hf_spec
-
-        folder = Path(source.path)
-        spec = read_hf_spec(folder)
+        spec = load_spec(source)
         check_implementation(config, source, spec)
-        weights = _weights(config, lambda: check_folder_weights(folder, spec))
-    if weights is not None:
-        spec, summary = weights
-        return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
-    return ResolvedModel(source, with_quantization(spec, config.quantization), None)
+        spec, summary = _checked(config, spec, lambda: check_folder_weights(Path(source.path), spec))
+    return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
 
 
 def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
@@ -132,11 +126,11 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
         )
 
 
-def _weights(
-    config: ModelConfig, check: Callable[[], tuple[ModelSpec, WeightsSummary]]
-) -> tuple[ModelSpec, WeightsSummary] | None:
+def _checked(
+    config: ModelConfig, spec: ModelSpec, check: Callable[[], tuple[ModelSpec, WeightsSummary]]
+) -> tuple[ModelSpec, WeightsSummary | None]:
     if config.load_format == "dummy":
-        return None
+        return spec, None
     try:
         return check()
     except ConfigError as error:
