@@ -30,7 +30,7 @@ _TYPES: Final = {
     "svg": b"image/svg+xml",
 }
 _OPEN: Final = frozenset({"/docs", "/openapi.json"})
-"""Pages that describe the API. They are the same for every server of a version."""
+"""Pages that describe the API; of the server, they have the name of the model and its sampling defaults."""
 
 
 class PageFile(NamedTuple):
