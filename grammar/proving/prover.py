@@ -95,11 +95,8 @@ class Prover:
             RequestError: as for `prove`.
         """
         deadline_s = asyncio.get_running_loop().time() + self._timeout_s
-        results = []
-        for spec in use.specs:
-            job = await self._prove_spec(spec, deadline_s, measures=True)
-            results.append(job.measured or ProofResult())
-        return results
+        jobs = [await self._prove_spec(spec, deadline_s, measures=True) for spec in use.specs]
+        return [job.measured or ProofResult() for job in jobs]
 
     async def _prove_spec(self, spec: GrammarSpec, deadline_s: float, *, measures: bool) -> ProofJob:
         """The job of a grammar, when it is good; requests with the same grammar share it."""
@@ -256,7 +253,8 @@ class Prover:
     # ------------------------------------------------------------ results
 
     def _finish(self, job: ProofJob, error: GrammarError | None, *, is_kept: bool = True) -> None:
-        if is_kept:
+        # Measuring does more than compiling: what ends it does not make a good grammar bad.
+        if is_kept and not (job.measures and self._results.has_good(job.spec.key)):
             self._results.put(job.spec.key, error)
         self._forget(job)
         if not job.done.done():

@@ -418,6 +418,18 @@ def test_measuring_compiles_a_known_grammar_again():
     run(test)
 
 
+def test_a_good_grammar_stays_good_when_measuring_it_loses_workers():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a") == "good"
+        bench.automatic = lambda text: WorkerLostError()
+        with pytest.raises(GrammarError, match="too much memory"):
+            await bench.prover.measure(use("a"))
+        assert await outcome(bench, "a") == "good"
+
+    run(test)
+
+
 def test_a_worker_that_is_lost_twice_with_a_grammar_refuses_it():
     async def test(bench: Bench) -> None:
         bench.automatic = lambda text: WorkerLostError() if text == "bomb" else GOOD
