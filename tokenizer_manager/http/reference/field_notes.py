@@ -12,6 +12,8 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.sampling_params import SamplingParams
+from ..endpoints.native import DEFAULT_MAX_NEW_TOKENS
+from ..endpoints.openai_completions import DEFAULT_MAX_TOKENS
 
 _CONSTRAINT: Final = "Constrains the answer; at most one constraint. "
 
@@ -148,8 +150,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
         if field.name in _SAMPLED
     },
     "min_tokens": 0,
-    "CompletionRequest.max_tokens": 16,
-    "max_new_tokens": 128,
+    "CompletionRequest.max_tokens": DEFAULT_MAX_TOKENS,
+    "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
     "n": 1,
     "stream": False,
     "OllamaChatRequest.stream": True,
