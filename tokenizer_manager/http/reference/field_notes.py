@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.sampling_params import SamplingParams
+from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..endpoints.native import DEFAULT_MAX_NEW_TOKENS
 from ..endpoints.openai_completions import DEFAULT_MAX_TOKENS
 
@@ -176,8 +177,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "raw": False,
     "abort_all": False,
     "priority": 0,
-    "duration": 60.0,
-    "rate": 100.0,
+    "duration": DEFAULT_DURATION_S,
+    "rate": DEFAULT_RATE_HZ,
 }
 """Of the server. What a model's own files say instead comes to `with_notes` as `model_defaults`."""
 
