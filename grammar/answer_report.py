@@ -1,7 +1,7 @@
 """`GuidedAnswer`: what an answer says about its grammar: how often it was overruled, and where it was cut.
 
-The scheduler counts tokens and positions (`GrammarUsage`). Text and JSON pointers are made of them here, at the side of
-the client, and only for the two tokens that are reported.
+The scheduler counts tokens and positions (`GrammarUsage`). Text and JSON pointers are made of them here, in the
+tokenizer manager, and only for the two tokens that are reported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OverruledToken(msgspec.Struct, frozen=True):
 
 
 class GrammarReport(msgspec.Struct, frozen=True):
-    """How hard a grammar had to push.
+    """What a grammar cost, and how often it changed the answer.
 
     Attributes:
         compile_ms: time to compile it; 0 if it was compiled already.

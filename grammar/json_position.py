@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from .schema.report import pointer_to
+
 
 class _Container:
     """An open object or list; `step`: the name or index of the value at the end, None between values of an object."""
@@ -46,7 +48,7 @@ def pointer_at_end(text: str) -> str:
         elif char == "," and open_:
             inner = open_[-1]
             inner.step = None if inner.is_object or not isinstance(inner.step, int) else inner.step + 1
-    return "".join(f"/{_escaped(each.step)}" for each in open_ if each.step is not None)
+    return pointer_to("", *(each.step for each in open_ if each.step is not None))
 
 
 def _parsed(name: str) -> str:
@@ -55,7 +57,3 @@ def _parsed(name: str) -> str:
     except ValueError:
         return name
     return value if isinstance(value, str) else name
-
-
-def _escaped(step: str | int) -> str:
-    return str(step).replace("~", "~0").replace("/", "~1")

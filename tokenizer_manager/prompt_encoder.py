@@ -190,6 +190,10 @@ def unknown_to_model(tokenizer: Tokenizer, ids: Iterable[int], name: str, vocab_
     )
 
 
+NO_BOS: Final = "send add_special_tokens: false"
+"""The fix for a second BOS in APIs that have this field."""
+
+
 def second_bos(
     tokenizer: Tokenizer, prompts: Sequence[object], encoded: Iterable[Sequence[int]], param: str, fix: str
 ) -> list[str]:

@@ -1,4 +1,4 @@
-"""The errors of requests whose grammars are not proved: the grammar is too slow, or the prover cannot try it now."""
+"""The errors of requests with grammars that are not proved: too slow, too large, or the prover cannot try them now."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ def too_slow(spec: GrammarSpec, timeout_s: float) -> GrammarError:
     return GrammarError(
         f"the grammar has {len(spec.text):,} characters and took longer than {timeout_s:g} s to compile; simplify it, "
         f"or start the server with a higher --grammar-timeout",
+        "schema_too_complex",
+    )
+
+
+def too_large(spec: GrammarSpec) -> GrammarError:
+    """The grammar itself took the whole memory of its process."""
+    return GrammarError(
+        f"the grammar has {len(spec.text):,} characters and takes too much memory to compile; simplify it",
         "schema_too_complex",
     )
 

@@ -2,7 +2,7 @@
 
     chat MODEL              the HTTP request, a child of the client's span
       receive               head and body, checks
-      tokenize              chat template, tokens, admission at the door
+      tokenize              chat template, tokens, admission
       grammar               until its grammar is proved, if it has a new one
       queue                 arrival at the scheduler to first admission
       prefill               to the first token

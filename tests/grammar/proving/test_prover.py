@@ -8,17 +8,11 @@ from collections.abc import Callable, Coroutine
 import pytest
 
 from engine.grammar.backend import GrammarError
+from engine.grammar.proving.known_results import BAD_RESULT_S, MAX_RESULTS
 from engine.grammar.proving.messages import ProofResult
-from engine.grammar.proving.prover import (
-    BAD_RESULT_S,
-    LONG_CHARS,
-    MAX_LONG_QUEUED,
-    MAX_QUEUED,
-    MAX_RESULTS,
-    START_FAILED_S,
-    UNAVAILABLE_S,
-    Prover,
-)
+from engine.grammar.proving.outage import START_FAILED_S, UNAVAILABLE_S
+from engine.grammar.proving.proof_queue import LONG_CHARS, MAX_LONG_QUEUED, MAX_QUEUED
+from engine.grammar.proving.prover import Prover
 from engine.grammar.proving.worker import WorkerLostError
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
@@ -40,6 +34,7 @@ class Bench:
 
     Attributes:
         may_start: workers wait for it, if it is given.
+        may_end: killed workers wait for it, if it is given.
         asked: texts of the grammars in the order in which workers got them.
         measured: of each, whether it is to be measured.
         alive, started: numbers of workers.
@@ -54,6 +49,7 @@ class Bench:
         self.automatic: Callable[[str], Answer] | None = None
         self.start_error: WorkerLostError | None = None
         self.may_start: asyncio.Event | None = None
+        self.may_end: asyncio.Event | None = None
         self._waiting: dict[str, asyncio.Future[ProofResult]] = {}
         self.prover = Prover(self.start, timeout_s=5.0, clock=lambda: self.now_s)
 
@@ -91,6 +87,8 @@ class FakeWorker:
         return await self._bench.ask(spec.text)
 
     async def kill(self) -> None:
+        if self._bench.may_end is not None:
+            await self._bench.may_end.wait()
         self._bench.alive -= 1
 
 
@@ -400,7 +398,7 @@ def test_a_request_that_leaves_during_the_start_of_its_worker_ends_it():
         await settle()
         task.cancel()
         await settle()
-        assert not bench.prover._running
+        assert not bench.prover._queue.running
         assert bench.started == 0
 
     run(test)
@@ -416,6 +414,18 @@ def test_measuring_compiles_a_known_grammar_again():
         with pytest.raises(GrammarError, match="bad"):
             await bench.prover.measure(use("b"))
         assert await outcome(bench, "b") == "invalid_regex" and len(bench.asked) == 3, "its result is kept"
+
+    run(test)
+
+
+def test_a_good_grammar_stays_good_when_measuring_it_loses_workers():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a") == "good"
+        bench.automatic = lambda text: WorkerLostError()
+        with pytest.raises(GrammarError, match="too much memory"):
+            await bench.prover.measure(use("a"))
+        assert await outcome(bench, "a") == "good"
 
     run(test)
 
@@ -437,6 +447,47 @@ def test_a_worker_that_is_lost_once_is_replaced():
         bench.automatic = lambda text: answers.pop(0)
         assert await outcome(bench, "a") == "good"
         assert bench.asked == ["a", "a"]
+
+    run(test)
+
+
+def test_a_grammar_is_tried_again_when_its_lost_worker_is_gone():
+    """Another proof ends in the meantime, and has its worker for the next grammar."""
+
+    async def test(bench: Bench) -> None:
+        bench.may_end = asyncio.Event()
+        lost, other = (asyncio.create_task(outcome(bench, text)) for text in ("a", "b"))
+        await settle()
+        bench.answer("a", WorkerLostError())
+        await settle()
+        bench.answer("b", GOOD)
+        assert await other == "good"
+        await settle()
+        assert bench.asked == ["a", "b"]
+        bench.may_end.set()
+        await settle()
+        assert bench.asked == ["a", "b", "a"]
+        bench.answer("a", GOOD)
+        assert await lost == "good"
+        bench.automatic = lambda text: GOOD
+        assert await asyncio.gather(*(outcome(bench, text) for text in "cde")) == ["good"] * 3
+
+    run(test)
+
+
+def test_a_request_that_leaves_just_before_its_grammar_gets_a_worker():
+    """The task of the proof is cancelled before it has begun: its place is free for others."""
+
+    async def test(bench: Bench) -> None:
+        tasks = [asyncio.create_task(outcome(bench, text)) for text in ("a", "bb", "ccc")]
+        await settle()
+        bench.answer("a", GOOD)
+        tasks[2].cancel()
+        await settle()
+        assert bench.asked == ["a", "bb"]
+        assert [job.spec.text for job in bench.prover._queue.running] == ["bb"]
+        bench.answer("bb", GOOD)
+        assert await asyncio.gather(*tasks[:2]) == ["good"] * 2
 
     run(test)
 

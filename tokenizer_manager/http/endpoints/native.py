@@ -19,6 +19,7 @@ from ....runtime.messages import Finish, FinishKind
 from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
 from ...generation import Choice, Generation, GenerationRequest, Row
+from ...prompt_encoder import NO_BOS
 from ..delivery import Collected, collect, event, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
@@ -33,8 +34,7 @@ from ..schema.protocol import NativeRequest, NativeSampling, prompts_of
 from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 
-_DEFAULT_MAX_NEW_TOKENS: Final = 128
-_NO_BOS: Final = "send add_special_tokens: false"
+DEFAULT_MAX_NEW_TOKENS: Final = 128
 _POLICY: Final = FieldPolicy(
     NativeRequest,
     {
@@ -100,7 +100,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_OUR_NAMES):
             generation = await services.start(exchange, made.generation)
         with generation:
-            warnings += services.second_bos(generation, made.generation, _NO_BOS)
+            warnings += services.second_bos(generation, made.generation, NO_BOS)
             if request.stream:
                 writer = _NativeStream(
                     services, generation, incremental=bool(request.incremental), warnings=warnings
@@ -217,7 +217,7 @@ def _generation_request(
             sampling=sampling.sampling(
                 limits,
                 defaults,
-                max_new_tokens=_DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
+                max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,
                 logprobs=wanted.logprobs(top),

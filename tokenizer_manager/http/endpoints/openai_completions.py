@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from ....grammar.answer_report import Truncated
 from ....runtime.messages import TextOutput
 from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
+from ...prompt_encoder import NO_BOS
 from ..delivery import Collected, collect, finish_reason, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller, scheduling_of
@@ -26,8 +27,7 @@ from ..services import Services
 from .best_of import Wanted, best_answers, wanted_answers
 from .openai_body import ChunkWriter, OpenAIBody, whole_body
 
-_DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
-_NO_BOS: Final = "send add_special_tokens: false"
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
 _POLICY: Final = FieldPolicy(
     CompletionRequest,
     COMPLETION_NOT_YET,
@@ -59,7 +59,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
         with renamed_fields(_names(wanted)):
             generation = await services.start(exchange, made.generation)
         with generation:
-            made.warnings.extend(services.second_bos(generation, made.generation, _NO_BOS))
+            made.warnings.extend(services.second_bos(generation, made.generation, NO_BOS))
             writer = _ChoiceWriter(services, generation, made)
             if made.options is not None:
                 chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)
@@ -102,7 +102,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         sampling = request.sampling(
             limits,
             services.sampling_defaults,
-            max_new_tokens=_DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
+            max_new_tokens=DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
             logprobs=wanted.logprobs(request.logprobs),

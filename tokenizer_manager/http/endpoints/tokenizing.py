@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....runtime.errors import RequestError
-from ...prompt_encoder import second_bos
+from ...prompt_encoder import NO_BOS, second_bos
 from ..exchange import Exchange
 from ..schema.answers import TextBody, TokensBody
 from ..schema.chat_conversation import rendered_conversation
@@ -41,7 +41,7 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
         [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
         warnings = made.warnings + _left_out_warnings(await services.encoder.left_out(text, ids))
         if add_special_tokens:
-            warnings += second_bos(services.tokenizer, [text], [ids], param, "send add_special_tokens: false")
+            warnings += second_bos(services.tokenizer, [text], [ids], param, NO_BOS)
         await exchange.send_json(
             _EncodedTokensBody(
                 tokens=msgspec.Raw(await services.encoder.json_of(ids)),

@@ -112,7 +112,7 @@ async def show(exchange: Exchange, services: Services) -> None:
 
 
 async def ollama_version(exchange: Exchange, services: Services) -> None:
-    """The version of Ollama's API; that of the engine is in `/server_info`."""
+    """The version of Ollama's API; that of the engine is in `/version`."""
     await exchange.send_json(VersionBody(_VERSION))
 
 

@@ -12,6 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.sampling_params import SamplingParams
+from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
+from ..endpoints.native import DEFAULT_MAX_NEW_TOKENS
+from ..endpoints.openai_completions import DEFAULT_MAX_TOKENS
 
 _CONSTRAINT: Final = "Constrains the answer; at most one constraint. "
 
@@ -148,8 +151,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
         if field.name in _SAMPLED
     },
     "min_tokens": 0,
-    "CompletionRequest.max_tokens": 16,
-    "max_new_tokens": 128,
+    "CompletionRequest.max_tokens": DEFAULT_MAX_TOKENS,
+    "max_new_tokens": DEFAULT_MAX_NEW_TOKENS,
     "n": 1,
     "stream": False,
     "OllamaChatRequest.stream": True,
@@ -174,8 +177,8 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "raw": False,
     "abort_all": False,
     "priority": 0,
-    "duration": 60.0,
-    "rate": 100.0,
+    "duration": DEFAULT_DURATION_S,
+    "rate": DEFAULT_RATE_HZ,
 }
 """Of the server. What a model's own files say instead comes to `with_notes` as `model_defaults`."""
 

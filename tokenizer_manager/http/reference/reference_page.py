@@ -122,16 +122,15 @@ def curl(document: Mapping[str, Any], url: str, method: str, path: str) -> str:
     for parameter in operation.get("parameters", ()):
         path = path.replace(f"{{{parameter['name']}}}", str(parameter["example"]))
     content = operation.get("requestBody", {}).get("content", {}).get("application/json")
-    streams = content is not None and bool(content.get("example", {}).get("stream"))
-    words = (
-        ["curl"]
-        + (["-N"] if streams else [])
-        + (["-X", method] if method != "GET" and content is None else [])
-    )
-    words += ["-X", method] if method == "PUT" else []
+    words = ["curl"]
+    if content is not None and content.get("example", {}).get("stream"):
+        words.append("-N")
+    if method != ("GET" if content is None else "POST"):  # which curl takes
+        words += ["-X", method]
     words.append(shlex.quote(url + path))
     lines = [" ".join(words)]
-    if {} not in operation.get("security", document["security"]) and operation.get("security") != []:
+    security = operation.get("security", document["security"])
+    if security and {} not in security:
         lines.append('-H "Authorization: Bearer $ENGINE_API_KEY"')
     if content is not None:
         lines.append("-H 'Content-Type: application/json'")

@@ -31,12 +31,11 @@ from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
 from ....runtime.model_files.tokenizer import Tokenizer
 from .constraint_fields import ConstraintFields
-from .field_policy import first_warnings
+from .field_policy import NOTHING, first_warnings
 from .json_body import show, without_nulls
 
 _FORMATS: Final = ("text", "json_object", "json_schema", "structural_tag")
 _STRUCTURED: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_NOTHING: Final[tuple[object, ...]] = (None, "", [])
 _OPTIONS: Final = (
     "whitespace_pattern",
     "disable_any_whitespace",
@@ -178,7 +177,7 @@ def _asked(fields: ConstraintFields, prefix: str, warnings: list[str], *, strict
         ("structural_tag", "structural_tag"),
     ):
         value = getattr(fields, name)
-        if value not in _NOTHING:
+        if value not in NOTHING:
             found.append(_Asked(kind, value, prefix + name))
     if fields.response_format is not None:
         asked = _of_response_format(
@@ -252,7 +251,7 @@ def _of_structured_outputs(
         if kind == "json_object":
             if _flag(value, kind, param):
                 yield _Asked(kind, None, path)
-        elif inner not in _NOTHING:
+        elif inner not in NOTHING:
             wanted = {
                 "json": (dict | str | bool, "a JSON Schema, as an object or a string"),
                 "structural_tag": (dict | str, "an object or a string with JSON"),

@@ -84,7 +84,8 @@ COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
 }
 
 
-_NOTHING: Final[tuple[object, ...]] = (None, "", [])
+NOTHING: Final[tuple[object, ...]] = (None, "", [])
+"""Values of any field that ask for nothing."""
 _MAX_WARNINGS: Final = 16
 _MAX_NAME_CHARS: Final = 100
 
@@ -155,7 +156,7 @@ class FieldPolicy:
 
     def _is_neutral(self, field: str, value: object) -> bool:
         # `1 == True` in Python, so booleans are compared by type too.
-        return value in _NOTHING or any(
+        return value in NOTHING or any(
             value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
             for neutral in self._not_yet[field]
         )
