@@ -78,7 +78,7 @@ def checked_defaults(
     """
     kept: dict[str, Any] = {}
     for name in NAMES:
-        value = plain(values.get(name))
+        value: Any = plain(values.get(name))
         if value is None:
             continue
         if name == "top_k" and isinstance(value, float) and value.is_integer():
