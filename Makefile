@@ -23,8 +23,8 @@ TRITON := triton==3.6.0
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs screenshots format clean \
-  gpu-bundle gpu-check gpu-bench
+.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs \
+  screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
 	@echo 'Targets:'

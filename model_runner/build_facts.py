@@ -1,4 +1,4 @@
-"""`build_facts`: what a runner computes with, in words for people and for the labels of a metric."""
+"""`build_facts`: what a runner computes with, as words for the log and for the labels of a metric."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Fetched(NamedTuple):
         batch: the batch of the results.
         sampled: the sampled tokens; None if no request samples.
         num_tokens: see `Checked`; None in a step without drafts.
-        unmasked: the likeliest tokens without masks, and who is told; None if no row has a mask, or if it was told.
+        unmasked: the likeliest tokens without masks, still to be passed on; None if there is nothing to pass on.
         cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not finite.
         prompts: see `PromptLogprobs`.
     """

@@ -7,14 +7,14 @@ endpoints and `LLM` fill in the fields that a request leaves out; a value of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 
 from .errors import RequestError
-from .request_checks import check_integer, check_number, plain
-from .sampling_params import MAX_COUNT, MAX_TEMPERATURE, SamplingParams
+from .request_checks import plain
+from .sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +62,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 OPENAI_DEFAULTS: Final = SamplingDefaults()
 """Temperature 1.0, nothing filtered, no penalty."""
 
-_CHECKS: Final[dict[str, Callable[[str, object], float]]] = {
-    "temperature": lambda name, value: check_number(name, value, 0.0, MAX_TEMPERATURE),
-    "top_k": lambda name, value: check_integer(name, value, -1, MAX_COUNT),
-    "top_p": lambda name, value: check_number(name, value, 0.0, 1.0, low_open=True),
-    "min_p": lambda name, value: check_number(name, value, 0.0, 1.0),
-    "repetition_penalty": lambda name, value: check_number(name, value, 0.0, 10.0, low_open=True),
-}
-"""The ranges of `SamplingParams`."""
-NAMES: Final = tuple(_CHECKS)
+NAMES: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def checked_defaults(
@@ -86,15 +78,17 @@ def checked_defaults(
     """
     kept: dict[str, Any] = {}
     for name in NAMES:
-        value = plain(values.get(name))
+        value: Any = plain(values.get(name))
         if value is None:
             continue
         if name == "top_k" and isinstance(value, float) and value.is_integer():
             value = int(value)
         try:
-            kept[name] = _CHECKS[name](name, value)
+            SamplingParams(**{name: value})
         except RequestError as error:
             logger.warning("%s: %s; the value is ignored", path, error.message)
+        else:
+            kept[name] = value
     return SamplingDefaults(**kept, source=source if kept else "", not_taken=not_taken)
 
 

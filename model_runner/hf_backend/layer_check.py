@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _CHECK_NAME: Final = "engine_check"
 _LENGTH: Final = 24
 """Tokens of the text that `check_forms` runs."""
-INSEPARABLE: Final = "its decoder and its head cannot be separated"
 NO_ARGUMENTS: Final = "its code does not pass arguments on to attention"
 _LAYER_TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest difference in a layer's attention, relative to its largest value. Unsupported attention differs by more: a
@@ -116,7 +115,7 @@ class Layers:
 
 
 def check_forms(causal_lm: Any, spec: ModelSpec, path: str) -> None:
-    """Check what the forms of tensors show: run a model on the meta device, without weights and without memory.
+    """Check what the shapes of tensors show: run a model on the meta device, without weights and without memory.
 
     `transformers_check` finds these faults, and others, when the model is loaded. A model whose code reads values, as
     routers of experts do, is looked at up to that place.
@@ -125,10 +124,7 @@ def check_forms(causal_lm: Any, spec: ModelSpec, path: str) -> None:
         ConfigError: a layer's attention is not what our backends compute.
     """
     name = model_name(causal_lm, spec, path)
-    decoder = causal_lm.base_model
-    if decoder is causal_lm:
-        raise refusal(name, [INSEPARABLE])
-    use_checked_attention(decoder, name)
+    decoder = checked_decoder(causal_lm, name)
     reasons: list[str] = []
     # A mask of all heads keeps most models from reading values to find one; a few do not take it.
     for mask in (torch.zeros((1, 1, _LENGTH, _LENGTH), dtype=causal_lm.dtype, device="meta"), None):
@@ -154,15 +150,18 @@ def _reasons_of_forms(decoder: Any, layers: Layers, mask: Tensor | None) -> list
     return layers.all_reasons()
 
 
-def use_checked_attention(decoder: Any, name: str) -> None:
-    """Let every attention layer of a decoder call `Layers.look` of the pass's argument `engine_check`.
+def checked_decoder(causal_lm: Any, name: str) -> Any:
+    """The decoder of a model, of which every attention layer calls `Layers.look` of the pass's argument `engine_check`.
 
     Raises:
-        ConfigError: the architecture does not support external attention.
+        ConfigError: the architecture does not support external attention, or the decoder has the head inside.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
+    decoder = causal_lm.base_model
+    if decoder is causal_lm:
+        raise refusal(name, ["its decoder and its head cannot be separated"])
     AttentionInterface.register(_CHECK_NAME, _look)
     AttentionMaskInterface.register(_CHECK_NAME, eager_mask)
     with contextlib.suppress(ValueError, KeyError, NotImplementedError):
@@ -171,6 +170,7 @@ def use_checked_attention(decoder: Any, name: str) -> None:
         raise refusal(
             name, ["its code does not support external attention (transformers' AttentionInterface)"]
         )
+    return decoder
 
 
 def model_name(causal_lm: Any, spec: ModelSpec, path: str) -> str:

@@ -30,15 +30,7 @@ from ..attention.backend import BatchLayout
 from ..attention.torch_native import TorchNativeAttention
 from ..memory.io_buffers import InputBuffers
 from ..memory.kv_pool import KVPool
-from .layer_check import (
-    INSEPARABLE,
-    NO_ARGUMENTS,
-    DifferentError,
-    Layers,
-    model_name,
-    refusal,
-    use_checked_attention,
-)
+from .layer_check import NO_ARGUMENTS, DifferentError, Layers, checked_decoder, model_name, refusal
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -169,10 +161,7 @@ def check_model(causal_lm: Any, spec: ModelSpec, path: str) -> ModelCheck:
         ConfigError: the architecture does not support external attention, or has another kind of attention.
     """
     name = model_name(causal_lm, spec, path)
-    decoder = causal_lm.base_model
-    if decoder is causal_lm:
-        raise refusal(name, [INSEPARABLE])
-    use_checked_attention(decoder, name)
+    decoder = checked_decoder(causal_lm, name)
     device = next(causal_lm.parameters()).device
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(spec.vocab_size, (length,), generator=generator).to(device) for length in _LENGTHS]

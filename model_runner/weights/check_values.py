@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...runtime.model_files.quantization import HEADS
 from ...runtime.model_files.weight_files.needed_tensors import needed_modules
 from .block_format import BlockParts
 from .gguf import GGUFStore
@@ -36,7 +35,7 @@ def check_block_values(source: ModelSource, spec: ModelSpec) -> None:
     parts = BlockParts(spec.quantization)
     head = "model.embed_tokens" if spec.tie_word_embeddings else "lm_head"
     for module in needed_modules(spec):
-        if module.is_linear or (module.name in HEADS and module.name == head):
+        if module.is_linear or module.name == head:
             rows, columns = module.shape
             if parts.has(module.name, columns):
                 parts.read(weights, module.name, (rows, columns), None)

@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
+from ...runtime.model_files.gguf.gguf_split import parts_of
 from ...runtime.model_files.weight_files.safetensors_header import weight_files
 
 _NUM_PIECES: Final = 8  # of each file: a model of 100 files costs 800 reads
@@ -21,7 +22,7 @@ def weights_fingerprint(path: Path, load_format: str) -> str:
     """Fingerprint of the files that are loaded; of the load format alone for dummy weights.
 
     Args:
-        path: a folder with safetensors files, or a GGUF file.
+        path: a folder with safetensors files, or a GGUF file, of a split model the first part.
 
     Raises:
         ConfigError: files are missing.
@@ -29,7 +30,7 @@ def weights_fingerprint(path: Path, load_format: str) -> str:
     """
     digest = blake2b(load_format.encode(), digest_size=16)
     if load_format != "dummy":
-        for file in [path] if path.is_file() else weight_files(path):
+        for file in parts_of(path) if path.is_file() else weight_files(path):
             _add_pieces(file, digest)
     return digest.hexdigest()
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+Event = Literal["begin", "part", "file", "note", "end"]
+
 
 class DownloadState(NamedTuple):
     """One report.
@@ -20,7 +22,7 @@ class DownloadState(NamedTuple):
         note: the text of a "note".
     """
 
-    event: Literal["begin", "part", "file", "note", "end"]
+    event: Event
     model: str
     done_bytes: int
     total_bytes: int

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from ..counted import counted
 from ..errors import ConfigError
 from .default_model import DEFAULT_NAMES, cached_default_model
 from .hub.hub_cache import PART_SUFFIX, HubCache, paths_below
@@ -130,6 +131,5 @@ def ago(unix_s: float, now_s: float | None = None) -> str:
     seconds = max(0.0, (time.time() if now_s is None else now_s) - unix_s)
     for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
-            count = int(seconds // length)
-            return f"{count} {unit}{'s' * (count != 1)} ago"
+            return f"{counted(int(seconds // length), unit)} ago"
     return "just now"

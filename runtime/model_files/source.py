@@ -38,7 +38,7 @@ _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 class ModelSource(msgspec.Struct, frozen=True):
     """A model's local files."""
 
-    kind: Literal["hf", "gguf"]  # a folder in Hugging Face layout, or one GGUF file
+    kind: Literal["hf", "gguf"]  # a folder in Hugging Face layout, or a GGUF file, of a split model the first
     path: str  # absolute
     name: str  # the model's name in the API, unless --served-model-name gives another
 

@@ -244,7 +244,7 @@ class Tokenizer:
     def left_out(self, text: str, ids: Sequence[int]) -> dict[str, int]:
         """Characters of `text` that its tokens `ids` leave out, and how often, sorted.
 
-        Published byte-level vocabularies lack some control characters. The library drops them without a word.
+        Published byte-level vocabularies lack some control characters. The library drops them without an error.
         """
         missing = self._bytes_without_token
         data = text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Names of the steps of a start that more than one place knows."""
+"""Names of the steps of a start that several modules use."""
 
 from __future__ import annotations
 

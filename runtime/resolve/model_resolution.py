@@ -23,7 +23,7 @@ from .transformers_support import find_transformers, why_not_transformers
 
 
 class WeightsError(ConfigError):
-    """The configuration is well, but the weight files are not."""
+    """The configuration is valid, and the weight files are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def find_model(config: ModelConfig, *, fetch: bool = True, progress: Progress | 
 
 
 def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
-    """The architecture and the weights of a model, as far as headers show them.
+    """The architecture of a model, and what the headers of its files show of the weights.
 
     Raises:
         WeightsError: the weight files are damaged, or do not belong to the configuration.

@@ -21,14 +21,14 @@ from engine.runtime.sampling_params import SamplingParams
 USABLE: dict[str, list[Any]] = {
     "temperature": [0, 0.0, 0.6, 2.5, 100],
     "top_k": [-1, 0, 1, 50, 50.0],
-    "top_p": [0.1, 1, 1.0],
+    "top_p": [0, 0.1, 1, 1.0],
     "min_p": [0, 0.05, 1.0],
     "repetition_penalty": [0.5, 1, 1.1, 10],
 }
 UNUSABLE: dict[str, list[Any]] = {
     "temperature": [-1, 100.5, math.nan, math.inf, "0.6", True, [0.6], {}],
     "top_k": [-2, 2**31, 1.5, "50", False],
-    "top_p": [0, -0.1, 1.5, "1", None, []],
+    "top_p": [-0.1, 1.5, "1", None, []],
     "min_p": [-0.1, 1.5, "0"],
     "repetition_penalty": [0, -1, 10.5, "1"],
 }

@@ -36,11 +36,8 @@ def compile_ahead(device: str, on_step: Callable[[str], None]) -> None:
             return
     on_step(COMPILE_STEP)
     subprocess.run(
-        [sys.executable, "-P", "-m", __package__],
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },  # as for the engine's processes
+        [sys.executable, "-P", "-m", __package__],  # -P and the path: as for the engine's processes
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

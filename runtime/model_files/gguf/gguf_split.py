@@ -9,14 +9,26 @@ from typing import Final
 
 from ...errors import ConfigError
 
-_PART: Final = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
+PART: Final = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+"""The name of a part, or its path."""
+_SUFFIX: Final = ".gguf"
 _MAX_PARTS: Final = 99_999  # that the names can number
 
 
 def whole_name(name: str) -> str:
-    """The name of the model in a file name: without part and suffix."""
-    match = _PART.fullmatch(name)
-    return match["stem"] if match else name.removesuffix(".gguf")
+    """The name of the model in a file name, or in a path: without part and suffix."""
+    if match := PART.fullmatch(name):
+        return match["stem"]
+    return name[: -len(_SUFFIX)] if name.lower().endswith(_SUFFIX) else name
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model by the name of one: all parts of a split one, in order, else the file itself."""
+    match = PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, parts, suffix = match["stem"], match["parts"], match["suffix"]
+    return [path.with_name(f"{stem}-{part:05}-of-{parts}{suffix}") for part in range(1, int(parts) + 1)]
 
 
 def further_parts(path: Path, metadata: Mapping[str, object]) -> list[Path]:
@@ -32,12 +44,11 @@ def further_parts(path: Path, metadata: Mapping[str, object]) -> list[Path]:
         )
     if count <= 1:
         return []
-    match = _PART.fullmatch(path.name)
-    if match is None or int(match["parts"]) != count:
+    parts = parts_of(path)
+    if len(parts) != count:
         raise ConfigError(
             f"{path}: is one of {count} parts, so its name must end with -00001-of-{count:05}.gguf; rename all parts"
         )
-    parts = [path.with_name(f"{match['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
     if metadata.get("split.no", 0) != 0 or path != parts[0]:
         raise ConfigError(f"{path}: is a later part of a split model; give the first one, {parts[0].name}")
     if missing := [part.name for part in parts if not part.exists()]:

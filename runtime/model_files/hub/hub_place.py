@@ -17,7 +17,6 @@ from .hub_cache import HubCache, hub_folder, mark_used
 from .hub_client import HubAbsentError, HubUnreachableError
 from .hub_name import BUILT_IN, HubName
 from .pull import Pulled, pull
-from .wanted_files import NoModelError
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +64,6 @@ def pull_named(name: HubName, *, need_weights: bool = True, progress: Progress |
             f"{name}: neither a local folder or .gguf file nor a model on the hub{_near(name)} "
             "(or it is private: set HF_TOKEN or run `hf auth login`)"
         ) from None
-    except NoModelError:
-        raise
     except HubUnreachableError as error:
         local = local_repos()
         there = f"; on this machine are {', '.join(local)}" if local else ""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..download_progress import DownloadState, Progress
+from ..download_progress import DownloadState, Event, Progress
 from .listing import RepoFile
 
 _INTERVAL_S: Final = 0.1
@@ -64,8 +64,8 @@ class Meter:
         with self._lock:
             self._tell(self._state("end", None))
 
-    def _state(self, event: object, file: RepoFile | None) -> DownloadState:
-        state = DownloadState(event, self.model, self._done_bytes, self._total_bytes)  # type: ignore[arg-type]
+    def _state(self, event: Event, file: RepoFile | None) -> DownloadState:
+        state = DownloadState(event, self.model, self._done_bytes, self._total_bytes)
         return state if file is None else state._replace(file=file.path, file_bytes=file.size_bytes)
 
     def _tell(self, state: DownloadState) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ...errors import ConfigError
+from ..gguf.gguf_split import PART, whole_name
 
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
@@ -20,7 +21,6 @@ _OTHER_JSON: Final = re.compile(
     r".*\.(?:bin|h5|msgpack)\.index\.json|(?:trainer_state|training_args|all_results).*"
 )
 _TEMPLATES: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
-_PART: Final = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.IGNORECASE)
 _NO_MODEL: Final = re.compile(r"(?:.*/)?(?:mmproj|imatrix)[^/]*|.*[.-](?:mmproj|imatrix)[^/]*", re.IGNORECASE)
 _QUANTIZATION: Final = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d+_(?:K(?:_(?:XXS|XS|S|M|L|XL))?|\d+(?:_\d+)*|XXS|XS|S|M|L|XL|NL)(?:_\d+)*"
@@ -102,14 +102,13 @@ def gguf_models(paths: Iterable[str]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = {}
     for path in sorted(paths):
         if path.lower().endswith(".gguf") and not _NO_MODEL.fullmatch(path):
-            match = _PART.fullmatch(path)
-            models.setdefault(match["stem"] if match else path[: -len(".gguf")], []).append(path)
+            models.setdefault(whole_name(path), []).append(path)
     return models
 
 
 def missing_parts(files: Sequence[str]) -> int:
     """How many parts of a split model are not among `files`."""
-    match = _PART.fullmatch(files[0])
+    match = PART.fullmatch(files[0])
     return max(0, int(match["parts"]) - len(files)) if match else 0
 
 

@@ -7,6 +7,7 @@ verdict. The values are not read, except for a tied output head, and loading che
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,7 +98,8 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
                 raise ConfigError(f"{file.path}: tensor {gguf!r}: {error}") from None
     if left:
         raise ConfigError(f"{file.path}: {_unexpected(left)}")
-    return WeightsSummary(1, len(file.tensors), sum(info.num_bytes for info in file.tensors.values()))
+    num_bytes = sum(info.num_bytes for info in file.tensors.values())
+    return WeightsSummary(len(file.paths), len(file.tensors), num_bytes)
 
 
 class _Place(NamedTuple):
@@ -184,13 +186,7 @@ def _unexpected(names: set[str]) -> str:
 
 def _num_parameters(tensors: Mapping[str, HeaderEntry]) -> int:
     """Numbers in all tensors: what only loading would show of shared layers and experts."""
-    total = 0
-    for entry in tensors.values():
-        count = 1
-        for size in entry.shape:
-            count *= size
-        total += count
-    return total
+    return sum(math.prod(entry.shape) for entry in tensors.values())
 
 
 def _with_own_head(folder: Path, files: list[SafetensorsFile], spec: ModelSpec) -> ModelSpec:

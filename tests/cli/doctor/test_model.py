@@ -309,6 +309,18 @@ def test_files_of_the_hubs_cache_are_compared_with_their_names(model, tmp_path):
     )
 
 
+def test_all_parts_of_a_split_model_are_compared_with_their_names(tmp_path):
+    parts = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part in parts:
+        content = b"GGUF" + part.name.encode()
+        blob = tmp_path / hashlib.sha256(content).hexdigest()
+        blob.write_bytes(content)
+        part.symlink_to(blob)
+    config = merge(from_arguments({"model": str(parts[0])})).config.model
+    facts = gather_model(config, with_torch=False, with_checksums=True)
+    assert [checksum[0] for checksum in facts.checksums] == list(map(str, parts))
+
+
 def test_a_checksum_that_differs_shows_both():
     good, bad = Checksum("/m/a", "a" * 64, "a" * 64), Checksum("/m/b", "a" * 64, "b" * 64)
     check = check_checksums(ModelFacts(checksums=(good, bad)))

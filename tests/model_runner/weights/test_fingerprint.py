@@ -40,6 +40,18 @@ def test_a_single_file_and_weights_that_are_made_up_have_one_too(tmp_path):
     assert weights_fingerprint(gguf, "gguf") != weights_fingerprint(tmp_path, "dummy")
 
 
+def test_a_difference_in_any_part_of_a_split_model_shows(tmp_path):
+    parts = [tmp_path / f"m-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(bytes(SIZE))
+    equal = weights_fingerprint(parts[0], "gguf")
+    for part in parts:
+        part.write_bytes(bytes(SIZE - 1) + b"\1")
+        assert weights_fingerprint(parts[0], "gguf") != equal
+        part.write_bytes(bytes(SIZE))
+    assert weights_fingerprint(parts[0], "gguf") == equal
+
+
 def test_missing_files_are_named_as_in_loading(tmp_path):
     with pytest.raises(ConfigError, match=r"there is neither model\.safetensors nor"):
         weights_fingerprint(tmp_path, "safetensors")

@@ -10,7 +10,7 @@ import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.gguf.gguf_split import whole_name
+from engine.runtime.model_files.gguf.gguf_split import parts_of, whole_name
 from engine.runtime.model_files.source import resolve_source
 
 
@@ -88,3 +88,10 @@ def test_a_damaged_count(write_gguf: Callable[..., Path], tmp_path: Path, count:
 
 def test_the_name_of_a_model() -> None:
     assert [whole_name("m-00001-of-00003.gguf"), whole_name("m.gguf"), whole_name("m")] == ["m", "m", "m"]
+    assert [whole_name("m-00001-of-00003.GGUF"), whole_name("a/m.GGUF")] == ["m", "a/m"]
+
+
+def test_the_parts_of_a_model_are_found_by_the_name_of_one() -> None:
+    first, second = Path("a/m-00001-of-00002.GGUF"), Path("a/m-00002-of-00002.GGUF")
+    assert parts_of(first) == parts_of(second) == [first, second]
+    assert parts_of(Path("a/m.gguf")) == [Path("a/m.gguf")]
