@@ -2,7 +2,7 @@
 
 const KEY = "engine.api-key", ADMIN_KEY = "engine.admin-key";
 
-export class ServerError extends Error {
+class ServerError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfter = null } = {}) {
     super(message);
     this.status = status;
