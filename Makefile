@@ -69,7 +69,7 @@ typecheck: dev-env
 package-check: test-env
 	@$(RUN) -m pytest -q tests/test_packaging.py
 
-docs: $(VENV)/.engine ## write docs/cli.md and docs/configuration.md from the code
+docs: $(VENV)/.engine ## write docs/cli.md, configuration.md and migration.md from the code
 	@$(RUN) -m docs.reference.generate
 
 screenshots: $(VENV)/.engine ## take the pictures in docs/images/ of the server's pages; needs Chromium

@@ -14,16 +14,20 @@ _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape of a surrogate, paired or not."""
 
 
-def read_json(path: Path, what: str, *, checks_text: bool = True) -> Any:
+def read_json(path: Path, what: str) -> Any:
     """The value in a file.
 
     Args:
         what: names the file in errors: `--schema FILE`.
-        checks_text: refuse texts that are not Unicode; it takes a second for some 100 MB.
 
     Raises:
         ConfigError: it cannot be read, is not UTF-8, not JSON, or has a text that is not Unicode.
     """
+    return read_json_text(path, what)[1]
+
+
+def read_json_text(path: Path, what: str) -> tuple[str, Any]:
+    """As `read_json`, with the text of the file before the value."""
     try:
         text = decode_utf8(path.read_bytes(), what)
         value = json.loads(text)
@@ -31,8 +35,8 @@ def read_json(path: Path, what: str, *, checks_text: bool = True) -> Any:
         raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{what} is not JSON: {error}") from None
-    if checks_text and _SURROGATE.search(text) and not is_unicode(json.dumps(value, ensure_ascii=False)):
+    if _SURROGATE.search(text) and not is_unicode(json.dumps(value, ensure_ascii=False)):
         raise ConfigError(
             f"{what} has a text with half of a surrogate pair (an escape from \\ud800 to \\udfff); remove it"
         )
-    return value
+    return text, value

@@ -76,9 +76,9 @@ _TYPE: Final = re.compile(r"<(.+)>$")
 _WORDS: Final = {"str": "TEXT", "list[str]": "TEXT", "int": "INT", "float": "NUMBER", "path": "FILE"}
 
 
-def _in_words(kind: re.Match[str]) -> str:
-    """The word for a Python type that typer shows, `<int>`; choices as they are."""
-    return _WORDS.get(kind[1], kind[1])
+def with_plain_type(names: str) -> str:
+    """`--port INT` for typer's `--port <int>`; choices without their brackets. `docs/cli.md` uses it, too."""
+    return _TYPE.sub(lambda kind: _WORDS.get(kind[1], kind[1]), names)
 
 
 class GroupedCommand(TyperCommand):
@@ -102,7 +102,7 @@ class GroupedCommand(TyperCommand):
                 sections.setdefault("Arguments", []).append((record[0].partition(" ")[0], record[1]))
             else:
                 title = getattr(param, "rich_help_panel", None) or GENERAL_TITLE
-                sections.setdefault(title, []).append((_TYPE.sub(_in_words, record[0]), record[1]))
+                sections.setdefault(title, []).append((with_plain_type(record[0]), record[1]))
         if GENERAL_TITLE in sections:
             has_titles = sections.keys() - {GENERAL_TITLE, "Arguments"}
             sections[GENERAL_TITLE if has_titles else "Options"] = sections.pop(GENERAL_TITLE)

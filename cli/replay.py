@@ -11,6 +11,7 @@ import typer
 from ..runtime.config.config_fields import AUTO, find_setting
 from ..runtime.counted import counted
 from ..runtime.errors import ConfigError, EngineError
+from .console import output_console
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS, GroupedCommand
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from ..scheduler.journal.log_file import Header
     from ..scheduler.journal.replay import Difference, Replay
 
-_FILE_COLUMNS: Final = 1000
 _GROUPS: Final = ("scheduler", "cache")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -159,8 +159,6 @@ def _print_difference(console: Any, difference: Difference) -> None:
 
 
 def _what_if(path: Path, changes: dict[str, str]) -> int:
-    from rich.console import Console
-
     from ..scheduler.journal.log_file import read_runs
     from ..scheduler.journal.replay import replay as replay_run
     from ..simulator.what_if import what_if
@@ -176,8 +174,5 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
             )
         if result.raised:
             raise EngineError(f"--set needs a run without a bug; run {number} ends in {result.raised}")
-    console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no limit on the line width
-        console.width = _FILE_COLUMNS
-    console.print(what_if(path, changes))
+    output_console().print(what_if(path, changes))
     return 0

@@ -83,8 +83,7 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
     import httpx
 
     from ..runtime.messages import Explanation
-    from .chat.http import base_url, error_of
-    from .unreachable import why_unreachable
+    from .chat.http import base_url, connection_problem, error_of
 
     base = base_url(url)
     headers = {b"Authorization": f"Bearer {api_key}".encode()} if api_key else {}
@@ -93,9 +92,8 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
             f"{base}/v1/requests/{quote(rid, safe='')}/why", headers=headers, timeout=_TIMEOUT_S
         )
     except httpx.HTTPError as error:
-        connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         hint = "name it with --url, or read its decision log with --log FILE"
-        raise ServerError(why_unreachable(base, error, connected=connected, hint=hint)) from None
+        raise ServerError(connection_problem(base, error, hint)) from None
     body = _json_of(response)
     error_body = body.get("error")
     if isinstance(error_body, dict) and error_body.get("code") == "request_not_found":

@@ -10,44 +10,29 @@ of the batch has started.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import logging
 import os
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, overload
 
-import msgspec
-
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import EngineDeadError, RequestError
-from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.model_files.download_progress import DownloadState, Progress
 from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.progress.startup_display import StartupDisplay
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.resolve.prepare import prepare
-from ..runtime.sampling_params import MAX_COUNT, MAX_SEED, SamplingParams
-from ..tokenizer_manager.admission.feasibility_check import resolve_length
-from ..tokenizer_manager.conversation.conversation import Conversation
-from ..tokenizer_manager.conversation.detection import detect_formats
-from ..tokenizer_manager.conversation.end_of_turn import turn_without_end
-from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
-from ..tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
+from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
-from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
-from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
-from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
-from .batch import Batch, CheckedRequest
+from .batch import Batch
 from .build import start_engine
+from .chat_planner import ChatPlanner
 from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .own_names import own_names
-from .prompts import as_params, as_prompts, checked_token_ids
-
-logger = logging.getLogger(__name__)
+from .prompts import as_params, as_prompts
+from .request_preparer import RequestPreparer
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
@@ -57,9 +42,6 @@ ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
 """Of a pin, 30 years."""
-
-
-logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -125,28 +107,13 @@ class LLM:
         prepared = prepare(merged, on_step=step, on_download=on_download)
         self.config = prepared.config
         self.model_name = prepared.model_name
-        self._request_numbers = itertools.count()
         step("tokenizer")
         self.tokenizer = load_tokenizer(prepared.source)
-        self._chat_template = load_chat_template(
-            prepared.config.model.chat_template, self.tokenizer, prepared.source.path
-        )
-        if self._chat_template is not None and (
-            line := turn_without_end(self._chat_template, self.tokenizer, prepared.spec.eos_token_ids)
-        ):
-            logger.warning("%s", line)
-        limits = self.config.limits
-        self._planner = Planner(
-            detect_formats(self._chat_template, self.tokenizer, self.config.answers),
-            self.tokenizer,
-            self.config.answers,
-            max_tools=limits.max_tools,
-            max_schema_kb=limits.max_schema_kb,
-            check_schema=ToolSchemas(limits),
-        )
+        self._chats = ChatPlanner(prepared, self.tokenizer)
         self._sampling_defaults = prepared.sampling_defaults
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
+        self._preparer = RequestPreparer(self.tokenizer, self._engine.capacity, self.config.model.seed)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a call without any: those of the model's files, unless `sampling_defaults` is "openai".
@@ -227,7 +194,13 @@ class LLM:
         """
         self._engine.check_usable()
         items, is_single = as_prompts(prompts)
-        batch = self._prepare(items, params, options, add_special_tokens=add_special_tokens)
+        scheduling = checked_options(options)
+        constraint = checked_constraint(options, self.config)
+        checked_params = as_params(params, len(items), self._sampling_defaults)
+        requests = self._preparer.prepare_all(
+            items, checked_params, constraint, add_special_tokens=add_special_tokens
+        )
+        batch = Batch(self._engine, self.tokenizer, requests, scheduling)
         if stream:
             return batch.chunks()
         outputs = batch.run(progress_bar=progress_bar)
@@ -253,22 +226,10 @@ class LLM:
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         scheduling = checked_options(options)
         constraint = checked_constraint(options, self.config)
-        grammar = None if constraint is None else constraint.use
-        self._check_room(constraint, sampling)
-        first = self._prepare_one(prompt, sampling, grammar, add_special_tokens=add_special_tokens)
-        self._warn_of_second_bos([prompt], [first], add_special_tokens)
-        seed = first.sampling.seed
-        assert seed is not None
-        siblings = [
-            dataclasses.replace(
-                first,
-                rid=f"{first.rid}-{i}",
-                sampling=msgspec.structs.replace(first.sampling, seed=(seed + i) & MAX_SEED),
-                group=first.rid if n > 1 else "",
-            )
-            for i in range(n)
-        ]
-        batch = Batch(self._engine, self.tokenizer, siblings, scheduling)
+        requests = self._preparer.prepare_samples(
+            prompt, n, sampling, constraint, add_special_tokens=add_special_tokens
+        )
+        batch = Batch(self._engine, self.tokenizer, requests, scheduling)
         return batch.run(progress_bar=False)
 
     @overload
@@ -320,10 +281,10 @@ class LLM:
         conversation = conversation_of(messages, options, self.config.limits, spec)
         check_constraint_with_tools(conversation, constraint)
         if not conversation.tools:
-            self._check_room(constraint, sampling)
-        plan = self._plan(conversation, sampling.max_new_tokens)
+            self._preparer.check_room(constraint, sampling)
+        plan = self._chats.plan(conversation, sampling.max_new_tokens)
         use = chat_grammar(plan, constraint)
-        request = self._prepare_one(plan.prompt, sampling, use, add_special_tokens=False)
+        request = self._preparer.prepare(plan.prompt, sampling, use, add_special_tokens=False)
         request = dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
         batch = Batch(self._engine, self.tokenizer, [request], scheduling)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
@@ -338,17 +299,7 @@ class LLM:
         self._engine.check_process()  # the tokenizer's threads are those of its process, too
         checked_options(options, tuple(ChatOptions.__annotations__))
         conversation = conversation_of(messages, options, self.config.limits, None)
-        return self.tokenizer.encode(self._plan(conversation, None).prompt, add_special_tokens=False)
-
-    def _plan(self, conversation: Conversation, max_tokens: int | None) -> AnswerPlan:
-        if self._chat_template is None:
-            raise RequestError(
-                f"{self.model_name} {why_no_template(self.tokenizer, 'use `generate`')}",
-                param="messages",
-            )
-        given = self._planner.render_input(conversation)
-        prompt = self._chat_template.render(**given._asdict())
-        return self._planner.plan(conversation, prompt, max_tokens=max_tokens)
+        return self.tokenizer.encode(self._chats.plan(conversation, None).prompt, add_special_tokens=False)
 
     def flush_cache(self) -> FlushCacheDone:
         """Drop cached prefixes; for measurements."""
@@ -367,7 +318,7 @@ class LLM:
         self._engine.check_usable()
         ttl = check_number("ttl", plain(ttl), 0.0, MAX_TTL_S, unit="seconds; 0 unpins")
         check_text("cache_salt", cache_salt)
-        token_ids = self._encode(prompt, add_special_tokens=True)
+        token_ids = self._preparer.encode(prompt, add_special_tokens=True)
         if not 1 <= len(token_ids) < self.max_model_len:
             raise RequestError(
                 f"prompt has {len(token_ids)} tokens, but one has at least 1 and at most {self.max_model_len - 1}",
@@ -411,87 +362,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # ------------------------------------------------------------ internals
-
-    def _prepare(
-        self,
-        prompts: Sequence[object],
-        params: Params | Sequence[Params] | None,
-        options: CallOptions,
-        *,
-        add_special_tokens: bool,
-    ) -> Batch:
-        """Tokenize and check everything; starts nothing."""
-        scheduling = checked_options(options)
-        constraint = checked_constraint(options, self.config)
-        grammar = None if constraint is None else constraint.use
-        requests: list[CheckedRequest] = []
-        all_params = as_params(params, len(prompts), self._sampling_defaults)
-        for index, (prompt, own) in enumerate(zip(prompts, all_params, strict=True)):
-            try:
-                self._check_room(constraint, own)
-                requests.append(
-                    self._prepare_one(prompt, own, grammar, add_special_tokens=add_special_tokens)
-                )
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                raise RequestError(
-                    f"prompt {index}: {error.message}",
-                    param=error.param,
-                    code=error.code,
-                    status=error.status,
-                ) from None
-        self._warn_of_second_bos(prompts, requests, add_special_tokens)
-        return Batch(self._engine, self.tokenizer, requests, scheduling)
-
-    def _warn_of_second_bos(
-        self, prompts: Sequence[object], requests: Sequence[CheckedRequest], add_special_tokens: bool
-    ) -> None:
-        if add_special_tokens:
-            encoded = (request.token_ids for request in requests)
-            found = second_bos(self.tokenizer, prompts, encoded, "prompt", "pass add_special_tokens=False")
-            if found:
-                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-                logger.warning("%s%s", found[0], more)
-
-    def _prepare_one(
-        self,
-        prompt: object,
-        sampling: SamplingParams,
-        grammar: GrammarUse | None = None,
-        *,
-        add_special_tokens: bool,
-    ) -> CheckedRequest:
-        capacity = self._engine.capacity
-        sampling.verify(capacity.vocab_size)
-        token_ids = self._encode(prompt, add_special_tokens=add_special_tokens)
-        sampling = resolve_length(
-            sampling, len(token_ids), capacity, prompt_param="prompt", length_param="max_new_tokens"
-        )
-        if sampling.seed is None:
-            sampling = msgspec.structs.replace(
-                sampling, seed=self.config.model.seed or random.randint(0, MAX_SEED)
-            )
-        if grammar is not None:
-            grammar = msgspec.structs.replace(grammar, proved=True)  # by the caller, who shares this process
-        rid = f"llm-{next(self._request_numbers)}"
-        return CheckedRequest(rid, token_ids, sampling, grammar=grammar)
-
-    def _check_room(self, constraint: Constraint | None, sampling: SamplingParams) -> None:
-        """Refuse a limit on tokens below the shortest answer."""
-        if constraint is not None:
-            check_room(constraint, sampling.max_new_tokens, "max_new_tokens", self.tokenizer)
-
-    def _encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
-        vocab_size = self._engine.capacity.vocab_size
-        if not isinstance(prompt, str):
-            return checked_token_ids(prompt, vocab_size)
-        token_ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        if max(token_ids, default=0) >= vocab_size:
-            raise unknown_to_model(self.tokenizer, token_ids, "prompt", vocab_size)
-        return token_ids
 
 
 def _bytes_of(on_download: Callable[[int, int], None]) -> Progress:

@@ -168,6 +168,10 @@ class Tab:
             mobile=False,
         )
 
+    def close(self) -> None:
+        """Close the page."""
+        self.call("Page.close")
+
     def go(self, url: str) -> None:
         """Open a page and wait until it is loaded."""
         self.call("Page.navigate", url=url)

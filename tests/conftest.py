@@ -14,6 +14,8 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.browser import CHROMIUM, MISSING, Browser
+
 # The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
 # examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
 # Hypothesis' own check that ten examples are drawn within 30 s is a limit on the wall clock, too.
@@ -103,6 +105,15 @@ def _skip_gpu_tests(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for the tests of pages; without one they are skipped."""
+    if CHROMIUM is None:
+        pytest.skip(MISSING)
+    with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="session")

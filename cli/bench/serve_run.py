@@ -12,8 +12,10 @@ from typing import Annotated, Any, Final
 import aiohttp
 import typer
 
+from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError, ServerError
 from ...runtime.unicode_text import variable
+from ..why import DEFAULT_URL
 from .openai_target import Endpoint, OpenAITarget, RequestOptions, check_ready, flush_cache
 from .records import BenchRequest
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
@@ -25,7 +27,7 @@ def _server(help_text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help_text, rich_help_panel="Server", **more)
 
 
-DEFAULT_URL: Final = "http://127.0.0.1:30000"
+_DEFAULT: Final = ServerConfig()
 ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     "completions": "completions",
     "chat": "chat",
@@ -55,7 +57,7 @@ class ServerSettings:
 
     url: Annotated[
         str | None,
-        _server("Server to measure (default: http://127.0.0.1:30000).", "--url", "--base-url"),
+        _server(f"Server to measure (default: {DEFAULT_URL}).", "--url", "--base-url"),
     ] = None
     host: Annotated[str | None, _server("Its address, instead of --url.")] = None
     port: Annotated[int | None, _server("Its port, instead of --url.")] = None
@@ -102,9 +104,8 @@ class ServerSettings:
             raise ConfigError(
                 f"the server is given twice, by --url {self.url} and --host or --port; drop one"
             )
-        host = self.host or "127.0.0.1"
-        host = host.removeprefix("http://").rstrip("/")  # vLLM's clients take both
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port or 30000}"
+        host = (self.host or _DEFAULT.host).removeprefix("http://").rstrip("/")  # vLLM's clients take both
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port or _DEFAULT.port}"
 
     @property
     def api(self) -> Endpoint:

@@ -13,11 +13,17 @@ from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError
 from .answer_form import AnswerForm
 from .http import HttpBackend
+from .in_process import BASE_SETTINGS
 
 
 def asks_for_a_model(merged: MergedConfig) -> bool:
     """Whether a setting of the model is given; a seed is one of the answers, too."""
-    return any(origin != DEFAULT_ORIGIN for name, origin in merged.origins.items() if name != "seed")
+    own = {name: value.origin for name, value in BASE_SETTINGS.items()}
+    return any(
+        origin not in (DEFAULT_ORIGIN, own.get(name))
+        for name, origin in merged.origins.items()
+        if name != "seed"
+    )
 
 
 def attach(api_key: str | None, form: AnswerForm, note: Callable[[str], None]) -> HttpBackend | None:

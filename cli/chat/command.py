@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ...runtime.config.config_fields import config_fields
+from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import RequestError
 from ...runtime.progress.startup_display import StartupDisplay
 from ...runtime.unicode_text import variable
@@ -23,6 +24,7 @@ from ..options import (
 from .answer_form import AnswerForm
 from .backend import Backend
 from .conversation import Conversation
+from .in_process import BASE_SETTINGS, InProcessBackend
 from .one_shot import ask_once, interactive_terminal, names_a_model, read_question
 from .screen import Screen, wants_color
 from .session import ChatSession
@@ -156,10 +158,12 @@ def chat(
         backend: Backend | None = None
         if url:
             backend = _connect(url, api_key, settings, form)
-        elif attach_first:
-            backend = _attach(api_key, settings, config_file, form, quiet=quiet or one_question is None)
-        if backend is None:
-            backend = _start(settings, config_file, display, form)
+        else:
+            merged = merge_options(settings, config_file=config_file, base=BASE_SETTINGS)
+            if attach_first:
+                backend = _attach(api_key, merged, form, quiet=quiet or one_question is None)
+            if backend is None:
+                backend = _start(merged, display, form)
     try:
         if one_question is not None:
             shows = stats if stats is not None else sys.stderr.isatty() and not (quiet or as_json)
@@ -196,14 +200,8 @@ def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, histo
     return run_repl(chat, editor)
 
 
-def _start(
-    settings: FlagValues, config_file: Path | None, display: StartupDisplay, form: AnswerForm
-) -> Backend:
-    from .in_process import BASE_SETTINGS, InProcessBackend
-
-    return InProcessBackend.start(
-        merge_options(settings, config_file=config_file, base=BASE_SETTINGS), display, form
-    )
+def _start(merged: MergedConfig, display: StartupDisplay, form: AnswerForm) -> Backend:
+    return InProcessBackend.start(merged, display, form)
 
 
 def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerForm) -> Backend:
@@ -221,13 +219,11 @@ def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerFo
     return HttpBackend(url, api_key=key, model=settings["model"], form=form)
 
 
-def _attach(
-    api_key: str | None, settings: FlagValues, config_file: Path | None, form: AnswerForm, *, quiet: bool
-) -> Backend | None:
+def _attach(api_key: str | None, merged: MergedConfig, form: AnswerForm, *, quiet: bool) -> Backend | None:
     """Attach to a server that runs already; None: load a model."""
     from .attach import asks_for_a_model, attach
 
-    if asks_for_a_model(merge_options(settings, config_file=config_file)):
+    if asks_for_a_model(merged):
         return None
 
     def note(line: str) -> None:

@@ -18,6 +18,7 @@ from .settings import ChatSettings
 
 _TIMEOUT: Final = httpx.Timeout(10.0, read=None)  # an answer may wait in the server's queue for any time
 _QUICK_TIMEOUT_S: Final = 10.0
+_START_ONE: Final = "start one with `engine serve`, or leave out --url to run in this process"
 
 
 class HttpBackend:
@@ -82,7 +83,7 @@ class HttpBackend:
                 if not finished:
                     raise ServerError(f"{self._base}: the stream broke off before the answer was complete")
         except httpx.HTTPError as error:
-            raise ServerError(_no_connection(self._base, error)) from None
+            raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
         """See `Backend`; servers without `/tokenize` are asked once."""
@@ -105,7 +106,7 @@ class HttpBackend:
         try:
             response = self._client.get(f"{self._base}/v1/models", timeout=_QUICK_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise ServerError(_no_connection(self._base, error)) from None
+            raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
         if response.status_code != httpx.codes.OK:
             raise error_of(response)
         try:
@@ -196,6 +197,12 @@ def error_of(response: httpx.Response) -> EngineError:
     return _error_from(error, status=response.status_code)
 
 
+def connection_problem(base: str, error: httpx.HTTPError, hint: str) -> str:
+    """The sentence for a request without an answer; see `why_unreachable`."""
+    connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+    return why_unreachable(base, error, connected=connected, hint=hint)
+
+
 def _error_from(error: object, *, status: int) -> EngineError:
     fields = error if isinstance(error, Mapping) else {"message": error}
     message, param, code = (
@@ -205,9 +212,3 @@ def _error_from(error: object, *, status: int) -> EngineError:
     if 400 <= status < 500:
         return RequestError(message, param=param, code=code, status=status)
     return ServerError(f"the server failed: {message}")
-
-
-def _no_connection(base: str, error: httpx.HTTPError) -> str:
-    connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-    hint = "start one with `engine serve`, or leave out --url to run in this process"
-    return why_unreachable(base, error, connected=connected, hint=hint)

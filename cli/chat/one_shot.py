@@ -8,7 +8,7 @@ import stat
 import sys
 from typing import Any, TextIO
 
-from ...runtime.errors import ConfigError, RequestError
+from ...runtime.errors import ConfigError, EngineError, RequestError
 from ...runtime.unicode_text import decode_utf8
 from ..exit_codes import ExitCode
 from .answer_view import AnswerView, call_line
@@ -35,7 +35,11 @@ def ask_once(
     """
     view = AnswerView(screen, shows_text=not as_json)
     messages, settings = session.messages(question), session.settings
-    stats = receive(backend, messages, settings, view, stops_loops=stops_loops)
+    try:
+        stats = receive(backend, messages, settings, view, stops_loops=stops_loops)
+    except EngineError:
+        screen.end_answer()  # its last words may be held back, and the error begins a line
+        raise
     if as_json:
         screen.answer(json.dumps(_document(backend, stats, view), ensure_ascii=False))
     view.end()

@@ -281,8 +281,7 @@ def _text_of(path: Path) -> str:
 
 
 def _exchanges(chat: Conversation) -> str:
-    count = chat.session.num_exchanges
-    return f"{count} exchange{'s' * (count != 1)}"
+    return counted(chat.session.num_exchanges, "exchange")
 
 
 def _value(value: object) -> str:

@@ -6,16 +6,16 @@ The schema is compiled for the model's tokenizer if its files are on this machin
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError, RequestError
 from ...runtime.model_files.tokenizer import load_tokenizer
+from ..json_input import read_json_text
 from .model_facts import ModelFacts, gather_model
 
 if TYPE_CHECKING:
@@ -83,17 +83,11 @@ def _figures(body: GrammarCheckBody) -> Iterator[str]:
         yield f"compiled in {body.compile_ms:,.1f} ms{share}"
 
 
-def _schema_in(path: Path) -> dict[str, Any] | str:
-    try:
-        text = path.read_text(encoding="utf-8")
-        value = json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"--schema: {path}: {error.strerror}; name a file with a JSON Schema") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--schema: {path} is not JSON: {error}; name a file with a JSON Schema") from None
+def _schema_in(path: Path) -> str:
+    text, value = read_json_text(path, f"--schema {path}")
     if not isinstance(value, dict | bool):
         raise ConfigError(
-            f"--schema: {path} has {type(value).__name__} at the top, but a JSON Schema is an object; change the file"
+            f"--schema {path} has {type(value).__name__} at the top, but a JSON Schema is an object; change the file"
         )
     return text  # the limits on its size are for text
 

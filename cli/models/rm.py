@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 
@@ -39,6 +40,6 @@ def rm(
                 f"{model}: the server with process id {server.pid} uses it; stop that first, or pass --force"
             )
         removed = remove(model)
-        files = f"{removed.num_files} file{'s' * (removed.num_files != 1)}"
-        typer.echo(f"{model}: removed {files}, {size_text(removed.freed_bytes)} are free now")
+        files, freed = counted(removed.num_files, "file"), size_text(removed.freed_bytes)
+        typer.echo(f"{model}: removed {files}, {freed} are free now")
     return 0

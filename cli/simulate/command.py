@@ -24,8 +24,6 @@ from ..options import (
 )
 from .workload import WorkloadOptions
 
-TimeUnitName = Literal["s", "ms", "us"]
-
 if TYPE_CHECKING:
     from ...simulator.cost_model import CostModel
     from ...simulator.device_facts import DeviceFacts
@@ -99,7 +97,7 @@ def simulate(
         ),
     ] = None,
     trace_time_unit: Annotated[
-        TimeUnitName | None,
+        Literal["s", "ms", "us"] | None,
         _option(_WORKLOAD, "Unit of the timestamps of a trace (default: ms for Mooncake's, s for others)."),
     ] = None,
     device: Annotated[

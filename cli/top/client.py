@@ -9,8 +9,7 @@ from typing import Any, Final, Self
 import httpx
 
 from ...runtime.errors import RequestError, ServerError
-from ..chat.http import base_url, error_of
-from ..unreachable import why_unreachable
+from ..chat.http import base_url, connection_problem, error_of
 from .snapshot import Snapshot
 
 _TIMEOUT_S: Final = 10.0
@@ -52,7 +51,7 @@ class Client:
         Raises:
             Unreachable: no server answers, or it is shutting down.
             RequestError: a server refuses.
-        ServerError: it is not an engine.
+            ServerError: it is not an engine.
         """
         info = self._get("/server_info")
         return Snapshot.from_answers(self.base, info, self._get("/v1/requests"))
@@ -61,9 +60,8 @@ class Client:
         try:
             response = self._client.get(f"{self.base}{path}")
         except httpx.HTTPError as error:
-            connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             hint = "start one with `engine serve`, or give the URL of one"
-            raise Unreachable(why_unreachable(self.base, error, connected=connected, hint=hint)) from None
+            raise Unreachable(connection_problem(self.base, error, hint)) from None
         if response.status_code == httpx.codes.NOT_FOUND:
             raise ServerError(f"{self.base} has no {path}; is it an engine of this version? Check the URL")
         if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:

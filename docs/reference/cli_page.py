@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from engine.cli.exit_codes import MEANINGS
 from engine.cli.main import COMMANDS, app
-from engine.cli.options import GROUP_TITLES
+from engine.cli.options import GROUP_TITLES, with_plain_type
 from engine.runtime.config.config_fields import config_fields, flag_of, setting_names
 
 from .configuration_page import NAME as CONFIGURATION
@@ -130,6 +130,7 @@ def _parameter(command: str, param: Any, context: Any) -> str:
     names, text = param.get_help_record(context)
     if param.param_type_name == "argument":
         names = _TYPE.sub("", names)
+    names = with_plain_type(names)
     remarks: list[str] = []
     while match := _REMARK.search(text):
         kind, _, value = match[1].partition(": ")

@@ -1,8 +1,8 @@
-"""The names of the engine's settings in SGLang (`ServerArgs`) and vLLM (`EngineArgs`, `FrontendArgs`), kept by hand.
+"""The names of the engine's settings in SGLang (`ServerArgs`), vLLM (`EngineArgs`, `FrontendArgs`) and llama-server.
 
-A name stands here only where it is the same setting. A setting that differs in unit or meaning is described in
-the note. A setting without an entry exists in neither. `tests/docs/test_reference.py` checks that each entry belongs to
-a setting and that each `Alias` of the code appears here.
+Kept by hand. A name stands here only where it is the same setting. A setting that differs in unit or meaning is
+described in the note. A setting without an entry exists in none of them. `tests/docs/test_reference.py` checks that
+each entry belongs to a setting and that each `Alias` of the code appears here.
 """
 
 from __future__ import annotations

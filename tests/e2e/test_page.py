@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from tests.browser import CHROMIUM, MISSING, Browser
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.real_process,
-    pytest.mark.skipif(CHROMIUM is None, reason=MISSING),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.real_process]
 
 
-def test_a_question_is_answered_and_the_memory_shown(serve, tmp_path):
-    with Browser(tmp_path) as browser:
-        tab = browser.open(serve.url + "/")
-        tab.wait("document.documentElement.dataset.ready")
-        assert tab.text("#model") == serve.model
-        tab.click("#open-settings")
-        tab.click("#set-max_tokens")
-        tab.type("5")
-        tab.click("#question")
-        tab.type("x")
-        tab.press("Enter")
-        tab.wait("document.querySelector('.assistant .figures')")
-        assert "5 out" in tab.text(".assistant .figures")
-        assert "max_tokens" in tab.text(".assistant .note")
-        tab.click("#open-live")
-        tab.wait("/free \\d+ %/.test(document.querySelector('#live').innerText)")
-        tab.wait("document.querySelector('#live').innerText.includes('No request is live')")
-        assert tab.problems == []
+def test_a_question_is_answered_and_the_memory_shown(browser, serve):
+    tab = browser.open(serve.url + "/")
+    tab.wait("document.documentElement.dataset.ready")
+    assert tab.text("#model") == serve.model
+    tab.click("#open-settings")
+    tab.click("#set-max_tokens")
+    tab.type("5")
+    tab.click("#question")
+    tab.type("x")
+    tab.press("Enter")
+    tab.wait("document.querySelector('.assistant .figures')")
+    assert "5 out" in tab.text(".assistant .figures")
+    assert "max_tokens" in tab.text(".assistant .note")
+    tab.click("#open-live")
+    tab.wait("/free \\d+ %/.test(document.querySelector('#live').innerText)")
+    tab.wait("document.querySelector('#live').innerText.includes('No request is live')")
+    assert tab.problems == []

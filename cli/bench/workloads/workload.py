@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
@@ -90,14 +90,6 @@ def _file(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, files")
 
 
-class TimeUnitName(enum.StrEnum):
-    """The unit of timestamps."""
-
-    S = "s"
-    MS = "ms"
-    US = "us"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkloadSettings:
     """The requests and their arrival times; every field is an option of `engine bench`."""
@@ -130,7 +122,7 @@ class WorkloadSettings:
         int | None, _file("trace: tokens per hash id (default: 512, as Mooncake's; 16 for Qwen's traces).")
     ] = None
     trace_time_unit: Annotated[
-        TimeUnitName | None,
+        Literal["s", "ms", "us"] | None,
         _file("trace: unit of the timestamps (default: ms for Mooncake's, s for others)."),
     ] = None
     time_scale: Annotated[
@@ -191,8 +183,7 @@ class WorkloadSettings:
     def _trace_options(self) -> TraceOptions:
         from ....simulator.traces.timed import TraceOptions
 
-        unit: Any = None if self.trace_time_unit is None else self.trace_time_unit.value
-        return TraceOptions(self.trace_block_size, unit, self.time_scale)
+        return TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)
 
     @property
     def has_texts(self) -> bool:

@@ -92,6 +92,26 @@ def test_a_question_goes_to_the_server(capsys, running, server, in_process):
     assert [body["seed"] for body in server.bodies] == [3, 3]
 
 
+@pytest.mark.parametrize("options", [[], ["--no-attach"]], ids=["attach", "no-attach"])
+def test_a_configuration_from_a_pipe_is_read_once(monkeypatch, running, server, in_process, options):
+    running(server.url)
+    seen = []
+
+    def start(merged, *_args):
+        seen.append((merged.config.model.max_model_len, merged.config.scheduler.max_running_requests))
+        raise ConfigError("a model is loaded here")
+
+    monkeypatch.setattr(command, "_start", start)
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"max_model_len: 512")
+    os.close(write_end)
+    try:
+        assert cli.run(["chat", "Hi", "--config", f"/dev/fd/{read_end}", *options]) == 2
+    finally:
+        os.close(read_end)
+    assert seen == [(512, 2)]
+
+
 @pytest.mark.parametrize(
     "options",
     [["--no-attach"], ["--model", "default"], ["--dtype", "float32"], ["--config", "FILE"], ["VARIABLE"]],

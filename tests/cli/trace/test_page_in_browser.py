@@ -1,13 +1,11 @@
-"""The page in a real browser: headless Chromium, no network. Skipped where there is none (`apt install chromium`)."""
+"""The page in a real browser; see `tests/browser.py`."""
 
 from __future__ import annotations
 
 import html
 import json
 import re
-import shutil
 import struct
-import subprocess
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -22,56 +20,30 @@ from engine.cli.trace.timeline import read_timeline
 from engine.scheduler.records.decision_log import Arrived, DecisionRecord, PassRecord
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZE = (1600, 1000)
 CSS = (Path(__file__).parents[3] / "cli" / "trace" / "page.css").read_text(encoding="utf-8")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here (Debian: apt install chromium)"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def browse(tmp_path):
+def browse(tmp_path, browser):
     """Open a page; returns its document after the script ran, and where the screenshot is."""
 
-    def open_page(timeline, fragment="", script=None):
+    def open_page(timeline, fragment="", script="0"):
         file, shot = tmp_path / "page.html", tmp_path / "page.png"
-        text = render_page(timeline, Origin("decisions.log"))
-        if script is not None:  # the page's own policy would not let it run
-            text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
-            text = text.replace("</body>", f"<script>{script}</script></body>")
-        file.write_text(text, encoding="utf-8")
-        url = f"{file.as_uri()}#{fragment}"
-        run_chromium(tmp_path, f"--screenshot={shot}", url)
-        return run_chromium(tmp_path, "--dump-dom", url), shot
+        file.write_text(render_page(timeline, Origin("decisions.log")), encoding="utf-8")
+        tab = browser.open(f"{file.as_uri()}#{fragment}", size=SIZE)
+        tab.wait("document.documentElement.dataset.ready")
+        tab.screenshot(shot)
+        tab.run(script)
+        document = tab.run("document.documentElement.outerHTML")
+        assert tab.problems == []
+        assert tab.urls == [file.as_uri()]
+        tab.close()
+        return document, shot
 
     return open_page
-
-
-def run_chromium(folder, *arguments):
-    assert CHROMIUM is not None
-    command = [
-        CHROMIUM,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--disable-extensions",
-        "--disable-background-networking",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        "--force-device-scale-factor=1",
-        "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}",
-        f"--window-size={SIZE[0]},{SIZE[1]}",
-        "--virtual-time-budget=5000",
-        *arguments,
-    ]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False, cwd=folder)
-    assert done.returncode == 0, done.stderr.decode(errors="replace")
-    return done.stdout.decode()
 
 
 def root_attributes(dom):

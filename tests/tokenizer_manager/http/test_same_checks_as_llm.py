@@ -261,8 +261,8 @@ def test_a_wrong_name_has_a_hint(both: Both, name: str, hint: str):
 
 
 def test_a_token_beyond_the_model_is_refused_before_anything_starts(both: Both, monkeypatch):
-    engine = both.llm._engine
-    monkeypatch.setattr(engine, "capacity", msgspec.structs.replace(engine.capacity, vocab_size=100))
+    capacity = msgspec.structs.replace(both.llm._engine.capacity, vocab_size=100)
+    monkeypatch.setattr(both.llm._preparer, "_capacity", capacity)
     known, unknown = both.llm.tokenizer.decode([70]), both.llm.tokenizer.decode([180])
 
     assert both.python("generate", known, {"max_new_tokens": 1}).taken

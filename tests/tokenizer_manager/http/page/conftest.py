@@ -1,4 +1,4 @@
-"""A browser for the tests of this folder, and pages of a server whose engine the test scripts."""
+"""Pages of a server whose engine the test scripts."""
 
 from __future__ import annotations
 
@@ -7,18 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.browser import CHROMIUM, MISSING, Browser, Tab
+from tests.browser import Browser, Tab
 from tests.tokenizer_manager.conftest import Serve, Served
 from tests.tokenizer_manager.fake_engine import Script
 from tests.tokenizer_manager.http.surfaces.serving import ROOMY
-
-
-@pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip(MISSING)
-    with Browser(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 class Opened(NamedTuple):

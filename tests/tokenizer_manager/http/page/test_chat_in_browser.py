@@ -102,6 +102,21 @@ def test_a_stopped_answer_keeps_its_text_and_its_tokens_and_ends_on_the_server(o
     assert kept(tab)[1]["content"] == "1, 2"
 
 
+def test_clear_during_an_answer_keeps_nothing_of_it(open_page):
+    tab, served = open_page()
+    ask(tab, "Count")
+    request = served.engine.next_request()
+    served.engine.say(row(request, "1, 2", total=4))
+    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('1, 2')")
+
+    tab.click("#clear")
+
+    assert served.engine.next_abort().rid == request.rid
+    tab.wait("document.querySelector('#stop').hidden && !document.querySelector('.message')")
+    assert tab.text("#status") == "The conversation was deleted."
+    assert kept(tab) == []
+
+
 def test_regenerate_asks_again_and_edit_replaces_the_question_and_what_follows(open_page):
     tab, served = open_page(say_all("First."))
     ask(tab, "Old question")

@@ -20,7 +20,7 @@ export function button(text, act, properties = {}) {
 }
 
 // Writes to the clipboard; on pages without https there is no clipboard interface, and a selection serves.
-export async function copyText(text) {
+async function copyText(text) {
   if (navigator.clipboard) {
     try {
       await navigator.clipboard.writeText(text);

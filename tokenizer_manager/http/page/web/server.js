@@ -2,7 +2,7 @@
 
 const KEY = "engine.api-key", ADMIN_KEY = "engine.admin-key";
 
-export class ServerError extends Error {
+class ServerError extends Error {
   constructor(message, { status = 0, code = null, param = null, retryAfter = null } = {}) {
     super(message);
     this.status = status;
@@ -21,13 +21,10 @@ export class Server {
     return (await this.#send(path, { headers: this.#headers(admin) })).json();
   }
 
-  async post(path, body, { signal } = {}) {
-    return (await this.#post(path, body, signal)).json();
-  }
-
   // The JSON objects of an event stream, until [DONE].
   async *stream(path, body, signal) {
-    const response = await this.#post(path, body, signal);
+    const headers = { ...this.#headers(false), "Content-Type": "application/json" };
+    const response = await this.#send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
     let finished = false;
     try {
       for await (const data of eventsOf(response.body)) {
@@ -44,12 +41,6 @@ export class Server {
   }
 
   useKey(key, { admin = false } = {}) { sessionStorage.setItem(admin ? ADMIN_KEY : KEY, key); }
-  hasKey({ admin = false } = {}) { return sessionStorage.getItem(admin ? ADMIN_KEY : KEY) !== null; }
-
-  #post(path, body, signal) {
-    const headers = { ...this.#headers(false), "Content-Type": "application/json" };
-    return this.#send(path, { method: "POST", headers, body: JSON.stringify(body), signal });
-  }
 
   #headers(admin) {
     const key = (admin && sessionStorage.getItem(ADMIN_KEY)) || sessionStorage.getItem(KEY);

@@ -3,7 +3,7 @@
 import { button, make } from "../dom.js";
 import { codeBlock } from "./markdown.js";
 
-export function pretty(text) {
+function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text || "{}"), null, 2);
   } catch {

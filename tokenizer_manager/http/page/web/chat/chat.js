@@ -10,6 +10,7 @@ const NEAR_END = 80;  // pixels: a reader who is this near to the end follows th
 export class Chat {
   #views = new Map();
   #abort = null;
+  #running = null;  // until the answer has ended, and is a message of the conversation
   #error = null;
   #question = $("#question");
   #list = $("#messages");
@@ -51,8 +52,9 @@ export class Chat {
 
   stop() { this.#abort?.abort(); }
 
-  clear() {
+  async clear() {
     this.stop();
+    await this.#running;
     this.conversation.clear();
     this.#error = null;
     this.#draw();
@@ -69,7 +71,9 @@ export class Chat {
 
   // ------------------------------------------------------------ one answer
 
-  async #answer() {
+  #answer() { return this.#running = this.#askServer(); }
+
+  async #askServer() {
     let body;
     this.#error = null;
     try {

@@ -55,7 +55,7 @@ export class Settings {
     if (tools.length && this.get("tool_choice")) body.tool_choice = this.get("tool_choice");
     if (this.get("form") === "json") body.response_format = { type: "json_object" };
     if (this.get("form") === "schema") {
-      const schema = parse(this.get("schema"), "The JSON schema");
+      const schema = schemaOf(this.get("schema"));
       if (schema === null) throw new Error("The answer shall be JSON of a schema, but there is no schema; enter one in the settings.");
       body.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
     }
@@ -65,7 +65,7 @@ export class Settings {
 
 // The definitions of tools: a list or one, in OpenAI's form or the function alone.
 export function toolsOf(text) {
-  const parsed = parse(text, "The tools");
+  const parsed = parse(text, "The tools in the settings are");
   if (parsed === null) return [];
   return (Array.isArray(parsed) ? parsed : [parsed]).map((each) => {
     if (each?.type === "function" && each.function) return each;
@@ -74,11 +74,14 @@ export function toolsOf(text) {
   });
 }
 
-export function parse(text, what) {
+export const schemaOf = (text) => parse(text, "The JSON schema in the settings is");
+
+// The value of a text; null if it is empty. `subject` begins the error.
+function parse(text, subject) {
   if (!text.trim()) return null;
   try {
     return JSON.parse(text);
   } catch (error) {
-    throw new Error(`${what} in the settings are not JSON: ${error.message}.`.replace(/The JSON schema in the settings are/, "The JSON schema in the settings is"));
+    throw new Error(`${subject} not JSON: ${error.message}.`);
   }
 }

@@ -1,7 +1,7 @@
 // `SettingsPanel`: the system prompt, sampling settings, tools and the form of answers, each with its default.
 
 import { button, make } from "../dom.js";
-import { EFFORTS, FORMS, NUMBERS, parse, toolsOf } from "./settings.js";
+import { EFFORTS, FORMS, NUMBERS, schemaOf, toolsOf } from "./settings.js";
 
 const REQUEST = "ChatRequest";
 const TOOLS_EXAMPLE = '[{"name": "get_weather", "description": "…", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}]';
@@ -28,7 +28,7 @@ export class SettingsPanel {
         this.#choice("tool_choice", "tool_choice", { "": "auto (default)", none: "none", required: "required" })),
       make("fieldset", {}, make("legend", {}, "Answer"),
         this.#choice("form", "Form", { "": FORMS.text, json: FORMS.json, schema: FORMS.schema }),
-        this.#text("schema", "JSON schema", { rows: 4, placeholder: SCHEMA_EXAMPLE, check: (text) => parse(text, "The JSON schema"), className: "mono" })),
+        this.#text("schema", "JSON schema", { rows: 4, placeholder: SCHEMA_EXAMPLE, check: schemaOf, className: "mono" })),
     );
   }
 

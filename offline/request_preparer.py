@@ -1,0 +1,153 @@
+"""`RequestPreparer`: tokenizes and checks the prompts of a call, before any of its requests starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..runtime.errors import RequestError
+from ..runtime.feasibility import Capacity
+from ..runtime.grammar_use import GrammarUse
+from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from ..tokenizer_manager.admission.feasibility_check import resolve_length
+from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
+from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
+from .batch import CheckedRequest
+from .prompts import checked_token_ids
+
+if TYPE_CHECKING:
+    from ..runtime.model_files.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class RequestPreparer:
+    """Makes requests that fit; gives each its id, and a seed if it has none."""
+
+    def __init__(self, tokenizer: Tokenizer, capacity: Capacity, seed: int | None) -> None:
+        """`seed`: of requests without one; None or 0: each gets a random one."""
+        self._tokenizer = tokenizer
+        self._capacity = capacity
+        self._seed = seed
+        self._numbers = itertools.count()
+
+    def prepare_all(
+        self,
+        prompts: Sequence[object],
+        params: Sequence[SamplingParams],
+        constraint: Constraint | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[CheckedRequest]:
+        """A request for each prompt, with the parameters at its place.
+
+        Raises:
+            RequestError: a prompt or parameter is invalid; the message has the number of the prompt.
+        """
+        grammar = None if constraint is None else constraint.use
+        requests: list[CheckedRequest] = []
+        for index, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self.check_room(constraint, own)
+                requests.append(self.prepare(prompt, own, grammar, add_special_tokens=add_special_tokens))
+            except RequestError as error:
+                if len(prompts) == 1:
+                    raise
+                raise RequestError(
+                    f"prompt {index}: {error.message}",
+                    param=error.param,
+                    code=error.code,
+                    status=error.status,
+                ) from None
+        self._warn_of_second_bos(prompts, requests, add_special_tokens)
+        return requests
+
+    def prepare_samples(
+        self,
+        prompt: object,
+        n: int,
+        sampling: SamplingParams,
+        constraint: Constraint | None,
+        *,
+        add_special_tokens: bool,
+    ) -> list[CheckedRequest]:
+        """n requests with the same prompt, in one group; request i has the seed of the first one plus i.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid.
+        """
+        (first,) = self.prepare_all([prompt], [sampling], constraint, add_special_tokens=add_special_tokens)
+        seed = first.sampling.seed
+        assert seed is not None
+        return [
+            dataclasses.replace(
+                first,
+                rid=f"{first.rid}-{i}",
+                sampling=msgspec.structs.replace(first.sampling, seed=(seed + i) & MAX_SEED),
+                group=first.rid if n > 1 else "",
+            )
+            for i in range(n)
+        ]
+
+    def prepare(
+        self,
+        prompt: object,
+        sampling: SamplingParams,
+        grammar: GrammarUse | None,
+        *,
+        add_special_tokens: bool,
+    ) -> CheckedRequest:
+        """One request.
+
+        Raises:
+            RequestError: the prompt or a parameter is invalid, or they do not fit.
+        """
+        sampling.verify(self._capacity.vocab_size)
+        token_ids = self.encode(prompt, add_special_tokens=add_special_tokens)
+        sampling = resolve_length(
+            sampling, len(token_ids), self._capacity, prompt_param="prompt", length_param="max_new_tokens"
+        )
+        if sampling.seed is None:
+            sampling = msgspec.structs.replace(sampling, seed=self._seed or random.randint(0, MAX_SEED))
+        if grammar is not None:
+            grammar = msgspec.structs.replace(grammar, proved=True)  # by the caller, who shares this process
+        return CheckedRequest(f"llm-{next(self._numbers)}", token_ids, sampling, grammar=grammar)
+
+    def check_room(self, constraint: Constraint | None, sampling: SamplingParams) -> None:
+        """Refuse a limit on tokens below the shortest answer.
+
+        Raises:
+            RequestError: it is.
+        """
+        if constraint is not None:
+            check_room(constraint, sampling.max_new_tokens, "max_new_tokens", self._tokenizer)
+
+    def encode(self, prompt: object, *, add_special_tokens: bool) -> list[int]:
+        """The token ids of a prompt.
+
+        Raises:
+            RequestError: it is no prompt, or has a token that the model lacks.
+        """
+        vocab_size = self._capacity.vocab_size
+        if not isinstance(prompt, str):
+            return checked_token_ids(prompt, vocab_size)
+        token_ids = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        if max(token_ids, default=0) >= vocab_size:
+            raise unknown_to_model(self._tokenizer, token_ids, "prompt", vocab_size)
+        return token_ids
+
+    def _warn_of_second_bos(
+        self, prompts: Sequence[object], requests: Sequence[CheckedRequest], add_special_tokens: bool
+    ) -> None:
+        if add_special_tokens:
+            encoded = (request.token_ids for request in requests)
+            found = second_bos(self._tokenizer, prompts, encoded, "prompt", "pass add_special_tokens=False")
+            if found:
+                more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+                logger.warning("%s%s", found[0], more)
