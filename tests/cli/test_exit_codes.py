@@ -21,6 +21,10 @@ NO_SERVER = "http://127.0.0.1:9"
 COMMANDS = (
     "serve",
     "chat",
+    "pull",
+    "list",
+    "rm",
+    "ps",
     "bench",
     "bench serve",
     "bench offline",
@@ -40,7 +44,7 @@ CASES = [
     ("bench", "", ExitCode.SUCCESS),
     # wrong usage
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
-    *((command, "", ExitCode.USER) for command in ("bench compare", "why", "replay", "trace")),
+    *((command, "", ExitCode.USER) for command in ("pull", "rm", "bench compare", "why", "replay", "trace")),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
     ("serve", "--port x", ExitCode.USER),
@@ -74,6 +78,7 @@ CASES = [
     ("serve", "/nope --port 0", ExitCode.USER),
     ("serve", "/nope --print-config", ExitCode.USER),
     ("chat", "hi --model /nope", ExitCode.USER),
+    *((command, "/nope", ExitCode.USER) for command in ("pull", "rm")),
     ("bench offline", "/nope", ExitCode.USER),
     ("bench serve", "--tokenizer /nope", ExitCode.USER),
     ("simulate", "/nope", ExitCode.USER),
@@ -84,6 +89,10 @@ CASES = [
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),
 ]
+
+
+def test_every_command_is_in_the_table():
+    assert {command.split()[0] for command in COMMANDS} == set(cli.COMMANDS)
 
 
 @pytest.fixture(autouse=True)
