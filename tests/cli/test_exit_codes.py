@@ -191,3 +191,15 @@ def test_a_port_in_use_is_something_to_correct(capsys):
 def test_every_code_is_explained_and_none_twice():
     assert set(MEANINGS) == set(ExitCode)
     assert len(set(MEANINGS.values())) == len(MEANINGS)
+
+
+def test_the_numbers_stay_because_scripts_compare_them():
+    assert {code.name: code.value for code in ExitCode} == {
+        "SUCCESS": 0,
+        "FAILED": 1,
+        "USER": 2,
+        "SERVER": 3,
+        "NOT_FOUND": 4,
+        "INTERRUPTED": 130,
+        "OUTPUT_CLOSED": 141,
+    }

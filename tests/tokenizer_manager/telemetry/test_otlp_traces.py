@@ -110,8 +110,10 @@ def test_it_continues_the_trace_of_the_client(serve: Serve, collector: Collector
     served = serve(say_all("x"), traces=OtlpTraces(traces_url(collector.url), MODEL))
     completion(served, {"traceparent": TRACEPARENT, "tracestate": "a=b"})
 
-    root = spans(served, collector)[f"text_completion {MODEL}"]
+    found = spans(served, collector)
+    root = found[f"text_completion {MODEL}"]
     assert (root.trace_id, root.parent_id) == ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+    assert {(span.trace_id, span.trace_state) for span in found.values()} == {(root.trace_id, "a=b")}
 
 
 @pytest.mark.parametrize("header", ["", "garbage", "00-0-0-00", "ff-" + "0" * 32 + "-" + "0" * 16 + "-01"])
