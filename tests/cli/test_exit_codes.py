@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -186,6 +188,22 @@ def test_a_port_in_use_is_something_to_correct(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert cli.run(["serve", "--port", str(taken.getsockname()[1])]) == ExitCode.USER
     assert "is in use" in capsys.readouterr().err
+
+
+@pytest.mark.real_process
+@pytest.mark.parametrize("arguments", [("--help",), ("serve", "--help"), ("doctor", "/nope")], ids=" ".join)
+def test_a_reader_that_closes_the_output_ends_a_command_in_silence(arguments):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "engine", *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (ExitCode.OUTPUT_CLOSED, b"")
 
 
 def test_every_code_is_explained_and_none_twice():
