@@ -16,7 +16,7 @@ import pytest
 from engine.runtime.config.engine_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.tokenizer_manager.http.exchange import Exchange
-from engine.tokenizer_manager.telemetry.otlp_traces import OtlpTraces, make_traces, traces_url
+from engine.tokenizer_manager.telemetry.otlp_traces import OtlpTraces, _OncePerMinute, make_traces, traces_url
 from engine.tokenizer_manager.telemetry.request_record import NoTraces
 
 from ..conftest import Serve, Served
@@ -200,6 +200,20 @@ def test_a_collector_that_fails_costs_no_request_anything(serve: Serve, caplog, 
         with caplog.at_level(logging.WARNING):
             served.services.traces.close()
         completion(served)
+
+
+def test_failures_of_a_collector_are_logged_once_a_minute():
+    once = _OncePerMinute()
+
+    def shown(level: int, created_s: float) -> bool:
+        record = logging.makeLogRecord({"levelno": level, "created": created_s})
+        return bool(once.filter(record))
+
+    assert [shown(logging.WARNING, created_s) for created_s in (0.0, 1.0, 59.0, 60.0, 61.0)] == [
+        *(True, False, False),
+        *(True, False),
+    ]
+    assert shown(logging.INFO, 62.0)
 
 
 def test_more_requests_than_can_be_traced_are_counted(caplog, monkeypatch):
