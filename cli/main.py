@@ -135,10 +135,18 @@ def run(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader (`head`) closed the pipe. Python would report that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.OUTPUT_CLOSED
+        return _output_closed()
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # typer exits with 1
+            return _output_closed()
+        raise
     return result if isinstance(result, int) else 0
+
+
+def _output_closed() -> int:
+    """The reader (`head`) closed the pipe. Python would report that again when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.OUTPUT_CLOSED
 
 
 def _command_path(arguments: Sequence[str]) -> str:

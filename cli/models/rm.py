@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from ...runtime.counted import counted
-from ...runtime.errors import ConfigError
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -26,20 +25,11 @@ def rm(
     """
     from ...runtime.child.server_record import running_servers
     from ...runtime.model_files.removal import remove
-    from ...runtime.model_files.source import resolve_source
     from ...runtime.progress.download_view import size_text
 
-    used = {} if force else {server.path: server for server in running_servers()}
+    in_use = {} if force else {server.path: server.pid for server in running_servers()}
     for model in models:
-        try:
-            server = used.get(resolve_source(model, need_weights=False, fetch=False).path)
-        except ConfigError:
-            server = None
-        if server is not None:
-            raise ConfigError(
-                f"{model}: the server with process id {server.pid} uses it; stop that first, or pass --force"
-            )
-        removed = remove(model)
+        removed = remove(model, in_use)
         files, freed = counted(removed.num_files, "file"), size_text(removed.freed_bytes)
         typer.echo(f"{model}: removed {files}, {freed} are free now")
     return 0

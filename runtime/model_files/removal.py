@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,16 +29,22 @@ class Removed(NamedTuple):
     freed_bytes: int
 
 
-def remove(model: str) -> Removed:
+def remove(model: str, in_use: Mapping[str, int] | None = None) -> Removed:
     """Remove a model: all revisions for `org/repo`, else what the revision or quantization names.
 
+    Args:
+        model: its name.
+        in_use: the paths of models that servers use, with the process id of each server.
+
     Raises:
-        ConfigError: it is not on this machine, or a path; or its files cannot be removed.
+        ConfigError: it is not on this machine, or a path; or a server uses it; or its files cannot be removed.
     """
+    in_use = in_use or {}
     if is_default_name(model):
         path = cached_default_model()
         if path is None:
             raise _absent(model)
+        _check_unused([path], in_use, model)
         return _unlink([path, path.with_name(f"{path.name}.verified")], [path])
     name = parse_hub_name(model)
     is_path = os.path.exists(os.path.expanduser(model))
@@ -55,8 +61,9 @@ def remove(model: str) -> Removed:
     try:
         _check_idle(cache, model)
         if "@" not in model and not name.quantization:
+            _check_unused([cache.folder], in_use, model)
             return _remove_repo(cache)
-        return _remove_files(cache, name, model)
+        return _remove_files(cache, name, model, in_use)
     except OSError as error:
         raise ConfigError(f"{error.filename}: cannot be removed: {error.strerror}") from error
 
@@ -73,6 +80,16 @@ def _check_idle(cache: HubCache, model: str) -> None:
             raise ConfigError(f"{model}: is being downloaded; end that first") from None
 
 
+def _check_unused(places: Iterable[Path], in_use: Mapping[str, int], model: str) -> None:
+    """Raises `ConfigError` if a server uses one of these files and folders, or a file in one of the folders."""
+    for place in places:
+        for path, pid in in_use.items():
+            if Path(path).is_relative_to(place):
+                raise ConfigError(
+                    f"{model}: the server with process id {pid} uses it; stop that first, or pass --force"
+                )
+
+
 def _remove_repo(cache: HubCache) -> Removed:
     contents = [path for path in (cache.folder / "blobs").glob("*") if path.is_file()]
     freed = sum(path.stat().st_size for path in contents)
@@ -83,7 +100,7 @@ def _remove_repo(cache: HubCache) -> Removed:
     return Removed(len(contents), freed)
 
 
-def _remove_files(cache: HubCache, name: HubName, model: str) -> Removed:
+def _remove_files(cache: HubCache, name: HubName, model: str, in_use: Mapping[str, int]) -> Removed:
     """One revision, or one quantization: its links, and the contents that no other link names."""
     commit = cache.commit_of(name.revision)
     if commit is None:
@@ -96,6 +113,7 @@ def _remove_files(cache: HubCache, name: HubName, model: str) -> Removed:
             raise _absent(model)
         files = models[choose_gguf(str(name), models, name.quantization)]
     links = [snapshot / file for file in files]
+    _check_unused(links if name.quantization else [snapshot], in_use, model)
     kept = {path.resolve() for path in (cache.folder / "snapshots").rglob("*") if path not in set(links)}
     contents = {link.resolve() for link in links} - kept
     removed = _unlink([*links, *contents], contents)

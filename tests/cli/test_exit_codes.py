@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import socket
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -21,6 +23,10 @@ NO_SERVER = "http://127.0.0.1:9"
 COMMANDS = (
     "serve",
     "chat",
+    "pull",
+    "list",
+    "rm",
+    "ps",
     "bench",
     "bench serve",
     "bench offline",
@@ -40,7 +46,7 @@ CASES = [
     ("bench", "", ExitCode.SUCCESS),
     # wrong usage
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
-    *((command, "", ExitCode.USER) for command in ("bench compare", "why", "replay", "trace")),
+    *((command, "", ExitCode.USER) for command in ("pull", "rm", "bench compare", "why", "replay", "trace")),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
     ("serve", "--port x", ExitCode.USER),
@@ -74,6 +80,7 @@ CASES = [
     ("serve", "/nope --port 0", ExitCode.USER),
     ("serve", "/nope --print-config", ExitCode.USER),
     ("chat", "hi --model /nope", ExitCode.USER),
+    *((command, "/nope", ExitCode.USER) for command in ("pull", "rm")),
     ("bench offline", "/nope", ExitCode.USER),
     ("bench serve", "--tokenizer /nope", ExitCode.USER),
     ("simulate", "/nope", ExitCode.USER),
@@ -84,6 +91,10 @@ CASES = [
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),
 ]
+
+
+def test_every_command_is_in_the_table():
+    assert {command.split()[0] for command in COMMANDS} == set(cli.COMMANDS)
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +190,34 @@ def test_a_port_in_use_is_something_to_correct(capsys):
     assert "is in use" in capsys.readouterr().err
 
 
+@pytest.mark.real_process
+@pytest.mark.parametrize("arguments", [("--help",), ("serve", "--help"), ("doctor", "/nope")], ids=" ".join)
+def test_a_reader_that_closes_the_output_ends_a_command_in_silence(arguments):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with open(write_end, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-m", "engine", *arguments],
+            stdout=closed,
+            stderr=subprocess.PIPE,
+            check=False,
+            timeout=60,
+        )
+    assert (done.returncode, done.stderr) == (ExitCode.OUTPUT_CLOSED, b"")
+
+
 def test_every_code_is_explained_and_none_twice():
     assert set(MEANINGS) == set(ExitCode)
     assert len(set(MEANINGS.values())) == len(MEANINGS)
+
+
+def test_the_numbers_stay_because_scripts_compare_them():
+    assert {code.name: code.value for code in ExitCode} == {
+        "SUCCESS": 0,
+        "FAILED": 1,
+        "USER": 2,
+        "SERVER": 3,
+        "NOT_FOUND": 4,
+        "INTERRUPTED": 130,
+        "OUTPUT_CLOSED": 141,
+    }

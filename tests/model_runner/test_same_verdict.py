@@ -148,6 +148,12 @@ FOLDERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
         both(to_fp8, lambda f: edit(f, quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn"})),
         {},
     ),
+    "fp8 asked for as int8": (
+        "the checkpoint's weights are fp8",
+        both(to_fp8, lambda f: edit(f, quantization_config={"quant_method": "fp8", "fmt": "float8_e4m3fn"})),
+        {"quantization": "int8"},
+    ),
+    "plain weights asked for as awq": ("are not quantized", lambda _: None, {"quantization": "awq"}),
     "modelopt FP8": ("", modelopt, {}),
     "modelopt NVFP4": ("NVFP4", lambda f: modelopt(f, "NVFP4"), {}),
     "NaN": ("", lambda f: change(f, **{"0.self_attn.o_proj.weight": NAN}), {}),

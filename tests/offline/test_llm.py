@@ -163,9 +163,11 @@ def test_a_second_bos_is_warned_of_and_can_be_avoided(tiny_model, tmp_path, capl
         assert not caplog.records
         twice = llm.generate(["a", "<|im_start|>a", "<|im_start|>b"], one)
         assert twice[1].prompt_token_ids[:2] == [1, 1]
+        llm.sample("<|im_start|>a", 1, one)
+    problem = "begins with <|im_start|>, and tokenization adds another one; pass add_special_tokens=False"
     assert [record.getMessage() for record in caplog.records] == [
-        "prompt[1] begins with <|im_start|>, and tokenization adds another one; pass add_special_tokens=False "
-        "(and 1 more)"
+        f"prompt[1] {problem} (and 1 more)",
+        f"prompt {problem}",
     ]
 
 

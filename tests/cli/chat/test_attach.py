@@ -113,6 +113,17 @@ def test_a_configuration_from_a_pipe_is_read_once(monkeypatch, running, server, 
 
 
 @pytest.mark.parametrize(
+    ("options", "key"), [((), "of the variable"), (("--api-key", "of the option"), "of the option")]
+)
+def test_the_server_gets_the_key(monkeypatch, running, server, in_process, options, key):
+    running(server.url)
+    server.stream({"choices": [{"index": 0, "delta": {"content": "Hello"}, "finish_reason": "stop"}]})
+    monkeypatch.setenv("ENGINE_API_KEY", "of the variable")
+    assert cli.run(["chat", "Hi", *options]) == 0
+    assert set(server.keys) == {f"Bearer {key}"}
+
+
+@pytest.mark.parametrize(
     "options",
     [["--no-attach"], ["--model", "default"], ["--dtype", "float32"], ["--config", "FILE"], ["VARIABLE"]],
     ids=" ".join,

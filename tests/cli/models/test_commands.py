@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -165,7 +165,8 @@ def test_paths_and_mistyped_names(commands: Commands, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the servers of a test note themselves; `tmp_path` is made before, in the usual folder."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         monkeypatch.setattr(tempfile, "tempdir", path)
         monkeypatch.setattr(server_record, "_SHARED_TMP", Path(path))
@@ -191,25 +192,67 @@ def test_ps(servers: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -
         assert rows[0]["memory_bytes"] > 0 and rows[0]["uptime_s"] >= 125
 
 
-def test_a_model_that_a_server_uses_stays_unless_forced(
-    servers: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+USED = {
+    "org/tiny": ["org/tiny", "org/tiny@main"],
+    "org/gguf:Q8_0": ["org/gguf", "org/gguf@main", "org/gguf:Q8_0", "org/gguf:q8_0"],
+}
+UNUSED = {"org/tiny": ["org/gguf"], "org/gguf:Q8_0": ["org/gguf:Q4_0", "org/tiny"]}
+
+
+@pytest.fixture
+def served(
+    servers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], FakeHub]]:
+    """Pulls all models and notes a server of one of them."""
     from huggingface_hub import constants
 
-    from engine.runtime.model_files.hub.hub_name import HubName
-    from engine.runtime.model_files.hub.hub_place import hub_place
+    from engine.runtime.model_files.source import resolve_source
 
     with FakeHub() as hub, SocketDir() as socket_dir:
         hub.repos["org/tiny"].commit(FILES)
+        hub.repos["org/gguf"].commit({"m-Q4_0.gguf": b"GGUF4", "m-Q8_0.gguf": b"GGUF8"})
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
-        place = hub_place(HubName("org/tiny"))
-        write_record(socket_dir.path, ServerRecord(4711, "org/tiny", str(place), "", 0.0))
-        assert cli.run(["rm", "org/tiny"]) == 2
-        assert "the server with process id 4711 uses it" in capsys.readouterr().err
-        assert cli.run(["rm", "--force", "org/tiny"]) == 0
+
+        def note(model: str) -> FakeHub:
+            paths = {
+                name: resolve_source(name).path for name in ("org/tiny", "org/gguf:Q4_0", "org/gguf:Q8_0")
+            }
+            write_record(socket_dir.path, ServerRecord(4711, "served", paths[model], "", 0.0))
+            return hub
+
+        yield note
+
+
+@pytest.mark.parametrize(("model", "name"), [(model, name) for model in USED for name in USED[model]])
+def test_a_model_that_a_server_uses_stays_unless_forced(
+    served: Callable[[str], FakeHub], capsys: pytest.CaptureFixture[str], model: str, name: str
+) -> None:
+    served(model)
+    assert cli.run(["rm", name]) == 2
+    assert capsys.readouterr().err == (
+        f"engine: {name}: the server with process id 4711 uses it; stop that first, or pass --force\n"
+    )
+    assert cli.run(["rm", "--force", name]) == 0
+
+
+@pytest.mark.parametrize(("model", "name"), [(model, name) for model in UNUSED for name in UNUSED[model]])
+def test_a_model_beside_it_can_go(served: Callable[[str], FakeHub], model: str, name: str) -> None:
+    served(model)
+    assert cli.run(["rm", name]) == 0
+
+
+def test_the_revision_that_a_server_uses_stays_after_a_newer_one_came(
+    served: Callable[[str], FakeHub], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = served("org/tiny")
+    hub.repos["org/tiny"].commit(FILES | {"config.json": b"{}"})
+    assert cli.run(["pull", "--quiet", "org/tiny"]) == 0
+    assert cli.run(["rm", "org/tiny"]) == 2
+    assert "the server with process id 4711 uses it" in capsys.readouterr().err
+    assert cli.run(["rm", "org/tiny@main"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,17 @@ def test_remove_frees_only_what_no_other_revision_uses(hub: FakeHub, tmp_path: P
     assert list((tmp_path / "cache").rglob("*.json")) == []
 
 
+def test_remove_of_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "default.gguf"
+    path.write_bytes(b"GGUF")
+    monkeypatch.setattr("engine.runtime.model_files.removal.cached_default_model", lambda: path)
+
+    with pytest.raises(ConfigError, match="smollm2: the server with process id 7 uses it"):
+        remove("smollm2", {str(path): 7})
+    assert remove("smollm2", {str(tmp_path / "other.gguf"): 7}).freed_bytes == 4
+    assert not path.exists()
+
+
 def test_remove_of_one_quantization_keeps_the_others(hub: FakeHub, tmp_path: Path) -> None:
     same = b"GGUF-same"
     hub.repos["org/gguf"].commit({"a-Q4_0.gguf": b"GGUF4", "a-Q8_0.gguf": same, "b-Q6_K.gguf": same})

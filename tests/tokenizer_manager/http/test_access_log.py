@@ -9,10 +9,11 @@ import re
 import pytest
 
 from engine.runtime.logs import JsonFormatter
+from engine.runtime.messages import Finish, FinishKind
 from engine.tokenizer_manager.http.access_log import AccessLog
 
 from ..conftest import Serve
-from ..fake_engine import say_all
+from ..fake_engine import WAIT_S, row, say_all
 
 LINE = re.compile(
     r"request id=(?P<id>\S+) endpoint=(?P<endpoint>\S+) status=(?P<status>\d+) prompt=(?P<prompt>\d+) "
@@ -104,8 +105,36 @@ def test_the_fields_of_a_failure_are_values_and_not_their_json(serve: Serve, cap
     assert (fields["path"], fields["param"]) == (path, param)
 
 
-def test_a_path_with_blanks_is_quoted(serve: Serve, caplog):
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [("a%20status=200", '"/v1/a status=200"'), ("a%0Ab", r'"/v1/a\nb"'), ("%C3%A9", '"/v1/é"')],
+)
+def test_a_path_that_could_look_like_other_fields_is_quoted(serve: Serve, caplog, path, shown):
     caplog.set_level(logging.INFO, "engine.tokenizer_manager.http.app")
-    serve(say_all("x")).client.get("/v1/a%20status=200")
+    serve(say_all("x")).client.get(f"/v1/{path}")
     (record,) = (each for each in caplog.records if each.getMessage().startswith("request failed"))
-    assert 'path="/v1/a status=200" status=404' in record.getMessage()
+    assert f"path={shown} status=404" in record.getMessage()
+
+
+def test_an_answer_whose_client_has_left_is_told(serve: Serve, records):
+    served = serve(lambda request: [row(request, "a", total=1)], log_requests=True)
+    with served.client.stream("POST", "/v1/completions", json={"prompt": "hel", "stream": True}) as reply:
+        next(reply.iter_bytes())
+    served.engine.next_abort()
+    while not records():  # until the request has ended
+        served.client.get("/health")
+    (record,) = records()
+    found = LINE.fullmatch(record.getMessage())
+    assert found, record.getMessage()
+    assert (found["status"], found["output"], found["finish"]) == ("200", "1", "disconnect")
+
+
+def test_an_answer_that_the_engine_did_not_end_is_told(serve: Serve, records):
+    served = serve(log_requests=True)
+    waiting = served.post_later("/v1/completions", json={"prompt": "hel"})
+    request = served.engine.next_request()
+    served.engine.say(row(request, "", token_ids=[], total=0, finish=Finish(FinishKind.ERROR, message="no")))
+    assert waiting.result(WAIT_S).status_code == 500
+    served.client.get("/health")  # handled after the line was written
+    (record,) = records()
+    assert " status=500 " in record.getMessage() and " finish=error " in record.getMessage()

@@ -139,8 +139,13 @@ def test_a_body_whose_client_has_left_is_not_checked(num_bytes: int):
     run(test)
 
 
-def test_a_body_that_has_waited_too_long_is_refused_unread():
+def test_a_body_that_has_waited_too_long_is_refused_unread(monkeypatch: pytest.MonkeyPatch):
     """One that has begun is read to its end."""
+    wait, limits_s = asyncio.wait, []
+
+    async def over_at_once(futures: set[Any], timeout: float) -> Any:
+        limits_s.append(timeout)
+        return await wait(futures, timeout=0)
 
     async def test(reader: BodyReader) -> None:
         slow = Slow()
@@ -148,14 +153,17 @@ def test_a_body_that_has_waited_too_long_is_refused_unread():
         large = body_of(SMALL_BYTES + 1)
         first = asyncio.create_task(reader.read(large, LIMITS, slow, Client().scope()))
         await slow.begun.wait()
-        with pytest.raises(QueueFullError, match=r"waited 0.5 s to be read.*retry later") as caught:
+        monkeypatch.setattr(asyncio, "wait", over_at_once)
+        with pytest.raises(QueueFullError, match=r"waited 2.5 s to be read.*retry later") as caught:
             await reader.read(large, LIMITS, checked.append, Client().scope())
-        assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
+        monkeypatch.undo()
+        assert limits_s == [2.5]
+        assert (caught.value.status, caught.value.retry_after_s) == (429, 3)
         slow.end()
         assert await first == "slow"
         assert checked == []
 
-    run(test, BodyReader(max_wait_s=0.5))
+    run(test, BodyReader(max_wait_s=2.5))
 
 
 @pytest.mark.parametrize("refused", [False, True])

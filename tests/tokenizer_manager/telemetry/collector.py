@@ -18,6 +18,7 @@ class Span(NamedTuple):
     trace_id: str
     span_id: str
     parent_id: str
+    trace_state: str
     kind: int
     start_ns: int
     end_ns: int
@@ -89,6 +90,7 @@ class Collector:
                             span.trace_id.hex(),
                             span.span_id.hex(),
                             span.parent_span_id.hex(),
+                            span.trace_state,
                             span.kind,
                             span.start_time_unix_nano,
                             span.end_time_unix_nano,

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 from engine.runtime.version import __version__
+from engine.tokenizer_manager.telemetry import build_info
 from engine.tokenizer_manager.telemetry.build_info import read_build_info
 
 
-def test_it_takes_the_facts_of_the_schedulers_process_and_leaves_others():
+def test_it_takes_the_facts_of_the_schedulers_process_and_leaves_others(monkeypatch):
+    monkeypatch.setattr(build_info, "source_commit", lambda: "0123abc")
     facts = {
         "torch": "2.9+cpu",
         "device": "cpu",
@@ -15,7 +17,7 @@ def test_it_takes_the_facts_of_the_schedulers_process_and_leaves_others():
     labels = read_build_info(facts).labels()
 
     assert labels.pop("version") == __version__
-    assert isinstance(labels.pop("commit"), str)
+    assert labels.pop("commit") == "0123abc"
     assert labels == {"torch": "2.9+cpu", "device": "cpu", "backend": "native", "instruction_set": "amx"}
 
 

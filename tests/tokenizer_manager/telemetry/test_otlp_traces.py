@@ -16,7 +16,7 @@ import pytest
 from engine.runtime.config.engine_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.tokenizer_manager.http.exchange import Exchange
-from engine.tokenizer_manager.telemetry.otlp_traces import OtlpTraces, make_traces, traces_url
+from engine.tokenizer_manager.telemetry.otlp_traces import OtlpTraces, _OncePerMinute, make_traces, traces_url
 from engine.tokenizer_manager.telemetry.request_record import NoTraces
 
 from ..conftest import Serve, Served
@@ -110,8 +110,10 @@ def test_it_continues_the_trace_of_the_client(serve: Serve, collector: Collector
     served = serve(say_all("x"), traces=OtlpTraces(traces_url(collector.url), MODEL))
     completion(served, {"traceparent": TRACEPARENT, "tracestate": "a=b"})
 
-    root = spans(served, collector)[f"text_completion {MODEL}"]
+    found = spans(served, collector)
+    root = found[f"text_completion {MODEL}"]
     assert (root.trace_id, root.parent_id) == ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
+    assert {(span.trace_id, span.trace_state) for span in found.values()} == {(root.trace_id, "a=b")}
 
 
 @pytest.mark.parametrize("header", ["", "garbage", "00-0-0-00", "ff-" + "0" * 32 + "-" + "0" * 16 + "-01"])
@@ -198,6 +200,20 @@ def test_a_collector_that_fails_costs_no_request_anything(serve: Serve, caplog, 
         with caplog.at_level(logging.WARNING):
             served.services.traces.close()
         completion(served)
+
+
+def test_failures_of_a_collector_are_logged_once_a_minute():
+    once = _OncePerMinute()
+
+    def shown(level: int, created_s: float) -> bool:
+        record = logging.makeLogRecord({"levelno": level, "created": created_s})
+        return bool(once.filter(record))
+
+    assert [shown(logging.WARNING, created_s) for created_s in (0.0, 1.0, 59.0, 60.0, 61.0)] == [
+        *(True, False, False),
+        *(True, False),
+    ]
+    assert shown(logging.INFO, 62.0)
 
 
 def test_more_requests_than_can_be_traced_are_counted(caplog, monkeypatch):

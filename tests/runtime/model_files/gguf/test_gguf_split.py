@@ -56,6 +56,12 @@ def test_a_later_part_names_the_first(split: Path) -> None:
         GGUFFile(split.with_name("m-00002-of-00003.gguf"))
 
 
+def test_a_later_part_under_the_name_of_the_first_is_refused(split: Path) -> None:
+    split.with_name("m-00002-of-00003.gguf").replace(split)
+    with pytest.raises(ConfigError, match="is a later part of a split model"):
+        GGUFFile(split)
+
+
 def test_a_missing_part_is_named(split: Path) -> None:
     split.with_name("m-00003-of-00003.gguf").unlink()
     with pytest.raises(
@@ -76,11 +82,9 @@ def test_a_tensor_twice_is_refused(split: Path, write_gguf: Callable[..., Path])
         GGUFFile(split)
 
 
-@pytest.mark.parametrize("count", [-1, 100_000, "3", 2.0])
+@pytest.mark.parametrize("count", [[1, 2], 100_000, "3", 2.0])
 def test_a_damaged_count(write_gguf: Callable[..., Path], tmp_path: Path, count: object) -> None:
     path = tmp_path / "m-00001-of-00003.gguf"
-    if count == -1:
-        count = [1, 2]
     write_gguf(path, {"split.count": count}, {})
     with pytest.raises(ConfigError, match=r"split\.count is .*, expected a number of parts"):
         GGUFFile(path)

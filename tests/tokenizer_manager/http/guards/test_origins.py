@@ -45,6 +45,8 @@ def test_an_allowed_page_asks_beforehand_and_reads_the_answer(serve: Serve):
     assert reply.status_code == 200
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert reply.headers["vary"] == "origin"
+    readable = set(reply.headers["access-control-expose-headers"].split(", "))
+    assert {"retry-after", "x-request-id", "x-engine-queue-position"} <= readable
     refused = client.post("/v1/completions", json=PROMPT, headers={"Origin": PAGE})
     assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (401, PAGE)
 
