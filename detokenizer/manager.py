@@ -198,6 +198,7 @@ def _text_row(row: TokenOutput, text: str) -> TextOutput:
         finish=row.finish,
         logprobs=row.logprobs,
         prompt_logprobs=row.prompt_logprobs,
+        vector=row.vector,
     )
 
 

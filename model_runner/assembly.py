@@ -20,6 +20,7 @@ from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
 from .memory.slot_table import SlotTable
 from .model_runner import ModelRunner, RunnerSizes
+from .pooling.pooler import Pooler
 from .recording.cuda_graph_executor import cuda_graph_executor
 from .recording.eager_executor import EagerExecutor
 from .recording.forward_program import programmed_forward
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .attention.backend import AttentionBackend
     from .distributed.tp_group import TPGroup
     from .models.registry import CausalLM
+    from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
 
@@ -54,6 +56,7 @@ class LoadedModel:
         spec, own_spec: spec of the whole model, and of this rank's part.
         dtype, kv_dtype: dtype of activations, and of the KV pool.
         kernels: the configuration of the kernels, with the attention backend.
+        pooling_head: the model's layers after pooling; None if it has none.
     """
 
     model: CausalLM
@@ -64,6 +67,7 @@ class LoadedModel:
     device: torch.device
     group: TPGroup
     kernels: KernelConfig
+    pooling_head: PoolingHead | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -116,12 +120,20 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         relay=relay,
         builder=builder,
         sampler=shared_sampler(partial(make_sampler, counts, device), group),
+        pooler=_make_pooler(loaded),
         buffers=buffers,
         outputs=OutputBuffers(device),
         capacity=capacity,
         sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
         drops_steps=group.size == 1,
         attention_backend=attention.name,
+    )
+
+
+def _make_pooler(loaded: LoadedModel) -> Pooler:
+    pooling = loaded.spec.pooling
+    return Pooler(
+        loaded.model, "last" if pooling is None else pooling.pooling, loaded.pooling_head, loaded.device
     )
 
 

@@ -14,11 +14,14 @@ import numpy.typing as npt
 
 from .attention.backend import BatchLayout
 from .input_batch import RELAYED, InputBatch, PromptSpan
+from .pooling.pooled_chunk import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..runtime.step_plan import StepPlan
     from .memory.io_buffers import InputBuffers
     from .sampling.token_counts import TokenCounts
@@ -99,7 +102,8 @@ class BatchBuilder:
             input_ids[_trailing(lasts, step.num_drafts)] = step.draft_ids
         sampled_tokens = _trailing(lasts[sampled], step.num_drafts[sampled] + 1)
         prompt_targets = self._prompt_targets(rows, computed, scheduled)
-        logits = _LogitsTokens.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets)
+        pooled = self._pooled(step)
+        logits = _LogitsTokens.of(num_tokens, sampled_tokens, lasts[cut], starts, prompt_targets, pooled)
         longer = np.flatnonzero(scheduled > 1)
         num_extends = int(longer[-1]) + 1 if len(longer) else 0
         num_drafts = step.num_drafts if len(step.draft_ids) else None
@@ -118,7 +122,23 @@ class BatchBuilder:
             sampling=self._plan_sampling(token_rows[sampled_tokens], positions[sampled_tokens] + 1),
             prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
+            pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
         )
+
+    def _pooled(self, step: _Step) -> list[PooledChunk]:
+        """The chunks of pooling requests, with `start` still counted among the T tokens."""
+        chunks = []
+        for idx in np.flatnonzero(self._states.is_pooling[step.rows]).tolist():
+            row, start, length = int(step.rows[idx]), int(step.starts[idx]), int(step.scheduled[idx])
+            state, ends = self._states[row], bool(len(step.pools) and step.pools[idx])
+            assert state.pooling is not None
+            if not state.pooling.all_tokens:
+                if not ends:
+                    continue
+                start, length = start + length - 1, 1
+            begins = int(step.computed[idx]) == 0
+            chunks.append(PooledChunk(idx, row, start, length, state.prompt_len, begins, ends, state.pooling))
+        return chunks
 
     def _plan_sampling(self, rows: Int64s, positions: Int64s) -> SamplingBatch:
         return plan_sampling(rows, positions, self._states, self._counts, self._eos_token_ids)
@@ -164,7 +184,7 @@ class BatchBuilder:
 
 class _LogitsTokens(NamedTuple):
     """The tokens that need logits or hidden states: those after which a request samples, the last token of a chunk that
-    does not end its prompt, and those that predict a prompt token.
+    does not end its prompt, those that predict a prompt token, and those that pooling requests need.
 
     Attributes:
         tokens: [W], ascending.
@@ -182,17 +202,20 @@ class _LogitsTokens(NamedTuple):
         cut: Int64s,
         starts: Int64s,
         prompt_targets: dict[int, Int32s],
+        pooled: Sequence[PooledChunk] = (),
     ) -> Self:
         has_logits = np.zeros(num_tokens, dtype=np.bool_)
         has_logits[sampled] = has_logits[cut] = True
         for idx, targets in prompt_targets.items():
             has_logits[starts[idx] : starts[idx] + len(targets)] = True
+        for chunk in pooled:
+            has_logits[chunk.start : chunk.start + chunk.num_tokens] = True
         return cls(np.flatnonzero(has_logits), np.cumsum(has_logits) - 1)
 
 
 class _Step(NamedTuple):
     """The arrays of a plan: [B] rows, computed and scheduled tokens, first token in the batch, samples, number of
-    drafts; [T] slots; the draft ids.
+    drafts; [T] slots; the draft ids; [B] pools, or empty.
     """
 
     rows: Int64s
@@ -203,6 +226,7 @@ class _Step(NamedTuple):
     out_cache_loc: Int64s
     num_drafts: Int64s
     draft_ids: Int64s
+    pools: npt.NDArray[np.uint8]
 
     @classmethod
     def of(cls, plan: StepPlan) -> Self:
@@ -222,6 +246,7 @@ class _Step(NamedTuple):
             out_cache_loc,
             num_drafts,
             _int64(plan.draft_ids),
+            np.frombuffer(plan.pools, dtype=np.uint8),
         )
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention.backend import BatchLayout
+    from .pooling.pooled_chunk import PooledChunk
     from .sampling.draft_batch import DraftBatch
     from .sampling.sampling_batch import SamplingBatch
 
@@ -66,6 +67,7 @@ class InputBatch:
         sampling: how to sample the next tokens.
         prompt_spans: the prompt logprobs that requests of the batch ask for.
         drafts: the step's drafts, to verify them; None without any.
+        pooled: the chunks of pooling requests with tokens that these requests need.
     """
 
     layout: BatchLayout
@@ -81,6 +83,7 @@ class InputBatch:
     sampling: SamplingBatch
     prompt_spans: tuple[PromptSpan, ...]
     drafts: DraftBatch | None
+    pooled: tuple[PooledChunk, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -28,6 +28,7 @@ from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
+from .pooling.head import PoolingHead, load_pooling_head
 from .recording.cuda_graph_executor import sizes_to_record
 from .trial import measure
 from .weights.dummy import DummyStore
@@ -89,7 +90,7 @@ def load_model_runner(
     memory = make_device_memory(device)
     started_s = time.perf_counter()
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model = _load_model(config, source, spec, capacity, group, dtype, device)
+        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device)
     if device.type == "cpu":
         collapse_resident_memory()  # now, while the process holds little other memory
     logger.info(
@@ -106,6 +107,7 @@ def load_model_runner(
         device=device,
         group=group,
         kernels=config.kernels,
+        pooling_head=pooling_head,
     )
     sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device)
     if memory is not None:
@@ -151,12 +153,15 @@ def _load_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
-) -> CausalLM:
+) -> tuple[CausalLM, PoolingHead | None]:
+    """The model, and its layers after pooling; None if it has none."""
     if config.model.model_impl != "transformers":
         return _load_own_model(config, source, spec, capacity, group, dtype, device)
-    return load_transformers_model(
+    model = load_transformers_model(
         config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
     )
+    weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
+    return model, _load_pooling_head(config, source, spec, weights, device)
 
 
 def _load_own_model(
@@ -167,7 +172,7 @@ def _load_own_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
-) -> CausalLM:
+) -> tuple[CausalLM, PoolingHead | None]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     target = Target(rank_spec(spec, group.size), device, dtype)
     ops = select_ops(target, PROVIDERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
@@ -185,9 +190,17 @@ def _load_own_model(
         group=group,
     )
     model = build_model(context)
+    pooling_head = _load_pooling_head(config, source, spec, weights, device)
     weights.finish()
     report.log()
-    return model
+    return model, pooling_head
+
+
+def _load_pooling_head(
+    config: EngineConfig, source: ModelSource, spec: ModelSpec, weights: WeightReader, device: torch.device
+) -> PoolingHead | None:
+    seed = config.model.seed if config.model.load_format == "dummy" else None
+    return load_pooling_head(spec.pooling, weights, Path(source.path), device, seed=seed)
 
 
 def _tiles_from(config: EngineConfig) -> int:

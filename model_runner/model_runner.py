@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from .memory.kv_pool import KVPool
     from .memory.slot_table import SlotTable
     from .models.registry import CausalLM
+    from .pooling.pooled_chunk import PooledChunk
+    from .pooling.pooler import PooledRows, Pooler
     from .recording.executor import StepExecutor
     from .request_states import RequestStates
     from .sampling.shared_sampler import SamplerLike
@@ -86,6 +89,7 @@ class Fetched(NamedTuple):
         sampled: the sampled tokens; None if no request samples.
         num_tokens: see `Checked`; None in a step without drafts.
         unmasked: the likeliest tokens without masks, still to be passed on; None if there is nothing to pass on.
+        pooled: results of pooling requests.
         cut_finite: [number of `InputBatch.cut_idx`] bool; where False the chunk's KV is not finite.
         prompts: see `PromptLogprobs`.
     """
@@ -96,6 +100,7 @@ class Fetched(NamedTuple):
     prompts: Sequence[PromptLogprobs] = ()
     num_tokens: Tensor | None = None
     unmasked: UnmaskedTokens | None = None
+    pooled: Sequence[PooledRows] = ()
 
 
 class StepOutOfMemory(NamedTuple):
@@ -140,6 +145,7 @@ class ModelRunner:
         relay: TokenRelay,
         builder: BatchBuilder,
         sampler: SamplerLike,
+        pooler: Pooler,
         buffers: InputBuffers,
         outputs: OutputBuffers,
         capacity: Capacity,
@@ -169,6 +175,7 @@ class ModelRunner:
         self._relay = relay
         self.builder = builder
         self.sampler = sampler
+        self._pooler = pooler
         self._buffers = buffers
         self._outputs = outputs
         self._drops_steps = drops_steps
@@ -267,7 +274,12 @@ class ModelRunner:
             cut = hidden.index_select(0, output.cut_indices)
             cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
         prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
-        return Fetched(batch, sampled, cut_finite, prompts, num_tokens, unmasked)
+        pooled = self._pool(hidden, batch.pooled) if batch.pooled else ()
+        return Fetched(batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled)
+
+    def _pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
+        fetch = self._outputs.fetch
+        return [rows._replace(values=fetch(rows.values)) for rows in self._pooler.pool(hidden, chunks)]
 
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
@@ -338,7 +350,7 @@ class PendingStep:
         if self._fetched is None or isinstance(self._fetched, StepOutOfMemory):
             reason = self._fetched.reason if self._fetched is not None else ""
             return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
-        batch, sampled, cut_finite, prompts, num_tokens, unmasked = self._fetched
+        batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled = self._fetched
         if unmasked is not None:
             unmasked.tell()
         errors: dict[int, str] = {}
@@ -359,6 +371,12 @@ class PendingStep:
                 prompt_logprobs[prompt.span.batch_idx] = packed
             else:
                 errors[prompt.span.batch_idx] = NOT_FINITE
+        vectors = {}
+        for batch_idx, vector in chain.from_iterable(rows.results() for rows in pooled):
+            if vector is None:
+                errors[batch_idx] = NOT_FINITE
+            elif batch_idx not in errors:
+                vectors[batch_idx] = vector
         return StepResult(
             step_id=self._step_id,
             next_token_ids=b"" if next_ids is None else next_ids.tobytes(),
@@ -368,6 +386,7 @@ class PendingStep:
             forward_s=forward_s,
             swap_s=swap_s,
             num_next_tokens=b"" if counts is None else counts.astype(np.int32).tobytes(),
+            vectors=vectors,
         )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import NewReq
 
@@ -41,12 +42,14 @@ class RowState:
         input_ids: [known_len] the tokens sent when the request was (re)started; later ones are sampled here.
         prompt_len: number of prompt tokens among them.
         sampling: its sampling parameters.
+        pooling: what is computed instead of a next token; None: the request generates text.
     """
 
     rid: str
     input_ids: Int32s
     prompt_len: int
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
 
 
 class RequestStates:
@@ -59,6 +62,7 @@ class RequestStates:
         temperature, top_p, min_p: [rows] float32.
         top_k: [rows] int64.
         seed: [rows] uint64.
+        is_pooling: [rows] bool, whether the request has `RowState.pooling`.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -72,6 +76,7 @@ class RequestStates:
         self.top_p = np.ones(num_rows, dtype=np.float32)
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.uint64)
+        self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -84,7 +89,8 @@ class RequestStates:
             f"row {new.row} is taken by {self[new.row].rid}, not free for {new.rid}"
         )
         sampling = new.sampling
-        state = RowState(new.rid, np.frombuffer(new.input_ids, dtype=np.int32), new.prompt_len, sampling)
+        input_ids = np.frombuffer(new.input_ids, dtype=np.int32)
+        state = RowState(new.rid, input_ids, new.prompt_len, sampling, new.pooling)
         row = new.row
         self._states[row] = state
         self.known_len[row] = len(state.input_ids)
@@ -95,6 +101,7 @@ class RequestStates:
         self.top_p[row] = sampling.top_p
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed or 0
+        self.is_pooling[row] = new.pooling is not None
         return state
 
     def remove(self, row: int) -> None:

@@ -81,6 +81,21 @@ def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
     return min(by_context, by_memory)
 
 
+def reason_against_pooling(prompt_len: int, capacity: Capacity) -> str | None:
+    """The same for a pooling request, which computes its prompt only."""
+    if prompt_len > capacity.max_model_len:
+        return (
+            f"the input has {counted(prompt_len, 'token')} and the model takes {capacity.max_model_len}; shorten it, "
+            "send truncate_prompt_tokens, or raise --max-model-len if the model knows more positions"
+        )
+    if prompt_len > capacity.max_total_tokens:
+        return (
+            f"the input has {counted(prompt_len, 'token')} and the KV pool holds {capacity.max_total_tokens}; shorten "
+            "it or raise --max-total-tokens"
+        )
+    return None
+
+
 def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
     """Why such a request can never run, with the arithmetic and a fix; None if it can."""
     prompt = counted(prompt_len, "token")

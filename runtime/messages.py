@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from .grammar_use import GrammarUse
+from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
 
@@ -190,6 +191,8 @@ class GenerateRequest(Message, frozen=True):
             (limits, penalties, positions of the noise, usage), and rows begin after them.
         grammar: what the answer is constrained to; None: free text.
         keep_special_ids: see `TextOptions`.
+        pooling: a request for a vector instead of text. `sampling.max_new_tokens` is 1 then: the vector counts as a
+            token. None: text.
     """
 
     rid: str
@@ -207,6 +210,7 @@ class GenerateRequest(Message, frozen=True):
     delivered: Delivered | None = None
     grammar: GrammarUse | None = None
     keep_special_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None
 
 
 class GrammarReady(Message, frozen=True):
@@ -306,6 +310,7 @@ class TokenOutput(Record, frozen=True):
         options: set in the first row of a request, and only there.
         logprobs: of `token_ids`, when asked for.
         prompt_logprobs: of prompt tokens 1..prompt_len-1, in the first row, when asked for.
+        vector: float32, the result of a pooling request, in its only row.
     """
 
     rid: str
@@ -315,6 +320,7 @@ class TokenOutput(Record, frozen=True):
     options: TextOptions | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    vector: bytes = b""
 
 
 class BatchTokenOutput(Message, frozen=True):
@@ -452,7 +458,7 @@ class TextOutput(Record, frozen=True):
         token_ids: [n] int32, the tokens of this row (text may come in a later row).
         usage: totals so far; `completion_tokens` ends at the token that completed a stop string.
         finish: set in the last row, and only there.
-        logprobs, prompt_logprobs: as in `TokenOutput`.
+        logprobs, prompt_logprobs, vector: as in `TokenOutput`.
         ended_by_detokenizer: the detokenizer wrote `finish` (a stop string, or a decoding error) while the scheduler
             still runs the request; the receiver sends it an `AbortRequest`.
     """
@@ -465,6 +471,7 @@ class TextOutput(Record, frozen=True):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     ended_by_detokenizer: bool = False
+    vector: bytes = b""
 
 
 class BatchTextOutput(Message, frozen=True):

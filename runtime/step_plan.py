@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .messages import Logprobs, Message, Record
+from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
 MAX_DRAFT_STEP_TOKENS: Final = 64
@@ -121,6 +122,7 @@ class NewReq(Record, frozen=True):
         prompt_len: number of prompt tokens in `input_ids`; the rest is output for penalties and `min_new_tokens`.
         prefix_loc: [prefix_len] the KV slots of the cached prefix, positions 0..prefix_len-1.
         sampling: verified parameters; seed and max_new_tokens are set.
+        pooling: what is computed of the prompt instead of a next token; None: the request generates text.
     """
 
     rid: str
@@ -129,6 +131,7 @@ class NewReq(Record, frozen=True):
     prompt_len: int
     prefix_loc: bytes
     sampling: SamplingParams
+    pooling: PoolingParams | None = None
 
 
 class RowUpdate(Record, frozen=True):
@@ -162,7 +165,8 @@ class StepPlan(Record, frozen=True):
         num_scheduled_tokens: [B] new tokens: 1 for a decode, 1 + k for one with k drafts, more for a prefill chunk.
         out_cache_loc: [T] KV slot of each new token, in batch order; no repeats. For a multi-step decode
             [num_rounds, T].
-        samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt.
+        samples: [B] uint8, 1 where the request's last new token is followed by sampling; 0 for an unfinished prompt,
+            and for all chunks of a pooling request.
         total_num_scheduled_tokens: T.
         new_reqs, row_updates: see their classes.
         page_copies: [C, 2] (source page, destination page); destinations are distinct, and none of them is a source.
@@ -172,6 +176,7 @@ class StepPlan(Record, frozen=True):
         num_drafts: [B] drafts of each request, only for decodes; empty if no request has drafts.
         draft_ids: [sum of num_drafts] the drafts, request after request.
         num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.
+        pools: [B] uint8, 1 where the request's last new token ends the prompt of a pooling request; empty if none does.
     """
 
     step_id: int
@@ -191,6 +196,7 @@ class StepPlan(Record, frozen=True):
     num_drafts: bytes = b""
     draft_ids: bytes = b""
     num_rounds: int = 1
+    pools: bytes = b""
 
     def round_loc(self, number: int) -> bytes:
         """[T] `out_cache_loc` of a round, 0 <= number < num_rounds."""
@@ -234,6 +240,7 @@ class StepResult(Record, frozen=True):
             the batch has been applied; the KV of the batch's new tokens is arbitrary. Empty if the step succeeded.
         num_next_tokens: [S] tokens of each request: 1 plus one per accepted draft, or one per completed round of a
             burst; empty for a step without drafts or further rounds.
+        vectors: batch index -> result of the pooling request, float32, for each with `pools` = 1 and no error.
     """
 
     step_id: int
@@ -245,6 +252,7 @@ class StepResult(Record, frozen=True):
     swap_s: float = 0.0
     out_of_memory: str = ""
     num_next_tokens: bytes = b""
+    vectors: dict[int, bytes] = {}  # noqa: RUF012
 
 
 class Pending(Protocol):

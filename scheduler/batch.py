@@ -60,7 +60,13 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
         """CRC of the plan's arrays. Equal plans have equal checksums, so a replay compares them without the plans."""
         plan = self.plan
         checksum = zlib.crc32(plan.out_cache_loc, zlib.crc32(plan.rows))
-        for array in (plan.num_scheduled_tokens, plan.finished_rows, plan.page_copies, plan.draft_ids):
+        for array in (
+            plan.num_scheduled_tokens,
+            plan.finished_rows,
+            plan.page_copies,
+            plan.draft_ids,
+            plan.pools,
+        ):
             checksum = zlib.crc32(array, checksum)
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))
 

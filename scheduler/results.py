@@ -102,6 +102,8 @@ class ResultSettler:
         self._states.num_settled[batch.rows[here]] = batch.end[here]
         rows = self._settle_errors(batch, result, here, now_s)
         self._settle_prompts(batch, result, here)
+        if result.vectors:
+            rows += self._settle_vectors(batch, result, here, now_s)
         by_request = _by_request(refused)
         if result.num_next_tokens:
             rows += self._settle_runs(batch, result, here, now_s, by_request)
@@ -164,6 +166,18 @@ class ResultSettler:
                 if idx in result.prompt_logprobs and not req.answered:
                     req.prompt_logprobs.append(result.prompt_logprobs[idx])
                 self._kv.cache_settled(req)
+
+    def _settle_vectors(
+        self, batch: ScheduleBatch, result: StepResult, here: BoolArray, now_s: float
+    ) -> list[TokenOutput]:
+        """End the pooling requests whose prompt is computed, each with its vector."""
+        finish = Finish(FinishKind.STOP)
+        rows = []
+        for idx, vector in result.vectors.items():
+            if here[idx]:
+                here[idx] = False
+                rows.append(self._requests.finish(batch.reqs[idx], finish, now_s, vector=vector))
+        return rows
 
     def _settle_tokens(
         self,

@@ -63,7 +63,7 @@ from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
 from .queries.request_list import list_requests
-from .records.decision_log import Arrived, DecisionLog, RefusedToken, Settled
+from .records.decision_log import Arrived, DecisionLog, RefusedToken, Settled, vector_digest
 from .records.verdict import AddReqResult
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
@@ -338,6 +338,7 @@ class Scheduler:
                 num_next_tokens=result.num_next_tokens,
                 grammar_ends=ends_by_grammar(batch, rows) if batch.has_grammar else {},
                 refused=list(refused),
+                vectors={idx: vector_digest(vector) for idx, vector in result.vectors.items()},
             )
         )
 

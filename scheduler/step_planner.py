@@ -36,6 +36,7 @@ class _Tokens(NamedTuple):
         lengths: [B] new tokens.
         out_cache_loc: [T] KV slots, in batch order.
         samples: [B] uint8, 1 where the last new token is followed by sampling.
+        pools: see `StepPlan`.
     """
 
     rows: IntArray
@@ -44,6 +45,7 @@ class _Tokens(NamedTuple):
     lengths: IntArray
     out_cache_loc: IntArray
     samples: npt.NDArray[np.uint8]
+    pools: bytes = b""
 
 
 def plan_step(
@@ -95,6 +97,7 @@ def plan_step(
         num_drafts=_per_request(drafts, len(chunks)),
         draft_ids=drafts.token_ids.tobytes(),
         num_rounds=num_rounds,
+        pools=tokens.pools,
     )
     return ScheduleBatch(
         plan=plan,
@@ -132,13 +135,19 @@ def _with_chunks(decodes: _Tokens, chunks: Sequence[Chunk], pool: ReqToTokenPool
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int32)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int32)
     slots = [pool.slots(chunk.req.row, chunk.start, chunk.start + chunk.length) for chunk in chunks]
+    lasts = np.array([chunk.is_last for chunk in chunks], dtype=np.uint8)
+    pooled = np.array([chunk.req.pooling is not None for chunk in chunks], dtype=np.uint8)
+    pools = b""
+    if (ends := lasts & pooled).any():
+        pools = ends.tobytes() + bytes(len(decodes.rows))
     return _Tokens(
         np.concatenate([rows, decodes.rows]),
         np.concatenate([starts, decodes.positions]),
         np.concatenate([starts + lengths, decodes.ends]),
         np.concatenate([lengths, decodes.lengths]),
         np.concatenate([*slots, decodes.out_cache_loc]),
-        np.concatenate([np.array([chunk.is_last for chunk in chunks], dtype=np.uint8), decodes.samples]),
+        np.concatenate([lasts & ~pooled & 1, decodes.samples]),
+        pools,
     )
 
 
@@ -166,4 +175,5 @@ def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:
         prompt_len=req.prompt_len,
         prefix_loc=pool.slots(req.row, 0, chunk.start).tobytes(),
         sampling=req.sampling,
+        pooling=req.pooling,
     )

@@ -69,6 +69,10 @@ class TransformersModel:
         hidden: Tensor = out.last_hidden_state[0]
         return hidden
 
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM`; `forward` has applied the final norm."""
+        return hidden
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""
         logits: Tensor = self._causal_lm(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]

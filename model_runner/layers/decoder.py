@@ -121,6 +121,10 @@ class Decoder:
         wanted = batch.logits_indices
         return all_rows if wanted is None else lambda x: self.take_rows(x.contiguous(), wanted)
 
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """See `CausalLM`."""
+        return self.norm(hidden)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""
         return self.head(self.norm(hidden))

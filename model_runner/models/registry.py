@@ -22,6 +22,10 @@ class CausalLM(Protocol):
         """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm."""
         ...
 
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """The model's output at rows of `forward`'s result, after the final norm; [n, hidden] -> [n, hidden]."""
+        ...
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32."""
         ...

@@ -11,6 +11,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from .pooling_spec import PoolingSpec
 from .quantization import BLOCK_METHODS, QuantizationSpec
 
 SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
@@ -98,6 +99,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
+    pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all before it."""

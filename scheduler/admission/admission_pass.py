@@ -167,15 +167,20 @@ class AdmissionPass:
                 reason = Reason.RETRACTING
         elif req.group and sibling is None and self._sibling_prefills(req):
             reason = Reason.SIBLING_PREFILLS
-        elif prefix.ready_len + 1 < req.fill_len and self._prefix_dedup.is_pending(req, prefix.ready_len):
+        elif self._waits_for_prefix(req, prefix):
             reason = Reason.PREFIX_COMING
         if reason is None:
             return None
         return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
 
+    def _waits_for_prefix(self, req: Req, prefix: Prefix) -> bool:
+        if req.needs_all_tokens or prefix.ready_len + 1 >= req.fill_len:
+            return False
+        return self._prefix_dedup.is_pending(req, prefix.ready_len)
+
     def _sibling_prefills(self, req: Req) -> bool:
         """Whether a sibling computes the same prompt: waiting costs one step and saves computing the prompt again."""
-        if not self._memory.kv.shares_prefixes or req.sampling.prompt_logprobs is not None:
+        if not self._memory.kv.shares_prefixes or req.needs_all_tokens:
             return False
         starts = any(chunk.is_first and chunk.req.group == req.group for chunk in self._adder.chunks)
         return starts or self._parts.parallel_samples.prompt_is_pending(req)

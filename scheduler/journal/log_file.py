@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"\x89EDL\r\n\x1a\n"
 """Begins each run. As a record's length it would exceed `MAX_RECORD_BYTES`, so it cannot be mistaken for a record."""
-VERSION: Final = 1
+VERSION: Final = 2
 RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
 MAX_RECORD_BYTES: Final = 64 << 20

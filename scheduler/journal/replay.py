@@ -275,6 +275,7 @@ def _result(record: Settled) -> StepResult:
         swap_s=record.swap_s,
         out_of_memory=record.out_of_memory,
         num_next_tokens=record.num_next_tokens,
+        vectors=record.vectors,
     )
 
 

@@ -129,7 +129,7 @@ class KVMemory:
 
         The result is kept in the request until the cache changes, so a blocked queue costs no look-ups.
         """
-        if _needs_prompt_logits(req):
+        if req.needs_all_tokens:
             return _NO_MATCH
         if req.match is None or req.match_generation != self._cache.generation:
             max_pages = (req.fill_len - 1) // self.page_size
@@ -167,7 +167,7 @@ class KVMemory:
 
     def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
         """Whether the rest of a new request's prompt, without the last token, is within one page of a sibling."""
-        if _needs_prompt_logits(req):
+        if req.needs_all_tokens:
             return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)
         return rest > 0 and req.output_len == 0 and match.num_pages == whole
@@ -184,7 +184,7 @@ class KVMemory:
         req.match = None
 
     def _explain(self, req: Req, match: PrefixMatch) -> CacheMiss:
-        if req.sampling.prompt_logprobs is not None:
+        if req.needs_all_tokens:
             return CacheMiss(req.rid, req.prompt_len, 0, MissKind.BYPASSED, 0)
         return self._cache.explain(req.extra_key, req.fill_ids, match, req.rid)
 
@@ -367,8 +367,3 @@ class KVMemory:
         dropped = self._cache.flush()
         self._supply.give_back(dropped)
         return len(dropped), self._cache.locked_pages
-
-
-def _needs_prompt_logits(req: Req) -> bool:
-    """Whether the request needs the logits of its prompt, for log-probabilities: then the whole prompt is computed."""
-    return req.sampling.prompt_logprobs is not None and not req.answered

@@ -113,6 +113,6 @@ class Preemption:
     def _may_swap(self, victim: Req, num_pages: int) -> bool:
         if self._host.swap_in_reserved or not 0 < num_pages <= self._host.num_free:
             return False
-        if victim.sampling.prompt_logprobs is not None and not victim.answered:
-            return False  # the whole prompt must be computed again for its logprobs
+        if victim.needs_all_tokens:
+            return False
         return self._mode.swaps(int(self._states.num_settled[victim.row]), num_pages)

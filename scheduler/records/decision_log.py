@@ -10,6 +10,7 @@ the `PassRecord`s, and the `Settled` that has its `Finished`.
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
@@ -23,6 +24,7 @@ from .pass_figures import BudgetState, StepTime
 from .verdict import Reason, Verdict
 
 KEPT_RECORDS: Final = 8192
+_DIGEST_BYTES: Final = 9
 
 
 class Retraction(NamedTuple):
@@ -123,6 +125,7 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
         num_next_tokens: as in `StepResult`.
         grammar_ends: requests with a grammar that was complete, or that could not continue: rid -> why, or "".
         refused: what grammars refused in the step, whether or not the tokens instead became part of an answer.
+        vectors: batch index -> digest of the pooling request's result; see `vector_digest`.
     """
 
     now_s: float
@@ -137,6 +140,15 @@ class Settled(msgspec.Struct, tag="settled", array_like=True):
     num_next_tokens: bytes = b""
     grammar_ends: dict[str, str] = msgspec.field(default_factory=dict)
     refused: list[RefusedToken] = msgspec.field(default_factory=list)
+    vectors: dict[int, bytes] = msgspec.field(default_factory=dict)
+
+
+def vector_digest(vector: bytes) -> bytes:
+    """A digest of a pooling request's result, for the log. A digest is its own digest: a replay has nothing else.
+
+    Its length is not a multiple of four, so it cannot be taken for a vector.
+    """
+    return vector if len(vector) % 4 else hashlib.blake2b(vector, digest_size=_DIGEST_BYTES).digest()
 
 
 class PassRecord(msgspec.Struct, tag="pass", array_like=True):

@@ -12,9 +12,10 @@ from typing import Final
 import numpy as np
 
 from ...runtime.errors import RequestError
-from ...runtime.feasibility import Capacity, reason_against
+from ...runtime.feasibility import Capacity, reason_against, reason_against_pooling
 from ...runtime.grammar_use import GrammarUse
 from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, PinPrefix, Usage
+from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..arrays import TOKEN_ID_BYTES
@@ -52,7 +53,11 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
         wrong = low if low < 0 else high
         return f"the prompt has token id {wrong}, but ids must lie in [0, {capacity.vocab_size})"
     prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
-    return reason_against(prompt_len, message.sampling.max_new_tokens, capacity)
+    if message.pooling is None:
+        return reason_against(prompt_len, message.sampling.max_new_tokens, capacity)
+    return _against_pooling(message, message.pooling, capacity) or reason_against_pooling(
+        prompt_len, capacity
+    )
 
 
 def reason_to_refuse_pin(message: PinPrefix) -> str | None:
@@ -66,6 +71,35 @@ def reason_to_refuse_pin(message: PinPrefix) -> str | None:
     if len(message.input_ids) % TOKEN_ID_BYTES:
         return f"input_ids has {len(message.input_ids)} bytes, but it must be int32 token ids"
     return None
+
+
+def _against_pooling(message: GenerateRequest, pooling: PoolingParams, capacity: Capacity) -> str | None:
+    """Why a pooling request is not one that the model runner can compute; None if it is."""
+    try:
+        _check_pooling(pooling, capacity.vocab_size)
+    except RequestError as error:
+        return error.message
+    if message.sampling.max_new_tokens != 1 or message.sampling.prompt_logprobs is not None:
+        return "a request for a vector generates no text: max_new_tokens must be 1, and prompt_logprobs unset"
+    if message.grammar is not None or message.needs_grammar or message.delivered is not None or message.group:
+        return "a request for a vector has no grammar, no delivered tokens and no parallel samples"
+    return None
+
+
+def _check_pooling(pooling: PoolingParams, vocab_size: int) -> None:
+    if not isinstance(pooling, PoolingParams):
+        raise wrong_type("pooling", pooling, "a PoolingParams or None")
+    if not isinstance(pooling.kind, PoolingKind):
+        raise wrong_type("pooling.kind", pooling.kind, "a PoolingKind")
+    check_flag("pooling.all_tokens", pooling.all_tokens)
+    check_flag("pooling.normalize", pooling.normalize)
+    check_integer("pooling.dimensions", pooling.dimensions, 0, MAX_COUNT)
+    if not isinstance(pooling.label_ids, tuple):
+        raise wrong_type("pooling.label_ids", pooling.label_ids, "a tuple of token ids")
+    for token_id in pooling.label_ids:
+        check_integer("pooling.label_ids", token_id, 0, vocab_size - 1)
+    if (pooling.kind is PoolingKind.LABELS) != bool(pooling.label_ids):
+        raise RequestError("label_ids belong to the kind labels, which needs at least one", param="label_ids")
 
 
 def _check_fields(message: GenerateRequest) -> None:

@@ -89,7 +89,11 @@ class Answers:
 
 
 def output_row(
-    req: Req, token_ids: bytes = b"", finish: Finish | None = None, logprobs: Logprobs | None = None
+    req: Req,
+    token_ids: bytes = b"",
+    finish: Finish | None = None,
+    logprobs: Logprobs | None = None,
+    vector: bytes = b"",
 ) -> TokenOutput:
     """An output row of a request. The first one carries the text options and the log-probabilities of the prompt."""
     options = prompt_logprobs = None
@@ -100,7 +104,7 @@ def output_row(
         if sampling.prompt_logprobs is not None:
             prompt_logprobs = joined(req.prompt_logprobs)
             req.prompt_logprobs = []
-    return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs)
+    return TokenOutput(req.rid, token_ids, req.usage(), finish, options, logprobs, prompt_logprobs, vector)
 
 
 def text_options(

@@ -58,7 +58,7 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids: as in
+        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling: as in
             `GenerateRequest`.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
@@ -115,6 +115,7 @@ class Req:
         "num_overtaken",
         "num_retractions",
         "output_len",
+        "pooling",
         "priority",
         "prompt_len",
         "prompt_logprobs",
@@ -139,6 +140,7 @@ class Req:
         self.group = message.group
         self.grammar = message.grammar
         self.keep_special_ids = message.keep_special_ids
+        self.pooling = message.pooling
         self.arrival_s = message.arrival_s or now_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
@@ -213,6 +215,17 @@ class Req:
     def max_kv_len(self) -> int:
         """The most KV slots that the request can need. Its last token is never an input and needs none."""
         return self.prompt_len + self.max_new_tokens - 1
+
+    @property
+    def needs_all_tokens(self) -> bool:
+        """Whether it needs what the model computes at each token of its prompt, not only at the last one.
+
+        Then no part of the prompt is taken from the prefix cache, and its KV is not swapped: the rest of the prompt's
+        results, log-probabilities or a sum of hidden states, would be lost.
+        """
+        if self.pooling is not None:
+            return self.pooling.all_tokens
+        return self.sampling.prompt_logprobs is not None and not self.answered
 
     @property
     def has_grammar(self) -> bool:

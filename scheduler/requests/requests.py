@@ -194,6 +194,7 @@ class Requests:
         logprobs: Logprobs | None = None,
         *,
         keep: bool = True,
+        vector: bytes = b"",
     ) -> TokenOutput:
         """Finish a request in any status, free its row and memory, and return its last output row.
 
@@ -219,7 +220,7 @@ class Requests:
         self._finished.append(
             Finished(req.rid, finish.kind, req.output_len, finish.message, *drafts, num_overruled)
         )
-        return output_row(req, token_ids, finish, logprobs)
+        return output_row(req, token_ids, finish, logprobs, vector)
 
     def remove_stopped(self) -> None:
         """Remove requests that finished or were retracted from `partial` and `running`, all in one call."""

@@ -1,0 +1,42 @@
+"""`PoolingParams`: what a request without generated text asks for: a vector, scores, or probabilities of labels.
+
+Such a request computes its prompt and nothing else (prefill-only). It takes the same queue as a generation, and is
+answered by one row with `vector`. How a model makes the vector is in its `PoolingSpec`.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class PoolingKind(enum.StrEnum):
+    """What the result of a pooling request is.
+
+    EMBED: the text's vector, as the model's `PoolingSpec` says. SCORE: the outputs of the model's classification head,
+    before any activation. LABELS: log-probabilities of some tokens as the next one.
+    """
+
+    EMBED = "embed"
+    SCORE = "score"
+    LABELS = "labels"
+
+
+class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Parameters of a pooling request.
+
+    Attributes:
+        kind: see `PoolingKind`.
+        all_tokens: the result depends on the final hidden states of all tokens (mean, cls), so the whole prompt is
+            computed: no cached prefix is used, and the request's KV is never swapped.
+        dimensions: leading numbers of the vector to keep, before it is normalized; 0: all. For EMBED.
+        normalize: scale the vector to length 1. For EMBED.
+        label_ids: the tokens, at least one. For LABELS.
+    """
+
+    kind: PoolingKind = PoolingKind.EMBED
+    all_tokens: bool = False
+    dimensions: int = 0
+    normalize: bool = False
+    label_ids: tuple[int, ...] = ()
