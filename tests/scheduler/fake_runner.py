@@ -298,7 +298,8 @@ class FakeRunner:
                 row.slots[position] = out[offset]
                 offset += 1
         runs = self.sample_runs(plan, drafts_of, masks)
-        next_ids, errors, prompt_logprobs = [], {}, {}
+        next_ids, prompt_logprobs = [], {}
+        errors: dict[int, str] = {}
         vectors = self.vectors(plan, errors)
         logprobs: list[Logprobs | None] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):

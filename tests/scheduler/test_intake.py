@@ -77,7 +77,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     "pooling": [
         *(5, "embed", {}, PoolingParams()),  # the last one: `max_new_tokens` is not 1
         *(
-            PoolingParams(**values)  # type: ignore[arg-type]
+            PoolingParams(**values)
             for values in (
                 {"kind": "embed"},
                 {"kind": None},

@@ -22,6 +22,9 @@ from .ollama import models as ollama_models
 from .ollama.bodies import OllamaChatBody, OllamaGenerateBody, RunningBody, ShowBody, TagsBody, VersionBody
 from .ollama.endpoint import ollama_chat, ollama_generate
 from .ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from .pooling.bodies import EmbeddingsBody
+from .pooling.embeddings import embeddings
+from .pooling.fields import EmbeddingsRequest
 from .responses.bodies import InputTokensBody, ResponseBody, ResponseEvent
 from .responses.endpoint import response_input_tokens, responses
 from .responses.fields import ResponsesRequest
@@ -113,6 +116,15 @@ ROUTES: Final = (
         CompletionRequest,
         answer=Completion,
         events=Completion,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "Vectors of texts (OpenAI).",
+        EmbeddingsRequest,
+        answer=EmbeddingsBody,
         fails=_GENERATING,
     ),
     Route(
