@@ -104,6 +104,7 @@ def test_dimensions_and_normalize_go_to_the_runner(
     assert served.client.post(PATH, json={"input": "x"} | fields).status_code == 200
 
     pooling = served.engine.next_request().pooling
+    assert pooling is not None
     assert (pooling.dimensions, pooling.normalize) == (dimensions, normalize)
 
 
@@ -139,7 +140,7 @@ def test_a_default_prompt(serve: Serve):
     requests = [served.engine.next_request() for _ in range(3)]
     assert [text_of(request) for request in requests[:2]] == ["D: x", "D: y"]
     assert ids_of(requests[2]) == [5, 6]
-    assert all(request.pooling.all_tokens for request in requests)
+    assert all(request.pooling and request.pooling.all_tokens for request in requests)
 
 
 LONG = CAPACITY.max_model_len + 1
