@@ -108,7 +108,7 @@ class LLM:
         self.config = prepared.config
         self.model_name = prepared.model_name
         step("tokenizer")
-        self.tokenizer = load_tokenizer(prepared.source)
+        self.tokenizer = load_tokenizer(prepared.source, encode_only=prepared.spec.pooling is not None)
         self._chats = ChatPlanner(prepared, self.tokenizer)
         self._sampling_defaults = prepared.sampling_defaults
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)

@@ -64,7 +64,8 @@ def main(child: Child) -> None:
     check_tls(config.server)
     traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with bind(config.server.host, config.server.port) as listener:
-        tokenizer = load_tokenizer(child.settings.source)
+        encode_only = child.settings.spec.pooling is not None
+        tokenizer = load_tokenizer(child.settings.source, encode_only=encode_only)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
         share_the_gil()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ..config.device_config import ParallelConfig
 from ..config.engine_config import EngineConfig
@@ -83,6 +83,7 @@ class _Resolver:
             self.config,
             model=replace(
                 self.config.model,
+                task=self.task(),
                 device=device,
                 dtype=dtype,
                 model_impl=model_impl,
@@ -121,6 +122,22 @@ class _Resolver:
         _assert_no_auto(config)
         check_deterministic(config, self.spec)
         return Resolved(config, self.notes)
+
+    # ---------------------------------------------------------------- task
+
+    def task(self) -> Literal["generate", "embed", "score"]:
+        """The task of the model's files or of the user, which reading the files has checked."""
+        pooling = self.spec.pooling
+        if pooling is None:
+            if self.config.model.matryoshka:
+                raise ConfigError(
+                    "matryoshka is true, but the task is generate; vectors are made with --task embed only"
+                )
+            if self.config.model.task == "auto":
+                self.notes["task"] = "the model generates text"
+            return "generate"
+        self.notes["task"] = pooling.reason
+        return pooling.task
 
     # ---------------------------------------------------------------- ranks, device and threads
 
