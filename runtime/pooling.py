@@ -33,6 +33,7 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
         dimensions: leading numbers of the vector to keep, before it is normalized; 0: all. For EMBED.
         normalize: scale the vector to length 1. For EMBED.
         label_ids: the tokens, at least one. For LABELS.
+        second_start: position of the first token of a pair's second text, which has another type (BERT); 0: one text.
     """
 
     kind: PoolingKind = PoolingKind.EMBED
@@ -40,3 +41,4 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
     dimensions: int = 0
     normalize: bool = False
     label_ids: tuple[int, ...] = ()
+    second_start: int = 0
