@@ -26,8 +26,8 @@ class KVPool:
     Attributes:
         k, v: L tensors each, or one of each that all layers share.
         k_scale, v_scale: L tensors [slots, H] float32 each; empty unless the pool is int8.
-        page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first. Views of 8-bit
-            pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
+        page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first. Views
+            of 8-bit pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.

@@ -121,7 +121,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_kv_layers(self) -> int:
-        """Layers with keys and values of their own; those of an encoder are not read after their layer, so all share."""
+        """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
         return self.num_layers if self.encoder is None else 1
 
     def window_of(self, layer_id: int) -> int | None:

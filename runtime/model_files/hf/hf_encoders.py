@@ -188,7 +188,7 @@ _DISTILBERT_NAMES: Final = {
     "intermediate_size": "hidden_dim",
     "hidden_act": "activation",
 }
-_MODERNBERT_DEFAULTS: Final = {"norm_eps": 1e-5, "global_rope_theta": 160_000.0}
+_MODERNBERT_DEFAULTS: Final[dict[str, Any]] = {"norm_eps": 1e-5, "global_rope_theta": 160_000.0}
 
 _FAMILIES: Final[dict[str, _EncoderFamily]] = {
     "bert": _EncoderFamily("Bert", _bert, _BERT_NAMES, _BERT_DEFAULTS),
