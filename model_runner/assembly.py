@@ -83,7 +83,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     """
     spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
     kv_pool = KVPool(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         num_pages=capacity.num_pages,
         page_size=capacity.page_size,
         num_kv_heads=own_spec.num_kv_heads,
@@ -108,7 +108,13 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
     executor = _make_executor(loaded, batch_sizes, kv_pool, attention, slot_table, relay, buffers)
-    builder = BatchBuilder(states=states, counts=counts, eos_token_ids=spec.eos_token_ids, buffers=buffers)
+    builder = BatchBuilder(
+        states=states,
+        counts=counts,
+        eos_token_ids=spec.eos_token_ids,
+        buffers=buffers,
+        has_token_types=spec.encoder is not None and spec.encoder.token_types > 1,
+    )
     return ModelRunner(
         model=loaded.model,
         executor=executor,
@@ -173,6 +179,8 @@ def _make_executor(
         relay=relay,
         buffers=buffers,
     )
+    if not loaded.spec.causal:
+        return eager  # there are no decodes
     if on_cpu and not batch_sizes:
         return native_executor(
             kernels,

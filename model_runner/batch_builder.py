@@ -42,11 +42,14 @@ class BatchBuilder:
         counts: TokenCounts,
         eos_token_ids: tuple[int, ...],
         buffers: InputBuffers,
+        has_token_types: bool = False,
     ) -> None:
+        """Take the parts; `has_token_types`: the model has a type for the second text of a pair."""
         self._states = states
         self._counts = counts
         self._eos_token_ids = eos_token_ids
         self._buffers = buffers
+        self._has_token_types = has_token_types
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -123,7 +126,15 @@ class BatchBuilder:
             prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
+            token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
         )
+
+    def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
+        """[T] 1 for the tokens of second texts; None if the step has no pairs."""
+        seconds = self._states.second_start[token_rows]
+        if not seconds.any():
+            return None
+        return ((seconds > 0) & (positions >= seconds)).astype(np.int64)
 
     def _pooled(self, step: _Step) -> list[PooledChunk]:
         """The chunks of pooling requests, with `start` still counted among the T tokens."""

@@ -29,6 +29,7 @@ class ForwardBatch:
         attention: the planned attention of the step.
         logits_indices: [W] int64, ascending, the tokens that need logits or hidden states; the others are not
             computed after the last layer's attention. None: all T.
+        token_types: [T] int64, for models with a table of them; None: all are 0.
     """
 
     input_ids: Tensor
@@ -37,3 +38,4 @@ class ForwardBatch:
     out_cache_loc: Tensor
     attention: StepAttention
     logits_indices: Tensor | None = None
+    token_types: Tensor | None = None

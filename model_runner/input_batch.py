@@ -68,6 +68,7 @@ class InputBatch:
         prompt_spans: the prompt logprobs that requests of the batch ask for.
         drafts: the step's drafts, to verify them; None without any.
         pooled: the chunks of pooling requests with tokens that these requests need.
+        token_types: [T] for models with a table of them; None: all are 0.
     """
 
     layout: BatchLayout
@@ -84,6 +85,7 @@ class InputBatch:
     prompt_spans: tuple[PromptSpan, ...]
     drafts: DraftBatch | None
     pooled: tuple[PooledChunk, ...] = ()
+    token_types: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:

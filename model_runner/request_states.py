@@ -63,6 +63,7 @@ class RequestStates:
         top_k: [rows] int64.
         seed: [rows] uint64.
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
+        second_start: [rows] int64, see `PoolingParams`; 0 for other requests.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -77,6 +78,7 @@ class RequestStates:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.uint64)
         self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
+        self.second_start = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -102,6 +104,7 @@ class RequestStates:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed or 0
         self.is_pooling[row] = new.pooling is not None
+        self.second_start[row] = 0 if new.pooling is None else new.pooling.second_start
         return state
 
     def remove(self, row: int) -> None:

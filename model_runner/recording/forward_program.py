@@ -77,7 +77,7 @@ class ProgrammedForward:
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
         program = next((program for program in self.programs if program.steps.include(size)), None)
-        if program is None or not isinstance(attention, PlannedAttention):
+        if program is None or not isinstance(attention, PlannedAttention) or batch.token_types is not None:
             return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
 

@@ -267,6 +267,14 @@ class Tokenizer:
         return self._core.token_to_id(token)
 
     @functools.cached_property
+    def special_frame(self) -> tuple[int, int]:
+        """Number of special tokens that `encode` puts before a text, and after it."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        num_added = len(whole) - len(bare)
+        num_before = next(i for i in range(num_added + 1) if whole[i : i + len(bare)] == bare)
+        return num_before, num_added - num_before
+
+    @functools.cached_property
     def _token_bound(self) -> TokenBound | None:
         return find_token_bound(self._core, BYTE_OF_CHAR)
 

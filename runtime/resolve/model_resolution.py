@@ -99,8 +99,8 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"{source.path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
     is_known = spec.model_type in SUPPORTED_MODEL_TYPES
-    if not runs_in_transformers(config, spec):
-        return  # `resolve` refuses model_impl engine for other architectures
+    if spec.encoder is not None or not runs_in_transformers(config, spec):
+        return  # `resolve` refuses the implementation that there is not
     asked = (
         "model_impl is transformers"
         if is_known

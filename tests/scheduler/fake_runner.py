@@ -7,6 +7,8 @@ is a function of the last so many alone, so that outputs run into circles, which
 
 A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far. Or, if
 `late` is set, it samples without most masks, and again where the token was not allowed.
+
+The vector of a pooling request is the hash of its prompt, see `expected_vector`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.runtime.messages import FinishKind, Logprobs, Overruled
+from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,
@@ -105,6 +108,11 @@ def expected_output(
         state = chain(state, token) if memory is None else remembered([*prompt, *output], memory)
 
 
+def expected_vector(prompt: list[int]) -> bytes:
+    """The result of a pooling request."""
+    return np.int64(chains(prompt)[-1]).tobytes()
+
+
 def expected_overruled(
     prompt: list[int],
     sampling: SamplingParams,
@@ -136,6 +144,8 @@ class Row:
     sampled: int | None = None  # the token of the last step, when it is beyond `tokens`
     lost: bool = False  # a step of it ran out of memory: what it computes since is garbage, and may be
     states: list[int] = field(default_factory=list)
+    pooling: PoolingParams | None = None
+    num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
 
 
 class FakeRunner:
@@ -186,7 +196,9 @@ class FakeRunner:
             slots[: len(prefix)] = prefix
             tokens = ints(new.input_ids)
             assert len(prefix) < len(tokens)
-            self.rows[new.row] = Row(new.sampling, new.prompt_len, tokens, slots, states=chains(tokens))
+            self.rows[new.row] = Row(
+                new.sampling, new.prompt_len, tokens, slots, states=chains(tokens), pooling=new.pooling
+            )
             self.rids[new.row] = new.rid
             self.check_prefix(new.row, len(prefix))
         for update in plan.row_updates:
@@ -279,13 +291,16 @@ class FakeRunner:
             self.check_prefix(row_id, start + length)
             assert samples[idx] or not drafts
             assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
+            row.num_pooled += length
             state = row.states[start + length - 1]
             for position, draft in enumerate(drafts, start + length):
                 state = self.kv[out[offset]] = chain(state, draft)
                 row.slots[position] = out[offset]
                 offset += 1
         runs = self.sample_runs(plan, drafts_of, masks)
-        next_ids, errors, prompt_logprobs = [], {}, {}
+        next_ids, prompt_logprobs = [], {}
+        errors: dict[int, str] = {}
+        vectors = self.vectors(plan, errors)
         logprobs: list[Logprobs | None] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             row = self.rows[row_id]
@@ -318,7 +333,29 @@ class FakeRunner:
             num_next_tokens=np.array([len(run) for run in runs if run], dtype=np.int32).tobytes()
             if plan.num_drafts
             else b"",
+            vectors=vectors,
         )
+
+    def vectors(self, plan: StepPlan, errors: dict[int, str]) -> dict[int, bytes]:
+        """Results of the pooling requests whose prompt ends in this step; some may fail instead."""
+        vectors = {}
+        ends = zip(ints(plan.num_computed_tokens), ints(plan.num_scheduled_tokens), strict=True)
+        for idx, (row_id, (start, length)) in enumerate(zip(ints(plan.rows), ends, strict=True)):
+            row = self.rows[row_id]
+            is_end = bool(plan.pools and plan.pools[idx])
+            assert is_end == (row.pooling is not None and start + length == len(row.tokens))
+            if row.pooling is None:
+                continue
+            assert not plan.samples[idx], "a pooling request samples"
+            if is_end and not row.lost:
+                assert len(row.tokens) == row.prompt_len
+                assert not row.pooling.all_tokens or row.num_pooled == row.prompt_len, "tokens were skipped"
+                if self.rids[row_id] in self.fail_next:
+                    self.fail_next.discard(self.rids[row_id])
+                    errors[idx] = "the vector is not finite"
+                else:
+                    vectors[idx] = np.int64(row.states[-1]).tobytes()
+        return vectors
 
     def sample_runs(self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks) -> list[list[int]]:
         """Of each request of the step: its next tokens, one more than the drafts that were right."""

@@ -22,6 +22,7 @@ from engine.runtime.messages import (
     TokenOutput,
     Usage,
 )
+from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks
 from engine.scheduler.batch import ScheduleBatch
@@ -33,7 +34,7 @@ from engine.scheduler.records.decision_log import DecisionLog, PassRecord, Refus
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.scheduler import Scheduler
 
-from .fake_runner import FakeRunner, Launched, expected_output, expected_overruled, ints
+from .fake_runner import FakeRunner, Launched, expected_output, expected_overruled, expected_vector, ints
 from .grammar.toy_matcher import ToyGrammar, ToyMatchers
 
 VOCAB_SIZE = 97
@@ -55,7 +56,14 @@ def extend_lens(batch: ScheduleBatch) -> list[int]:
 class Answer:
     """What came back for one request."""
 
-    def __init__(self, prompt: list[int], sampling: SamplingParams, delivered: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        prompt: list[int],
+        sampling: SamplingParams,
+        delivered: Sequence[int] = (),
+        pooling: PoolingParams | None = None,
+    ) -> None:
+        self.pooling = pooling
         self.prompt = prompt
         self.sampling = sampling
         self.rows: list[TokenOutput] = []
@@ -162,6 +170,7 @@ class Harness:
         usage: Usage | None = None,
         message: dict[str, Any] | None = None,
         grammar: ToyGrammar | None = None,
+        pooling: PoolingParams | None = None,
         **sampling: Any,
     ) -> str:
         """Send a request; a random prompt unless one is given. With `delivered` tokens it was begun elsewhere.
@@ -171,10 +180,10 @@ class Harness:
         rid = rid if rid is not None else f"r{len(self.answers)}"
         if prompt is None:
             prompt = [int(token) for token in self.rng.integers(1, VOCAB_SIZE, prompt_len)]
-        sampling.setdefault("max_new_tokens", 4)
+        sampling.setdefault("max_new_tokens", 4 if pooling is None else 1)
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
-        self.answers[rid] = Answer(prompt, params, delivered)
-        ids, fields = np.array(prompt, dtype=np.int32).tobytes(), dict(message or {})
+        self.answers[rid] = Answer(prompt, params, delivered, pooling)
+        ids, fields = np.array(prompt, dtype=np.int32).tobytes(), {"pooling": pooling, **(message or {})}
         if grammar is not None:
             self.matchers.grammars[rid] = grammar
             fields["grammar"] = grammar.use
@@ -359,6 +368,9 @@ class Harness:
             if answer.finish.status == 400:
                 assert not any(row.token_ids for row in answer.rows)
                 continue
+            if answer.pooling is not None:
+                self.check_vector(rid, answer)
+                continue
             grammar = self.matchers.grammars.get(rid)
             tokens, kind = expected_output(
                 answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar
@@ -373,6 +385,14 @@ class Harness:
                 assert grammar.fault_at <= num_right <= grammar.fault_at + 1, rid
                 num_right = grammar.fault_at
             assert answer.tokens[:num_right] == tokens[:num_right], rid
+
+    def check_vector(self, rid: str, answer: Answer) -> None:
+        """A pooling request has one row, with the vector of its prompt if it has not failed."""
+        (row,) = answer.rows
+        assert row.finish is not None and not row.token_ids, rid
+        assert row.finish.kind in (FinishKind.STOP, FinishKind.ERROR, FinishKind.ABORT), rid
+        answered = row.finish.kind is FinishKind.STOP
+        assert row.vector == (expected_vector(answer.prompt) if answered else b""), rid
 
     def check_overruled(self, rid: str, answer: Answer, grammar: ToyGrammar | None) -> None:
         """The usage of a whole answer counts what its grammar refused, once."""

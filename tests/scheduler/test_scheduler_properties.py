@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.runtime.messages import FinishKind
+from engine.runtime.pooling import PoolingParams
 from tests.feasible import fits
 
 from .harness import VOCAB_SIZE, Harness
@@ -73,6 +74,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         refused = self.harness.answers[rid].finish is not None
         assert refused == (not fits(len(prompt), max_new_tokens, self.harness.capacity))
+
+    @rule(
+        shared=st.integers(0, 80),
+        own=st.lists(st.integers(1, VOCAB_SIZE - 1), max_size=10),
+        all_tokens=st.booleans(),
+    )
+    def submit_pooling(self, shared: int, own: list[int], *, all_tokens: bool) -> None:
+        prompt = BASE[:shared] + own or [1]
+        rid = self.harness.submit(prompt=prompt, pooling=PoolingParams(all_tokens=all_tokens))
+        refused = self.harness.answers[rid].finish is not None
+        assert refused == (len(prompt) > self.harness.capacity.max_total_tokens)
 
     @rule(which=st.integers(0, 60))
     def abort(self, which: int) -> None:

@@ -14,11 +14,13 @@ from typing import Final, cast
 from msgspec import structs
 
 from ...errors import ConfigError
+from ..encoder_spec import ENCODER_MODEL_TYPES
 from ..fields import Fields
 from ..json_file import read_json
 from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
 from ..pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from ..tokenizer_files.special_tokens import read_eos_ids
+from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
@@ -79,12 +81,23 @@ def _read_spec(
     if model_type in FAMILIES:
         _check_family(fields, model_type, FAMILIES[model_type], found)
         family = FAMILIES[model_type]
+    elif model_type in ENCODER_MODEL_TYPES:
+        fields, family = encoder_fields(fields, config, model_type)
+    elif model_type in UNSUPPORTED_ENCODERS:
+        supported = ", ".join(ENCODER_MODEL_TYPES)
+        raise fields.error(
+            "model_type", model_type, f"and {UNSUPPORTED_ENCODERS[model_type]}; encoders can be: {supported}"
+        )
     else:
         fields = Fields(path, with_common_names(config, fields), prefix)
         family = other_family(fields)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
+    facts = {
+        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        **family.read(fields),
+    }
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -96,14 +109,13 @@ def _read_spec(
         num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
         head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
-        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
+        eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),
         bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
         quantization=read_quantization(folder, fields),
         sampling_defaults=read_hf_sampling(folder),
-        **family.read(fields),
+        **facts,
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
     if contradiction := spec.contradiction():

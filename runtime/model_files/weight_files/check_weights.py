@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,6 +17,7 @@ from msgspec import structs
 
 from ...errors import ConfigError
 from ..model_spec import SUPPORTED_MODEL_TYPES
+from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .needed_tensors import Module, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
 
@@ -61,9 +62,14 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
     tensors = {name: entry for file in files for name, entry in file.entries.items()}
     summary = WeightsSummary(len(files), len(tensors), sum(file.num_bytes for file in files))
     tensors = {name: entry for name, entry in tensors.items() if not name.endswith(SAFE_TO_IGNORE)}
+    if spec.encoder is not None:
+        prefix = prefix_of(NAMES[spec.model_type], tensors.__contains__)
+        tensors = {name: entry for name, entry in tensors.items() if not is_beside_encoder(name, prefix)}
+        _check_names(_Place(folder, files), tensors, spec, encoder_modules(spec, prefix))
+        return spec, summary
     spec = _with_own_head(folder, files, spec)
     if spec.model_type in SUPPORTED_MODEL_TYPES:
-        _check_names(_Place(folder, files), tensors, spec)
+        _check_names(_Place(folder, files), tensors, spec, needed_modules(spec))
         return spec, summary
     if spec.tie_word_embeddings:
         tensors.pop(_HEAD, None)
@@ -141,13 +147,15 @@ class _Place(NamedTuple):
         return self.files[0].path if len(self.files) == 1 else self.folder / "model.safetensors.index.json"
 
 
-def _check_names(place: _Place, tensors: Mapping[str, HeaderEntry], spec: ModelSpec) -> None:
+def _check_names(
+    place: _Place, tensors: Mapping[str, HeaderEntry], spec: ModelSpec, needed: Iterable[Module]
+) -> None:
     """Check the tensors of a model of the engine."""
     left = set(tensors)
     if spec.tie_word_embeddings:
         left.discard(_HEAD)
     quantized: set[str] = set()
-    for module in needed_modules(spec):
+    for module in needed:
         if _is_quantized(module, tensors, spec):
             quantized.add(module.name)
             continue
