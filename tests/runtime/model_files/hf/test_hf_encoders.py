@@ -166,7 +166,10 @@ def test_tensors_are_found_with_and_without_a_head(tmp_path, name, has_head):
         if module.has_bias:
             shapes[f"{module.name}.bias"] = module.shape[:1]
     assert sum(int(np.prod(shape)) for shape in shapes.values()) == spec.num_parameters
-    beside = {f"{prefix}embeddings.position_ids": (1, 40), f"{prefix}pooler.dense.weight": (32, 32)}
+    beside: dict[str, tuple[int, ...]] = {
+        f"{prefix}embeddings.position_ids": (1, 40),
+        f"{prefix}pooler.dense.weight": (32, 32),
+    }
     if has_head:
         beside |= {"cls.predictions.bias": (64,), "lm_head.bias": (64,), "classifier.weight": (2, 32)}
     write_tensors(tmp_path, shapes | beside)
