@@ -113,7 +113,8 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         counts=counts,
         eos_token_ids=spec.eos_token_ids,
         buffers=buffers,
-        has_token_types=spec.encoder is not None and spec.encoder.token_types > 1,
+        has_token_types=_has_token_types(spec),
+        pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
     )
     return ModelRunner(
         model=loaded.model,
@@ -134,6 +135,10 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         drops_steps=group.size == 1,
         attention_backend=attention.name,
     )
+
+
+def _has_token_types(spec: ModelSpec) -> bool:
+    return spec.encoder is not None and spec.encoder.token_types > 1
 
 
 def _make_pooler(loaded: LoadedModel) -> Pooler:
@@ -168,7 +173,12 @@ def _make_executor(
     on_cpu = loaded.device.type == "cpu"
     if on_cpu:
         forward = programmed_forward(
-            kernels, model=model, kv_pool=kv_pool, attention=attention, num_ranks=num_ranks
+            kernels,
+            model=model,
+            kv_pool=kv_pool,
+            attention=attention,
+            num_ranks=num_ranks,
+            has_token_types=_has_token_types(loaded.spec),
         )
     eager = EagerExecutor(
         model=model,

@@ -43,13 +43,20 @@ class BatchBuilder:
         eos_token_ids: tuple[int, ...],
         buffers: InputBuffers,
         has_token_types: bool = False,
+        pools_first: bool = False,
     ) -> None:
-        """Take the parts; `has_token_types`: the model has a type for the second text of a pair."""
+        """Take the parts.
+
+        Args:
+            has_token_types: the model has a type for the second text of a pair.
+            pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
+        """
         self._states = states
         self._counts = counts
         self._eos_token_ids = eos_token_ids
         self._buffers = buffers
         self._has_token_types = has_token_types
+        self._pools_first = pools_first
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -148,6 +155,8 @@ class BatchBuilder:
                     continue
                 start, length = start + length - 1, 1
             begins = int(step.computed[idx]) == 0
+            if self._pools_first and begins and ends:
+                start, length = int(step.starts[idx]), 1
             chunks.append(PooledChunk(idx, row, start, length, state.prompt_len, begins, ends, state.pooling))
         return chunks
 

@@ -77,7 +77,7 @@ class ProgrammedForward:
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
         program = next((program for program in self.programs if program.steps.include(size)), None)
-        if program is None or not isinstance(attention, PlannedAttention) or batch.token_types is not None:
+        if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
 
@@ -103,7 +103,8 @@ class ForwardProgram:
         """Take the traced calls.
 
         Args:
-            numbers: [4, MAX_TOKENS] int64: the memory of the input tokens, positions, slots and logits indices.
+            numbers: [5, MAX_TOKENS] int64: the memory of the input tokens, positions, slots, logits indices and token
+                types.
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
         """
@@ -119,7 +120,7 @@ class ForwardProgram:
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
-        *numbers, logits_indices = self._numbers
+        *numbers, logits_indices, token_types = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
@@ -127,6 +128,7 @@ class ForwardProgram:
         logits_indices[: size.num_logits] = (
             np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
         )
+        token_types[: size.tokens] = 0 if batch.token_types is None else batch.token_types.numpy()
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
@@ -180,14 +182,21 @@ class _Tracer:
     """Traces a model: runs it without computing anything."""
 
     def __init__(
-        self, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, library: ctypes.CDLL
+        self,
+        model: CausalLM,
+        kv_pool: KVPool,
+        attention: AttentionBackend,
+        library: ctypes.CDLL,
+        *,
+        has_token_types: bool,
     ) -> None:
+        self._has_token_types = has_token_types
         self._model = model
         self._kv_pool = kv_pool
         self._attention = attention
         self._library = library
         self.arena = Arena()
-        self.numbers = torch.zeros((4, MAX_TOKENS), dtype=torch.int64)
+        self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
     def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
@@ -209,6 +218,7 @@ class _Tracer:
             out_cache_loc=out_cache_loc,
             attention=attention,
             logits_indices=self.numbers[3, : size.num_logits],
+            token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
@@ -280,26 +290,40 @@ def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram
 
 
 def _make_forward(
-    model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
+    model: CausalLM,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    num_ranks: int,
+    *,
+    has_token_types: bool,
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("tensor-parallel ranks wait for each other within a step")
     if attention.repeatable() is None:
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
-    tracer = _Tracer(model, kv_pool, attention, library)
+    tracer = _Tracer(model, kv_pool, attention, library, has_token_types=has_token_types)
     return ProgrammedForward(model, _make_programs(tracer, library), tracer.arena)
 
 
 def programmed_forward(
-    kernels: KernelConfig, *, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
+    kernels: KernelConfig,
+    *,
+    model: CausalLM,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    num_ranks: int,
+    has_token_types: bool = False,
 ) -> Forward:
-    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program."""
+    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
+
+    `has_token_types`: the model has a table of them, so steps may bring some.
+    """
     if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()
     try:
-        made = _make_forward(model, kv_pool, attention, num_ranks)
+        made = _make_forward(model, kv_pool, attention, num_ranks, has_token_types=has_token_types)
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward
