@@ -210,6 +210,32 @@ class Tokenizer:
             raise
         return [encoding.ids for encoding in encodings]
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], max_len: int | None = None
+    ) -> list[tuple[list[int], int]]:
+        """Token ids of pairs of texts with special tokens, and where the second text begins.
+
+        Args:
+            max_len: most tokens; the longer text of a pair is cut first.
+
+        Returns:
+            token ids, and the position of the first token of type 1; 0 if the model's tokenizer has no types.
+        """
+        flat = [text for pair in pairs for text in pair]
+        encodings = self._core.encode_batch_fast(flat, add_special_tokens=False)
+        num_special = self._core.num_special_tokens_to_add(is_pair=True)
+        result = []
+        for first, second in zip(encodings[::2], encodings[1::2], strict=True):
+            if max_len is not None:
+                surplus = len(first) + len(second) + num_special - max_len
+                for _ in range(max(surplus, 0)):
+                    longer = first if len(first) > len(second) else second
+                    longer.truncate(max(len(longer) - 1, 0))
+            joined = self._core.post_process(first, second, True)
+            types = joined.type_ids
+            result.append((joined.ids, types.index(1) if 1 in types else 0))
+        return result
+
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if no bound is certain."""
         bound = self._token_bound

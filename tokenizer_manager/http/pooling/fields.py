@@ -6,6 +6,7 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
+from ....runtime.request_checks import refused
 from ..schema.field_policy import NO_EFFECT, FieldPolicy
 from ..schema.field_types import (
     Count,
@@ -58,8 +59,19 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     timeout: Seconds | None = None
 
     def truncate_len(self) -> int | None:
-        """The most tokens of an input, -1 for as many as the model takes; None: a longer one is an error."""
-        return -1 if self.truncate_prompt_tokens is None and self.truncate else self.truncate_prompt_tokens
+        """The most tokens of an input, -1 for as many as the model takes; None: a longer one is an error.
+
+        Raises:
+            RequestError: below 1, and not -1.
+        """
+        limit = self.truncate_prompt_tokens
+        if limit is None:
+            return -1 if self.truncate else None
+        if limit < 1 and limit != -1:
+            raise refused(
+                "truncate_prompt_tokens", limit, "must be at least 1, or -1 for what the model takes"
+            )
+        return limit
 
 
 class EmbeddingsRequest(PoolingFields, kw_only=True):
