@@ -85,6 +85,7 @@ class BatchBuilder:
             sampling=self._plan_sampling(rows, positions + 1),
             prompt_spans=(),
             drafts=None,
+            adapter_slots=self._adapter_slots(rows),
         )
 
     def _build_any(self, step: _Step) -> InputBatch:
@@ -123,7 +124,13 @@ class BatchBuilder:
             prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
+            adapter_slots=self._adapter_slots(token_rows),
         )
+
+    def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
+        """See `InputBatch`."""
+        slots = self._states.adapter_slot[token_rows]
+        return slots if slots.any() else None
 
     def _pooled(self, step: _Step) -> list[PooledChunk]:
         """The chunks of pooling requests, with `start` still counted among the T tokens."""

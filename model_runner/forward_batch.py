@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .adapters.adapter_runs import AdapterBatch
     from .attention.backend import StepAttention
     from .memory.kv_pool import KVPool
 
@@ -29,6 +30,7 @@ class ForwardBatch:
         attention: the planned attention of the step.
         logits_indices: [W] int64, ascending, the tokens that need logits or hidden states; the others are not
             computed after the last layer's attention. None: all T.
+        adapters: the adapters of the tokens; None: all tokens use the base model.
     """
 
     input_ids: Tensor
@@ -37,3 +39,4 @@ class ForwardBatch:
     out_cache_loc: Tensor
     attention: StepAttention
     logits_indices: Tensor | None = None
+    adapters: AdapterBatch | None = None

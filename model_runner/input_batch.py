@@ -68,6 +68,7 @@ class InputBatch:
         prompt_spans: the prompt logprobs that requests of the batch ask for.
         drafts: the step's drafts, to verify them; None without any.
         pooled: the chunks of pooling requests with tokens that these requests need.
+        adapter_slots: [T] the adapter slot of each token; None: all use the base model.
     """
 
     layout: BatchLayout
@@ -84,6 +85,7 @@ class InputBatch:
     prompt_spans: tuple[PromptSpan, ...]
     drafts: DraftBatch | None
     pooled: tuple[PooledChunk, ...] = ()
+    adapter_slots: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:

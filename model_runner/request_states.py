@@ -62,6 +62,7 @@ class RequestStates:
         temperature, top_p, min_p: [rows] float32.
         top_k: [rows] int64.
         seed: [rows] uint64.
+        adapter_slot: [rows] int64, 0: the base model.
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
     """
 
@@ -77,6 +78,7 @@ class RequestStates:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.uint64)
         self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
+        self.adapter_slot = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -102,6 +104,7 @@ class RequestStates:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed or 0
         self.is_pooling[row] = new.pooling is not None
+        self.adapter_slot[row] = new.adapter_slot
         return state
 
     def remove(self, row: int) -> None:

@@ -33,7 +33,11 @@ class AdapterModule(msgspec.Struct, frozen=True):
 
 
 def check_shapes(
-    path: Path, base: BaseModule, a: tuple[str, tuple[int, ...]], b: tuple[str, tuple[int, ...]], rank: int | None
+    path: Path,
+    base: BaseModule,
+    a: tuple[str, tuple[int, ...]],
+    b: tuple[str, tuple[int, ...]],
+    rank: int | None,
 ) -> int:
     """Check the shapes of A [rank, inputs] and B [outputs, rank], given with their tensors' names; returns the rank.
 
@@ -47,7 +51,10 @@ def check_shapes(
     found = a_shape[0] if len(a_shape) == 2 else 0
     if rank is None:
         rank = found
-    for name, shape, wanted in ((a_name, a_shape, (rank, base.inputs)), (b_name, b_shape, (base.outputs, rank))):
+    for name, shape, wanted in (
+        (a_name, a_shape, (rank, base.inputs)),
+        (b_name, b_shape, (base.outputs, rank)),
+    ):
         if shape == wanted and rank > 0:
             continue
         swapped = ""

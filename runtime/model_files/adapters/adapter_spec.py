@@ -137,7 +137,11 @@ def _inside(path: Path, root: Path | None) -> Path:
     try:
         found = path.resolve(strict=True)
         allowed = None if root is None else root.resolve(strict=True)
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a null byte
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: a loop of links; ValueError: a null byte
         raise ConfigError(f"{path}: no such adapter ({error}); check the path") from error
     if allowed is not None and not found.is_relative_to(allowed):
         raise ConfigError(

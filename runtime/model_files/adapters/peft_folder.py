@@ -106,7 +106,9 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
         modules.append(AdapterModule(module.name, mine, scale, a_stored, b_stored))
     _check_rest(path, left, entries, base)
     if not modules:
-        raise ConfigError(f"{path}: holds no LoRA tensors for this model; check that the adapter belongs to it")
+        raise ConfigError(
+            f"{path}: holds no LoRA tensors for this model; check that the adapter belongs to it"
+        )
     return tuple(sorted(modules, key=lambda module: module.name))
 
 
@@ -133,7 +135,9 @@ def _check_kind(fields: Fields) -> None:
     saved = fields.get("modules_to_save")
     if saved:
         raise fields.error(
-            "modules_to_save", saved, "whole trained modules are not supported; use an adapter with low ranks only"
+            "modules_to_save",
+            saved,
+            "whole trained modules are not supported; use an adapter with low ranks only",
         )
 
 

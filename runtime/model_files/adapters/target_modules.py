@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
-from .base_modules import EMBEDDING, HEAD
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -41,9 +39,9 @@ class Targets:
         self._layers: set[int] | None = None
         if layers is not None and layers != []:
             indices = layers if isinstance(layers, list) else [layers]
-            if any(type(index) is not int or index < 0 for index in indices):
-                raise fields.error("layers_to_transform", layers, "expected layer numbers")
-            self._layers = set(indices)
+            self._layers = {index for index in indices if type(index) is int and index >= 0}
+            if len(self._layers) != len(indices):
+                raise fields.error("layers_to_transform", layers, "expected layer numbers, each once")
         patterns = fields.get("layers_pattern") or []
         patterns = [patterns] if isinstance(patterns, str) else patterns
         if not isinstance(patterns, list) or any(not isinstance(pattern, str) for pattern in patterns):
@@ -100,7 +98,9 @@ def compiled(fields: Fields, name: str, pattern: str, form: str = "{}") -> re.Pa
     too_long = len(pattern) > _MAX_PATTERN_CHARS or len(_REPETITION.findall(pattern)) > _MAX_REPETITIONS
     if too_long or _REPEATED_GROUP.search(pattern):
         raise fields.error(
-            name, pattern, f"expected a pattern without repeated groups and with at most {_MAX_REPETITIONS} repetitions"
+            name,
+            pattern,
+            f"expected a pattern without repeated groups and with at most {_MAX_REPETITIONS} repetitions",
         )
     try:
         return re.compile(form.replace("{}", pattern))
@@ -130,5 +130,3 @@ def _number(fields: Fields, name: str, values: Mapping[str, object], pattern: st
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
         raise fields.error(f"{name}[{pattern!r}]", value, "expected a positive number")
     return float(value)
-
-
