@@ -193,7 +193,10 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
-    "deltas": (_plain(PlainDeltas()),),
+    "deltas": (
+        _native("deltas"),
+        _plain(PlainDeltas()),
+    ),
 }
 """The providers of each op, in order of preference; the last one has no reasons against any target."""
 

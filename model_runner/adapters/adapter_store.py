@@ -1,4 +1,4 @@
-"""`AdapterStore`: adapters in host memory, packed for the kernels; read on a thread, so that steps never wait for a disk.
+"""`AdapterStore`: adapters in host memory, packed for the kernels; read on a thread: steps never wait for a disk.
 
 event loop    read_later(store id, spec) ... done() -> results        drop(store id)
 thread                 read, check, pack

@@ -1,4 +1,4 @@
-"""Adapters in plain torch, on any device: see `LowRankDelta`. Runs are known on the host, so steps cannot be recorded."""
+"""Adapters in plain torch, on any device: see `LowRankDelta`. Runs are read on the host: steps are not recordable."""
 
 # Shapes: T tokens, K inputs, N outputs, S slots, R the largest rank.
 

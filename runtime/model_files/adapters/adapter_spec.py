@@ -71,8 +71,8 @@ def read_adapter(
         root: the folder that the path may not leave, also not through links; None: any path.
 
     Raises:
-        ConfigError: a file is missing, truncated or damaged; or the adapter is of a kind or shape that cannot be applied
-            to this model. The message names tensor or field, value, rule and what to do.
+        ConfigError: a file is missing, truncated or damaged; or the adapter is of a kind or shape that cannot be
+            applied to this model. The message has tensor or field, value, rule and a fix.
     """
     check_name(name)
     found = _inside(Path(path), root)
