@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.forward_program import ProgrammedForward
@@ -209,6 +211,21 @@ def test_all_layers_share_the_memory_of_one(make_texts):
     assert len(pool.k) == len(pool.v) == 1
     assert pool.layer(0).k is pool.layer(2).k and pool.layer(0).v is pool.layer(2).v
     assert encoder.spec.kv_bytes_per_token(4) == 2 * 64 * 4 == pool.page_bytes // pool.page_size
+
+
+def test_the_names_of_norms_in_the_first_exports_are_read(tmp_path, make_driver):
+    encoder = make_encoder(tmp_path / "encoder", "bert")
+    path = encoder.folder / "model.safetensors"
+    tensors = load_file(path)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {
+        reduce(lambda name, new: name.replace(new, old[new]), old, name): tensors[name] for name in tensors
+    }
+    assert sum("gamma" in name for name in renamed) == 7
+    save_file(renamed, path)
+    runner = Texts(make_driver(encoder.spec, encoder.folder))
+    text = texts_of((30,))[0]
+    torch.testing.assert_close(runner.states([text])[0], encoder.states(text), rtol=1e-5, atol=2e-5)
 
 
 def test_logits_are_refused_by_name(make_texts):
