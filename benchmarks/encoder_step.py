@@ -104,7 +104,8 @@ def main() -> None:
 
 def text_lengths(tokens: int) -> list[int]:
     """Lengths from 16 to 256 that add up to `tokens`; the last one may be shorter."""
-    random, lengths = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    lengths: list[int] = []
     while (left := tokens - sum(lengths)) > 0:
         lengths.append(min(left, int(random.integers(16, _LONGEST + 1))))
     return lengths
@@ -150,7 +151,8 @@ class Plans:
         self._lengths = lengths
         self._random = np.random.default_rng(1)
         self._step_id = 0
-        first, slots = 1, []
+        first = 1
+        slots: list[int] = []
         for length in lengths:
             slots += range(first * _PAGE, first * _PAGE + length)
             first += pages_for(length, _PAGE)
@@ -185,7 +187,8 @@ def operations(runner: Any, plans: Plans, rounds: int) -> Counter[str]:
 
     if reasons_against_library():
         return Counter()
-    hook, runs = load_library().call_hook, []
+    hook: Any = load_library().call_hook
+    runs = []
     runner.executor.forward = runner.model.forward
     for _ in range(rounds):
         calls = [("start", time.perf_counter())]
