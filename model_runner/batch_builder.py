@@ -95,6 +95,7 @@ class BatchBuilder:
             sampling=self._plan_sampling(rows, positions + 1),
             prompt_spans=(),
             drafts=None,
+            adapter_slots=self._adapter_slots(rows),
         )
 
     def _build_any(self, step: _Step) -> InputBatch:
@@ -133,8 +134,14 @@ class BatchBuilder:
             prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
+            adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
         )
+
+    def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
+        """See `InputBatch`."""
+        slots = self._states.adapter_slot[token_rows]
+        return slots if slots.any() else None
 
     def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
         """[T] 1 for the tokens of second texts; None if the step has no pairs."""

@@ -14,10 +14,14 @@ from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
 from ..runtime.kv_size import kv_dtype_of
+from ..runtime.resolve.adapters import adapted_names
 from ..runtime.resolve.measured_pool import fit_pool
 from ..runtime.resolve.pool_size import largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from .adapters.adapter_layers import AdapterLayers
+from .adapters.adapter_slots import AdapterSlots, SlotSizes
+from .adapters.adapter_store import AdapterStore
 from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
@@ -61,7 +65,12 @@ _DTYPES: Final = {
 
 
 def load_model_runner(
-    config: EngineConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity, place: Place = ALONE
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    capacity: Capacity,
+    place: Place = ALONE,
+    adapter_slots: SlotSizes | None = None,
 ) -> ModelRunner:
     """Load the weights, reserve the KV pool and assemble the runner.
 
@@ -73,6 +82,7 @@ def load_model_runner(
         spec: the model's architecture.
         capacity: the planned capacity.
         place: the ranks that share the model, and the device of this rank.
+        adapter_slots: the memory for adapters; None: what the configuration and the capacity say.
 
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
@@ -89,8 +99,13 @@ def load_model_runner(
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
     started_s = time.perf_counter()
+    slot_sizes = adapter_slots or _slot_sizes(config, spec, capacity.num_adapter_slots)
+    layers = None
+    if slot_sizes is not None:
+        max_slots, max_rank, targets = slot_sizes
+        layers = AdapterLayers(spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, targets=targets)
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device)
+        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
     if device.type == "cpu":
         collapse_resident_memory()  # now, while the process holds little other memory
     logger.info(
@@ -108,6 +123,7 @@ def load_model_runner(
         group=group,
         kernels=config.kernels,
         pooling_head=pooling_head,
+        adapters=None if layers is None else AdapterSlots(layers, AdapterStore(layers)),
     )
     sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
     if memory is not None:
@@ -115,6 +131,15 @@ def load_model_runner(
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
     with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
+
+
+def _slot_sizes(config: EngineConfig, spec: ModelSpec, num_slots: int) -> SlotSizes | None:
+    """The memory for adapters; None: the server has none, and its steps are as if there were no such thing."""
+    if not num_slots:
+        return None
+    max_rank = config.adapters.max_lora_rank
+    assert max_rank != "auto", "the configuration is not resolved"
+    return SlotSizes(num_slots, max_rank, adapted_names(config.adapters, spec))
 
 
 def _measured_capacity(
@@ -154,10 +179,11 @@ def _load_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
+    layers: AdapterLayers | None,
 ) -> tuple[CausalLM, PoolingHead | None]:
     """The model, and its layers after pooling; None if it has none."""
     if config.model.model_impl != "transformers":
-        return _load_own_model(config, source, spec, capacity, group, dtype, device)
+        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers)
     model = load_transformers_model(
         config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
     )
@@ -173,6 +199,7 @@ def _load_own_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
+    layers: AdapterLayers | None,
 ) -> tuple[CausalLM, PoolingHead | None]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     target = Target(rank_spec(spec, group.size), device, dtype)
@@ -189,6 +216,7 @@ def _load_own_model(
         max_model_len=capacity.max_model_len,
         device=device,
         group=group,
+        adapters=layers,
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)

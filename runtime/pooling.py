@@ -33,7 +33,8 @@ class PoolingParams(msgspec.Struct, array_like=True, frozen=True, gc=False):
         dimensions: leading numbers of the vector to keep, before it is normalized; 0: all. For EMBED.
         normalize: scale the vector to length 1. For EMBED.
         label_ids: the tokens, at least one. For LABELS.
-        second_start: position of the first token of a pair's second text, which has another type (BERT); 0: one text.
+        second_start: of a pair of texts: position of the first token of the second one, where token types differ; 0:
+            there is one text, or the model has no types.
     """
 
     kind: PoolingKind = PoolingKind.EMBED

@@ -123,6 +123,7 @@ class NewReq(Record, frozen=True):
         prefix_loc: [prefix_len] the KV slots of the cached prefix, positions 0..prefix_len-1.
         sampling: verified parameters; seed and max_new_tokens are set.
         pooling: what is computed of the prompt instead of a next token; None: the request generates text.
+        adapter_slot: of the LoRA adapter that it runs with; 0: the base model.
     """
 
     rid: str
@@ -132,6 +133,7 @@ class NewReq(Record, frozen=True):
     prefix_loc: bytes
     sampling: SamplingParams
     pooling: PoolingParams | None = None
+    adapter_slot: int = 0
 
 
 class RowUpdate(Record, frozen=True):
@@ -148,11 +150,11 @@ class RowUpdate(Record, frozen=True):
 class StepPlan(Record, frozen=True):
     """One step: a flat list of new tokens and the KV slots they go to, without padding.
 
-    The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`, `new_reqs`,
-    `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]` of its `NewReq`, or, beyond
-    its end, the token sampled for that row in its last step, which need not have reached the host yet. The request's
-    draft tokens follow it. The runner samples after each draft as well. It keeps the sampled tokens that equal the
-    drafts, up to and including the first one that differs.
+    The runner applies the fields in this order: `swap_outs`, `page_copies`, `swap_ins`, `finished_rows`,
+    `adapter_loads`, `new_reqs`, `row_updates`, then the batch. The input token at position p of a row is `input_ids[p]`
+    of its `NewReq`, or, beyond its end, the token sampled for that row in its last step, which need not have reached
+    the host yet. The request's draft tokens follow it. The runner samples after each draft as well. It keeps the
+    sampled tokens that equal the drafts, up to and including the first one that differs.
 
     A multi-step decode is a step of decodes only that runs several rounds; each round takes the tokens that the
     round before sampled. Between two rounds the host only decides whether another one follows.
@@ -177,6 +179,7 @@ class StepPlan(Record, frozen=True):
         draft_ids: [sum of num_drafts] the drafts, request after request.
         num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.
         pools: [B] uint8, 1 where the request's last new token ends the prompt of a pooling request; empty if none does.
+        adapter_loads: [n, 2] (slot, store id): LoRA adapters that move into slots, after `finished_rows`.
     """
 
     step_id: int
@@ -197,6 +200,7 @@ class StepPlan(Record, frozen=True):
     draft_ids: bytes = b""
     num_rounds: int = 1
     pools: bytes = b""
+    adapter_loads: bytes = b""
 
     def round_loc(self, number: int) -> bytes:
         """[T] `out_cache_loc` of a round, 0 <= number < num_rounds."""

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ..grammar.answer_report import GuidedAnswer
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Finish, GenerateRequest, TextOutput, Usage
+from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .scheduling_options import Scheduling
 
@@ -43,6 +44,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         grammar: what the answers are constrained to; None: free text.
         grammar_param: the field that errors about the grammar name.
         keep_special_ids: see `TextOptions`.
+        poolings: of each prompt, a request for a vector instead of text; empty for texts. `n` is 1 then.
+        truncate_len: with `poolings`: longer prompts are cut to so many tokens; -1: to what the model takes; None: they
+            are errors.
     """
 
     prompts: Sequence[Prompt]
@@ -58,6 +62,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar: GrammarUse | None = None
     grammar_param: str = "response_format"
     keep_special_ids: tuple[int, ...] = ()
+    poolings: Sequence[PoolingParams] = ()
+    truncate_len: int | None = None
 
 
 class Choice:
@@ -135,7 +141,7 @@ def fan_out(
     """
     scheduling = request.scheduling
     index = 0
-    for ids, sampling in zip(prompts, resolved, strict=True):
+    for number, (ids, sampling) in enumerate(zip(prompts, resolved, strict=True)):
         seed = sampling.seed if sampling.seed is not None else draw_seed()
         input_ids = ids.tobytes()  # one copy for all n
         group = f"{generation_id}-{index}" if request.n > 1 else ""  # the first sample's id, which is unique
@@ -157,6 +163,7 @@ def fan_out(
                     timeout_s=scheduling.timeout_s,
                     grammar=request.grammar,
                     keep_special_ids=request.keep_special_ids,
+                    pooling=request.poolings[number] if request.poolings else None,
                 ),
             )
 
@@ -178,6 +185,7 @@ class Generation:
         scheduling: of its request.
         queue_position: requests without a token yet when it arrived.
         opened_s: when it was tokenized and sent, by the manager's clock.
+        prompt_names: of each prompt, for errors, if a failed one must be told from the others; else empty.
         grammar_ready_s: when its grammar was proved; None if that was not necessary, or has not ended.
     """
 
@@ -190,9 +198,11 @@ class Generation:
         on_close: Callable[[Generation], None],
         scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
         queue_position: int = 0,
+        prompt_names: Sequence[str] = (),
     ) -> None:
         self.scheduling = scheduling
         self.queue_position = queue_position
+        self.prompt_names = prompt_names
         self.id = generation_id
         self.choices = choices
         self.n = n

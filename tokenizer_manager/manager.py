@@ -25,6 +25,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbortRequest,
+    AdapterDone,
     BatchTextOutput,
     Explanation,
     FinishKind,
@@ -38,7 +39,7 @@ from ..runtime.messages import (
 )
 from ..runtime.sampling_params import SamplingParams
 from .aborter import Aborter
-from .admission.feasibility_check import check_may_fit, resolve_length
+from .admission.feasibility_check import check_may_fit, check_pooled_length, resolve_length, truncated
 from .admission.overload_control import OverloadControl, OverloadLimits
 from .admission.queue_limiter import QueueLimiter
 from .control import Control
@@ -150,16 +151,7 @@ class TokenizerManager:
         async with self._overload.admit(request, arrival_s):
             encoded = await self._encode(request)
             self.engine.check_accepting()  # it may have changed during tokenization
-            resolved = [
-                resolve_length(
-                    request.sampling,
-                    len(ids),
-                    self.capacity,
-                    prompt_param=prompt_name(request.prompts, i, request.prompt_param),
-                    length_param=request.length_param,
-                )
-                for i, ids in enumerate(encoded)
-            ]
+            encoded, resolved = self._resolve(request, encoded)
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
@@ -204,7 +196,7 @@ class TokenizerManager:
                 self._limiter.reported(message)
                 self._overload.reported()
                 self._aborter.fail_slow_readers()
-            case FlushCacheDone() | PinDone() | Explanation() | RequestList():
+            case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
                 self.control.resolve(message)
             case _:
                 assert_never(message)
@@ -262,11 +254,37 @@ class TokenizerManager:
         choices = self.request_log.choices_of(request_id)
         return [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
 
+    def _resolve(
+        self, request: GenerationRequest, encoded: list[array[int]]
+    ) -> tuple[list[array[int]], list[SamplingParams]]:
+        """The prompts, cut if the request wants that, and the sampling parameters of each, with its length."""
+        names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
+        if not request.poolings:
+            resolved = [
+                resolve_length(
+                    request.sampling,
+                    len(ids),
+                    self.capacity,
+                    prompt_param=name,
+                    length_param=request.length_param,
+                )
+                for name, ids in zip(names, encoded, strict=True)
+            ]
+            return encoded, resolved
+        if request.truncate_len is not None:
+            frame = self._encoder.tokenizer.special_frame if request.add_special_tokens else (0, 0)
+            encoded = [truncated(ids, request.truncate_len, frame, self.capacity) for ids in encoded]
+        for name, ids in zip(names, encoded, strict=True):
+            check_pooled_length(len(ids), self.capacity, name)
+        return encoded, [request.sampling] * len(encoded)
+
     async def _encode(self, request: GenerationRequest) -> list[array[int]]:
         for i, prompt in enumerate(request.prompts):
-            if isinstance(prompt, str):
+            if isinstance(prompt, str) and request.truncate_len is None:
                 name = prompt_name(request.prompts, i, request.prompt_param)
-                check_may_fit(prompt, self._encoder.tokenizer, self.capacity, name)
+                check_may_fit(
+                    prompt, self._encoder.tokenizer, self.capacity, name, answers=not request.poolings
+                )
         return await self._encoder.encode(
             request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
         )
@@ -291,6 +309,9 @@ class TokenizerManager:
             self._on_reader_gone,
             request.scheduling,
             self._limiter.num_unstarted,
+            [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
+            if request.poolings
+            else (),
         )
         generation.opened_s = now_s = self._clock()
         for choice, message in opened:
@@ -335,7 +356,13 @@ class TokenizerManager:
             message = finish.message or f"the engine ended the request ({finish.kind.value})"
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
             code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
-            self._aborter.fail(generation, RequestError(message, code=code, status=finish.status))
+            param = None
+            if generation.prompt_names:
+                param = generation.prompt_names[choice.index]
+                message = f"{param}: {message}"
+            self._aborter.fail(
+                generation, RequestError(message, param=param, code=code, status=finish.status)
+            )
             return
         generation.put(choice, output)
 

@@ -19,6 +19,7 @@ import msgspec
 
 from ..runtime.errors import RequestError
 from ..runtime.model_files.tokenizer import Tokenizer
+from ..runtime.model_files.tokenizer_files.pairs import EncodedPair
 from .admission.queue_limiter import QueueFullError
 from .generation import Prompt
 
@@ -74,6 +75,21 @@ class PromptEncoder:
                     self.tokenizer, result[i], prompt_name(prompts, i, param), self._vocab_size
                 )
         return result
+
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], max_len: int | None) -> list[EncodedPair]:
+        """Token ids of pairs of texts, and the position of the second text's first token; see `Tokenizer.encode_pairs`.
+
+        Args:
+            max_len: most tokens of a pair; None: any number.
+
+        Raises:
+            RequestError: a text cannot be tokenized.
+        """
+        num_chars = sum(len(first) + len(second) for first, second in pairs)
+        if num_chars + _CHARS_PER_TEXT * len(pairs) <= _IN_PLACE_CHARS:
+            return self.tokenizer.encode_pairs(pairs, max_len)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.tokenizer.encode_pairs, pairs, max_len)
 
     async def decode(self, ids: list[int], *, skip_special_tokens: bool, param: str) -> str:
         """Text of token ids.

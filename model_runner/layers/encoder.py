@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...runtime.model_files.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
-from .decoder import SelectRows, all_rows
 from .layer_norm import LayerNorm
 from .linear import Linear, RowLinear
+from .row_selection import SelectRows, all_rows
 
 if TYPE_CHECKING:
     from ...runtime.model_files.encoder_spec import EncoderActivation

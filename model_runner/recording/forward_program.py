@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters.adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
@@ -63,11 +65,19 @@ class ProgrammedForward:
 
     Attributes:
         programs: the programs, each for other steps.
+        with_adapters: those for steps with adapters.
         arena: the memory of their intermediate tensors.
     """
 
-    def __init__(self, model: CausalLM, programs: Sequence[ForwardProgram], arena: Arena) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        programs: Sequence[ForwardProgram],
+        arena: Arena,
+        with_adapters: Sequence[ForwardProgram] = (),
+    ) -> None:
         self.programs = programs
+        self.with_adapters = with_adapters
         self.arena = arena
         self._model = model
 
@@ -76,7 +86,8 @@ class ProgrammedForward:
         attention = batch.attention
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
-        program = next((program for program in self.programs if program.steps.include(size)), None)
+        programs = self.programs if batch.adapters is None else self.with_adapters
+        program = next((program for program in programs if program.steps.include(size)), None)
         if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
@@ -99,6 +110,7 @@ class ForwardProgram:
         numbers: Tensor,
         hidden: Tensor,
         plan_words: list[Words],
+        adapters: AdapterBatch | None,
     ) -> None:
         """Take the traced calls.
 
@@ -107,6 +119,7 @@ class ForwardProgram:
                 types.
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
+            adapters: the memory of the plans of adapters; None: the program is for steps without.
         """
         self.steps = steps
         self.program = program
@@ -117,6 +130,7 @@ class ForwardProgram:
         self._numbers = numbers.numpy()
         self._hidden = hidden
         self._plan_words = plan_words
+        self._adapters = adapters
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
@@ -129,11 +143,18 @@ class ForwardProgram:
             np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
         )
         token_types[: size.tokens] = 0 if batch.token_types is None else batch.token_types.numpy()
+        if self._adapters is not None and batch.adapters is not None:
+            _copy_plan(self._adapters.tokens, batch.adapters.tokens)
+            _copy_plan(self._adapters.kept, batch.adapters.kept)
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
         self.program.run()
         return self._hidden[: size.num_logits]
+
+
+def _copy_plan(to: AdapterRuns, runs: AdapterRuns) -> None:
+    to.plan[: len(runs.plan)] = runs.plan
 
 
 class _Blocks:
@@ -187,7 +208,9 @@ class _Tracer:
         kv_pool: KVPool,
         attention: AttentionBackend,
         library: ctypes.CDLL,
+        arena: Arena,
         *,
+        has_adapters: bool,
         has_token_types: bool,
     ) -> None:
         self._has_token_types = has_token_types
@@ -195,7 +218,11 @@ class _Tracer:
         self._kv_pool = kv_pool
         self._attention = attention
         self._library = library
-        self.arena = Arena()
+        self.arena = arena
+        self.adapters: AdapterBatch | None = None
+        if has_adapters:
+            tokens, kept = (AdapterRuns.recorded(recorded_plan(MAX_TOKENS)) for _ in range(2))
+            self.adapters = AdapterBatch(tokens, kept, kept)
         self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
@@ -219,6 +246,7 @@ class _Tracer:
             attention=attention,
             logits_indices=self.numbers[3, : size.num_logits],
             token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
+            adapters=self.adapters,
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
@@ -269,6 +297,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         numbers=tracer.numbers,
         hidden=hidden,
         plan_words=plan_words,
+        adapters=tracer.adapters,
     )
 
 
@@ -295,6 +324,7 @@ def _make_forward(
     attention: AttentionBackend,
     num_ranks: int,
     *,
+    has_adapters: bool,
     has_token_types: bool,
 ) -> ProgrammedForward:
     if num_ranks > 1:
@@ -302,8 +332,16 @@ def _make_forward(
     if attention.repeatable() is None:
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
-    tracer = _Tracer(model, kv_pool, attention, library, has_token_types=has_token_types)
-    return ProgrammedForward(model, _make_programs(tracer, library), tracer.arena)
+    arena = Arena()
+    make_tracer = partial(_Tracer, model, kv_pool, attention, library, arena, has_token_types=has_token_types)
+    programs = _make_programs(make_tracer(has_adapters=False), library)
+    with_adapters: Sequence[ForwardProgram] = ()
+    if has_adapters:
+        try:
+            with_adapters = _make_programs(make_tracer(has_adapters=True), library)
+        except NoProgramError as error:
+            logger.info("forward_program=none of steps with adapters: %s", error)
+    return ProgrammedForward(model, programs, arena, with_adapters)
 
 
 def programmed_forward(
@@ -314,6 +352,7 @@ def programmed_forward(
     attention: AttentionBackend,
     num_ranks: int,
     has_token_types: bool = False,
+    has_adapters: bool = False,
 ) -> Forward:
     """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
 
@@ -323,7 +362,14 @@ def programmed_forward(
         return model.forward
     started_s = time.perf_counter()
     try:
-        made = _make_forward(model, kv_pool, attention, num_ranks, has_token_types=has_token_types)
+        made = _make_forward(
+            model,
+            kv_pool,
+            attention,
+            num_ranks,
+            has_adapters=has_adapters,
+            has_token_types=has_token_types,
+        )
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward

@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
+from ..model_files.pooling_spec import PoolingType, TaskChoice, TaskName
 from ..model_files.quantization import Quantization
 from ..sampling_defaults import SamplingDefaultsName
+from .adapter_config import AdapterConfig
 from .answer_config import AnswerConfig
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
@@ -71,6 +73,18 @@ class ModelConfig:
         "Folder in Hugging Face layout, .gguf file, org/repo, org/repo:Q4_K_M, or 'default' (SmolLM2-135M).",
         Alias("model_path", in_help=False),
     ] = "default"
+    task: Annotated[
+        TaskName,
+        "What the model does: generate text, embed texts as vectors, or score texts and pairs of texts.",
+    ] = "auto"
+    pooling: Annotated[
+        PoolingType | None,
+        "Tokens with the hidden states that become a vector: the first (cls), the last, or the mean of all "
+        "(default: as the model's files say). For embed.",
+    ] = None
+    matryoshka: Annotated[
+        bool, "Give vectors of any shorter length that a request asks for; the model must be trained for it."
+    ] = False
     served_model_name: Annotated[
         str | None,
         "Name of the model in the API (default: derived from the model); * accepts any name in requests.",
@@ -118,6 +132,11 @@ class ModelConfig:
         check_at_least("max_model_len", self.max_model_len, 2)
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
+
+    @property
+    def task_choice(self) -> TaskChoice:
+        """The task that the user asks for, for the readers of model files."""
+        return TaskChoice(self.task, self.pooling, self.matryoshka)
 
     @property
     def takes_any_name(self) -> bool:
@@ -280,7 +299,11 @@ class SchedulerConfig:
         "KV of a preempted or retracted request: recompute it, swap it to the host, or choose the "
         "lower cost.",
     ] = "cost"
-    max_loras_per_batch: Annotated[int, "Different LoRA adapters that may run at the same time."] = 8
+    max_loras_per_batch: Annotated[
+        int,
+        "Different LoRA adapters that may run at the same time: their slots in the device's memory.",
+        Alias("max_loras"),
+    ] = 8
     overlap: Annotated[
         bool | Auto,
         "Plan and launch a step while the previous one runs; the end of an output is seen one step late.",
@@ -411,5 +434,6 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log: LogConfig = field(default_factory=LogConfig)

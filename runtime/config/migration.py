@@ -13,13 +13,15 @@ from typing import Final
 _ALWAYS: Final = "leave it out"
 _ONE_MODEL: Final = "start one server for each copy, and a load balancer before them"
 _IN_REQUESTS: Final = "send it with each request"
+_TASK: Final = (
+    "leave it out: embedders and rerankers are recognized by their files; --task embed is for the others"
+)
 _TOKENIZER: Final = "leave it out: the tokenizer is read from the model's files"
 _CONFIG_JSON: Final = "change config.json in the model's folder"
 _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
-_NO_ADAPTERS: Final = "LoRA adapters are not supported; merge the adapter into the weights"
 _ONE_SERVER: Final = f"{_ALWAYS}: one server computes prompts and answers"
 
 ANSWERS: Final[Mapping[str, str]] = {
@@ -80,11 +82,15 @@ ANSWERS: Final[Mapping[str, str]] = {
     "download_dir": "set HF_HOME to the folder",
     "hf_token": "set HF_TOKEN",
     "hf_repo": "give the model as MODEL: engine serve org/name",
-    "task": f"{_ALWAYS}: models generate text",
-    "runner": f"{_ALWAYS}: models generate text",
-    "is_embedding": "embeddings are not supported",
-    "embedding": "embeddings are not supported",
-    "embeddings": "embeddings are not supported",
+    "runner": _TASK,
+    "convert": _TASK,
+    "is_embedding": _TASK,
+    "embedding": _TASK,
+    "embeddings": _TASK,
+    "rerank": _TASK,
+    "reranking": _TASK,
+    "pooler_config": "use --pooling; layers after pooling are read from the model's files",
+    "override_pooler_config": "use --pooling; layers after pooling are read from the model's files",
     "revision": _REVISION,
     "code_revision": _REVISION,
     "tokenizer_revision": _REVISION,
@@ -100,10 +106,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "allowed_local_media_path": _TEXT_ONLY,
     "mmproj": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
-    "enable_lora": _NO_ADAPTERS,
-    "lora_modules": _NO_ADAPTERS,
-    "lora_paths": _NO_ADAPTERS,
-    "lora": _NO_ADAPTERS,
     "speculative_config": "use --speculative ngram; draft models are not supported",
     "speculative_algorithm": "use --speculative ngram; draft models are not supported",
     "model_draft": "use --speculative ngram; draft models are not supported",

@@ -68,11 +68,11 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         from ..model_files.gguf.gguf_file import GGUFFile
 
         file = GGUFFile(source.path)
-        spec = load_spec(source, file)
+        spec = load_spec(source, file, config.task_choice)
         check_implementation(config, source, spec)
         spec, summary = _checked(config, spec, lambda: (spec, check_gguf_weights(file, spec)))
     else:
-        spec = load_spec(source)
+        spec = load_spec(source, choice=config.task_choice)
         check_implementation(config, source, spec)
         spec, summary = _checked(config, spec, lambda: check_folder_weights(Path(source.path), spec))
     return ResolvedModel(source, with_quantization(spec, config.quantization), summary)

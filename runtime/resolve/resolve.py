@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from ..config.adapter_config import AdapterConfig
 from ..config.device_config import ParallelConfig
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
@@ -89,6 +90,7 @@ class _Resolver:
             self.config,
             model=replace(
                 self.config.model,
+                task=self.task(),
                 device=device,
                 dtype=dtype,
                 model_impl=model_impl,
@@ -108,6 +110,7 @@ class _Resolver:
                 kv_cache_dtype=self.kv_cache_dtype(dtype, device),
                 swap_space=pool.swap_gib,
             ),
+            adapters=self.adapters(model_impl),
             kernels=replace(
                 self.config.kernels,
                 record_steps=self.record_steps(device, model_impl),
@@ -128,6 +131,22 @@ class _Resolver:
         _assert_no_auto(config)
         check_deterministic(config, self.spec)
         return Resolved(config, self.notes)
+
+    # ---------------------------------------------------------------- task
+
+    def task(self) -> Literal["generate", "embed", "score"]:
+        """The task of the model's files or of the user, which reading the files has checked."""
+        pooling = self.spec.pooling
+        if pooling is None:
+            if self.config.model.matryoshka:
+                raise ConfigError(
+                    "matryoshka is true, but the task is generate; vectors are made with --task embed only"
+                )
+            if self.config.model.task == "auto":
+                self.notes["task"] = "the model generates text"
+            return "generate"
+        self.notes["task"] = pooling.reason
+        return pooling.task
 
     # ---------------------------------------------------------------- ranks, device and threads
 
@@ -230,6 +249,15 @@ class _Resolver:
         return decision
 
     # ---------------------------------------------------------------- model and kernels
+
+    def adapters(self, model_impl: str) -> AdapterConfig:
+        group = self.config.adapters
+        if group.is_enabled and model_impl == "transformers":
+            raise ConfigError(
+                f"lora is set, but {self.spec.model_type} is computed by transformers, which applies no adapters here; "
+                "merge the adapter into the model (peft: merge_and_unload)"
+            )
+        return replace(group, max_lora_rank=1) if group.max_lora_rank == "auto" else group
 
     def model_impl(self) -> Any:
         asked, model_type = self.config.model.model_impl, self.spec.model_type

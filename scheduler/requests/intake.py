@@ -80,9 +80,9 @@ def _against_pooling(message: GenerateRequest, pooling: PoolingParams, capacity:
     except RequestError as error:
         return error.message
     if message.sampling.max_new_tokens != 1 or message.sampling.prompt_logprobs is not None:
-        return "a request for a vector generates no text: max_new_tokens must be 1, and prompt_logprobs unset"
+        return "a pooling request generates no text: max_new_tokens must be 1, and prompt_logprobs unset"
     if message.grammar is not None or message.needs_grammar or message.delivered is not None or message.group:
-        return "a request for a vector has no grammar, no delivered tokens and no parallel samples"
+        return "a pooling request has no grammar, no delivered tokens and no parallel samples"
     return None
 
 
@@ -94,12 +94,13 @@ def _check_pooling(pooling: PoolingParams, vocab_size: int) -> None:
     check_flag("pooling.all_tokens", pooling.all_tokens)
     check_flag("pooling.normalize", pooling.normalize)
     check_integer("pooling.dimensions", pooling.dimensions, 0, MAX_COUNT)
+    check_integer("pooling.second_start", pooling.second_start, 0, MAX_COUNT)
     if not isinstance(pooling.label_ids, tuple):
         raise wrong_type("pooling.label_ids", pooling.label_ids, "a tuple of token ids")
     for token_id in pooling.label_ids:
         check_integer("pooling.label_ids", token_id, 0, vocab_size - 1)
     if (pooling.kind is PoolingKind.LABELS) != bool(pooling.label_ids):
-        raise RequestError("label_ids belong to the kind labels, which needs at least one", param="label_ids")
+        raise RequestError("pooling.label_ids belong to the kind labels, which needs at least one")
 
 
 def _check_fields(message: GenerateRequest) -> None:

@@ -7,6 +7,8 @@ is a function of the last so many alone, so that outputs run into circles, which
 
 A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far. Or, if
 `late` is set, it samples without most masks, and again where the token was not allowed.
+
+The vector of a pooling request is the hash of its prompt, see `expected_vector`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.runtime.messages import FinishKind, Logprobs, Overruled
+from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,
@@ -40,18 +43,18 @@ def chain(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 1) & MASK
 
 
-def chains(tokens: list[int]) -> list[int]:
-    """The hash of each prefix of a sequence."""
-    result, value = [], 7
+def chains(tokens: list[int], store_id: int = 0) -> list[int]:
+    """The hash of each prefix of a sequence, by the model with an adapter."""
+    result, value = [], 7 + store_id
     for token in tokens:
         value = chain(value, token)
         result.append(value)
     return result
 
 
-def remembered(tokens: list[int], memory: int | None) -> int:
+def remembered(tokens: list[int], memory: int | None, store_id: int = 0) -> int:
     """What a model that sees the last `memory` tokens alone (None: all) makes of a sequence."""
-    return chains(tokens if memory is None else tokens[-memory:])[-1]
+    return chains(tokens if memory is None else tokens[-memory:], store_id)[-1]
 
 
 def next_token(
@@ -82,9 +85,10 @@ def expected_output(
     vocab_size: int,
     memory: int | None = None,
     grammar: ToyGrammar | None = None,
+    store_id: int = 0,
 ) -> tuple[list[int], FinishKind]:
     """What a request generates alone. ERROR: its grammar fails after these tokens."""
-    state = remembered(prompt, memory)
+    state = remembered(prompt, memory, store_id)
     output: list[int] = []
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     assert sampling.max_new_tokens is not None
@@ -102,7 +106,12 @@ def expected_output(
             return output, FinishKind.STOP
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
-        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory)
+        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory, store_id)
+
+
+def expected_vector(prompt: list[int], store_id: int = 0) -> bytes:
+    """The result of a pooling request."""
+    return np.int64(chains(prompt, store_id)[-1]).tobytes()
 
 
 def expected_overruled(
@@ -113,12 +122,13 @@ def expected_overruled(
     grammar: ToyGrammar,
     memory: int | None = None,
     start: int = 0,
+    store_id: int = 0,
 ) -> list[Overruled]:
     """The tokens of an output, from `start` on, that are there because the grammar refused others."""
     found = []
     for position in range(start, len(output)):
         before = output[:position]
-        state = remembered([*prompt, *before], memory)
+        state = remembered([*prompt, *before], memory, store_id)
         wanted = next_token(state, sampling, position, eos, VOCAB_SIZE)
         if not grammar.is_free(position) and wanted not in grammar.accepted(before):
             found.append(Overruled(position, wanted, output[position]))
@@ -136,6 +146,10 @@ class Row:
     sampled: int | None = None  # the token of the last step, when it is beyond `tokens`
     lost: bool = False  # a step of it ran out of memory: what it computes since is garbage, and may be
     states: list[int] = field(default_factory=list)
+    adapter_slot: int = 0
+    store_id: int = 0
+    pooling: PoolingParams | None = None
+    num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
 
 
 class FakeRunner:
@@ -162,6 +176,7 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
         self.rids: dict[int, str] = {}
+        self.adapters: dict[int, int] = {}  # slot -> store id
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
@@ -179,6 +194,10 @@ class FakeRunner:
         self.copy_pages(plan)
         for row in ints(plan.finished_rows):
             del self.rows[row]
+        for slot, store_id in pairs(plan.adapter_loads):
+            assert slot > 0 and store_id > 0
+            assert all(row.adapter_slot != slot for row in self.rows.values()), "a slot in use is written"
+            self.adapters[slot] = store_id
         for new in plan.new_reqs:
             assert new.row not in self.rows, f"row {new.row} is still taken"
             slots = np.full(self.max_model_len, -1, dtype=np.int64)
@@ -186,7 +205,17 @@ class FakeRunner:
             slots[: len(prefix)] = prefix
             tokens = ints(new.input_ids)
             assert len(prefix) < len(tokens)
-            self.rows[new.row] = Row(new.sampling, new.prompt_len, tokens, slots, states=chains(tokens))
+            store_id = self.adapters[new.adapter_slot] if new.adapter_slot else 0
+            self.rows[new.row] = Row(
+                new.sampling,
+                new.prompt_len,
+                tokens,
+                slots,
+                states=chains(tokens, store_id),
+                adapter_slot=new.adapter_slot,
+                store_id=store_id,
+                pooling=new.pooling,
+            )
             self.rids[new.row] = new.rid
             self.check_prefix(new.row, len(prefix))
         for update in plan.row_updates:
@@ -279,13 +308,16 @@ class FakeRunner:
             self.check_prefix(row_id, start + length)
             assert samples[idx] or not drafts
             assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
+            row.num_pooled += length
             state = row.states[start + length - 1]
             for position, draft in enumerate(drafts, start + length):
                 state = self.kv[out[offset]] = chain(state, draft)
                 row.slots[position] = out[offset]
                 offset += 1
         runs = self.sample_runs(plan, drafts_of, masks)
-        next_ids, errors, prompt_logprobs = [], {}, {}
+        next_ids, prompt_logprobs = [], {}
+        errors: dict[int, str] = {}
+        vectors = self.vectors(plan, errors)
         logprobs: list[Logprobs | None] = []
         for idx, (row_id, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
             row = self.rows[row_id]
@@ -318,7 +350,29 @@ class FakeRunner:
             num_next_tokens=np.array([len(run) for run in runs if run], dtype=np.int32).tobytes()
             if plan.num_drafts
             else b"",
+            vectors=vectors,
         )
+
+    def vectors(self, plan: StepPlan, errors: dict[int, str]) -> dict[int, bytes]:
+        """Results of the pooling requests whose prompt ends in this step; some may fail instead."""
+        vectors = {}
+        ends = zip(ints(plan.num_computed_tokens), ints(plan.num_scheduled_tokens), strict=True)
+        for idx, (row_id, (start, length)) in enumerate(zip(ints(plan.rows), ends, strict=True)):
+            row = self.rows[row_id]
+            is_end = bool(plan.pools and plan.pools[idx])
+            assert is_end == (row.pooling is not None and start + length == len(row.tokens))
+            if row.pooling is None:
+                continue
+            assert not plan.samples[idx], "a pooling request samples"
+            if is_end and not row.lost:
+                assert len(row.tokens) == row.prompt_len
+                assert not row.pooling.all_tokens or row.num_pooled == row.prompt_len, "tokens were skipped"
+                if self.rids[row_id] in self.fail_next:
+                    self.fail_next.discard(self.rids[row_id])
+                    errors[idx] = "the vector is not finite"
+                else:
+                    vectors[idx] = np.int64(row.states[-1]).tobytes()
+        return vectors
 
     def sample_runs(self, plan: StepPlan, drafts_of: list[list[int]], masks: GetMasks) -> list[list[int]]:
         """Of each request of the step: its next tokens, one more than the drafts that were right."""
@@ -392,7 +446,7 @@ class FakeRunner:
         for draft in drafts:
             state = chain(state, draft)
         if self.memory is not None:
-            state = remembered([*row.tokens, *drafts], self.memory)
+            state = remembered([*row.tokens, *drafts], self.memory, row.store_id)
         output_len = len(row.tokens) + len(drafts) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.messages import Delivered, FinishKind, GenerateRequest, PinDone, PinPrefix, Usage
+from engine.runtime.pooling import PoolingKind, PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 
 from .harness import VOCAB_SIZE, Answer
@@ -73,6 +74,24 @@ OTHERS: Final[dict[str, list[Any]]] = {
     ],
     "grammar": [5, "x", {}, []],
     "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],
+    "pooling": [
+        *(5, "embed", {}, PoolingParams()),  # the last one: `max_new_tokens` is not 1
+        *(
+            PoolingParams(**values)
+            for values in (
+                {"kind": "embed"},
+                {"kind": None},
+                {"all_tokens": 1},
+                {"normalize": None},
+                {"dimensions": -1},
+                {"dimensions": 1.5},
+                {"label_ids": (5,)},
+                {"kind": PoolingKind.LABELS},
+                {"kind": PoolingKind.LABELS, "label_ids": [5]},
+                {"kind": PoolingKind.LABELS, "label_ids": (VOCAB_SIZE,)},
+            )
+        ),
+    ],
 }
 
 

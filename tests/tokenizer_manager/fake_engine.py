@@ -12,7 +12,7 @@ import socket
 import tempfile
 import threading
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ from engine.runtime.messages import (
     Usage,
 )
 from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from engine.tokenizer_manager.all_processes import AllProcesses
@@ -153,6 +154,17 @@ def say_all(*texts: str, finish: Finish = STOP, cached: int = 0) -> Script:
             yield row(
                 request, text, total=total, cached=cached, finish=finish if i == len(texts) - 1 else None
             )
+
+    return script
+
+
+def say_vectors(vector_of: Callable[[GenerateRequest], Sequence[float]]) -> Script:
+    """Answers every pooling request with a vector."""
+
+    def script(request: GenerateRequest) -> Iterable[TextOutput]:
+        usage = Usage(prompt_tokens=len(request.input_ids) // 4, completion_tokens=0, queue_s=0.25)
+        vector = floats(*vector_of(request))
+        yield TextOutput(request.rid, "", b"", usage, Finish(FinishKind.STOP), vector=vector)
 
     return script
 
@@ -292,6 +304,7 @@ def make_services(
     tokenizer: Tokenizer = TOKENIZER,
     log_requests: bool = False,
     traces: Traces = NO_TRACES,
+    pooling: PoolingSpec | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -352,6 +365,7 @@ def make_services(
             tie_word_embeddings=True,
             torch_dtype="float32",
             sampling_defaults=of_model,
+            pooling=pooling,
         ),
         served_model=MODEL,
         created_s=1_700_000_000,

@@ -5,32 +5,39 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Final
 
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.feasibility import Capacity, max_new_tokens_for, reason_against
+from ...runtime.feasibility import Capacity, max_new_tokens_for, reason_against, reason_against_pooling
 from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_params import SamplingParams
 
 _MAX_UTF8_BYTES: Final = 4
 
 
-def check_may_fit(text: str, tokenizer: Tokenizer, capacity: Capacity, prompt_param: str) -> None:
+def check_may_fit(
+    text: str, tokenizer: Tokenizer, capacity: Capacity, prompt_param: str, *, answers: bool = True
+) -> None:
     """Refuse a text that must have too many tokens, before it is tokenized.
+
+    Args:
+        answers: one position is for the answer.
 
     Raises:
         RequestError: it cannot run.
     """
-    longest = max_new_tokens_for(0, capacity) - 1  # one position is for the answer
+    longest = max_new_tokens_for(0, capacity) - answers
     if len(text) * _MAX_UTF8_BYTES <= longest:
         return  # even with a token for each byte
     num_tokens = tokenizer.min_num_tokens(text)
     if num_tokens > longest:
         raise RequestError(
             f"{prompt_param} has {len(text)} characters, which are at least {num_tokens} tokens, but at most {longest} "
-            f"fit together with an answer; shorten it or raise --max-model-len or --max-total-tokens",
+            f"fit{' together with an answer' if answers else ''}; shorten it or raise --max-model-len or "
+            "--max-total-tokens",
             param=prompt_param,
             code="context_length_exceeded",
         )
@@ -68,3 +75,35 @@ def resolve_length(
         message = f"min_new_tokens is {sampling.min_new_tokens}, but only {wanted} tokens can be generated; lower it"
         raise RequestError(message, param="min_new_tokens", code="invalid_value")
     return msgspec.structs.replace(sampling, max_new_tokens=wanted)
+
+
+def check_pooled_length(prompt_len: int, capacity: Capacity, param: str) -> None:
+    """Refuse an input of a pooling request that is empty or too long.
+
+    Raises:
+        RequestError: it is.
+    """
+    if prompt_len == 0:
+        raise RequestError(f"{param} has no tokens; it has at least one", param=param, code="empty_prompt")
+    reason = reason_against_pooling(prompt_len, capacity)
+    if reason is not None:
+        if "[" in param:
+            reason = reason.replace("the input", param, 1)
+        raise RequestError(reason, param=param, code="context_length_exceeded")
+
+
+def truncated(ids: array[int], limit: int, frame: tuple[int, int], capacity: Capacity) -> array[int]:
+    """The beginning of an input, with the special tokens that end it, as sentence-transformers cuts it.
+
+    Args:
+        limit: most tokens; -1: what the model takes.
+        frame: number of special tokens at its beginning and at its end.
+    """
+    most = min(capacity.max_model_len, capacity.max_total_tokens)
+    if limit >= 0:
+        most = min(most, max(limit, 1))
+    if len(ids) <= most:
+        return ids
+    _, num_last = frame
+    num_last = min(num_last, most - 1)
+    return ids[: most - num_last] + ids[len(ids) - num_last :]

@@ -131,8 +131,6 @@ def _no_endpoint(path: str, known: Iterable[str]) -> RequestError:
     near = difflib.get_close_matches(path, known, n=1, cutoff=_NEAR)
     if f"/v1{path}" in known:
         hint = f"use /v1{path} (a base URL of OpenAI clients ends in /v1)"
-    elif path.endswith("/embeddings"):
-        hint = "this server does not compute embeddings"
     elif near:
         hint = f"did you mean {near[0]}? /docs lists what there is"
     else:

@@ -20,8 +20,21 @@ from .endpoints.openai_completions import Completion, completions
 from .exchange import Exchange
 from .ollama import models as ollama_models
 from .ollama.bodies import OllamaChatBody, OllamaGenerateBody, RunningBody, ShowBody, TagsBody, VersionBody
+from .ollama.embed import (
+    OllamaEmbedBody,
+    OllamaEmbedRequest,
+    OllamaOldEmbedBody,
+    OllamaOldEmbedRequest,
+    ollama_embed,
+    ollama_embeddings,
+)
 from .ollama.endpoint import ollama_chat, ollama_generate
 from .ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
+from .pooling.bodies import EmbeddingsBody, RerankBody, ScoreBody
+from .pooling.embeddings import embeddings
+from .pooling.fields import EmbeddingsRequest, RerankRequest, ScoreRequest
+from .pooling.rerank import rerank
+from .pooling.score import score
 from .responses.bodies import InputTokensBody, ResponseBody, ResponseEvent
 from .responses.endpoint import response_input_tokens, responses
 from .responses.fields import ResponsesRequest
@@ -86,7 +99,6 @@ class Route(NamedTuple):
 _GENERATING: Final = (404, 504)
 _NDJSON: Final = "application/x-ndjson"
 _OTHER_MODELS: Final = "this server serves one model, which is chosen when it starts"
-_NO_EMBEDDINGS: Final = "this server does not compute embeddings"
 
 
 def _unavailable(method: str, path: str, why: str) -> Route:
@@ -113,6 +125,60 @@ ROUTES: Final = (
         CompletionRequest,
         answer=Completion,
         events=Completion,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/embeddings",
+        embeddings,
+        "Vectors of texts (OpenAI).",
+        EmbeddingsRequest,
+        answer=EmbeddingsBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/rerank",
+        rerank,
+        "Documents by relevance to a query (Jina, Cohere).",
+        RerankRequest,
+        answer=RerankBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/rerank",
+        rerank,
+        "Documents by relevance to a query (Jina, Cohere).",
+        RerankRequest,
+        answer=RerankBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v2/rerank",
+        rerank,
+        "Documents by relevance to a query (Jina, Cohere).",
+        RerankRequest,
+        answer=RerankBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/score",
+        score,
+        "Scores of pairs of texts, or of labels as the next token.",
+        ScoreRequest,
+        answer=ScoreBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/score",
+        score,
+        "Scores of pairs of texts, or of labels as the next token.",
+        ScoreRequest,
+        answer=ScoreBody,
         fails=_GENERATING,
     ),
     Route(
@@ -346,7 +412,23 @@ ROUTES: Final = (
     _unavailable("POST", "/api/create", _OTHER_MODELS),
     _unavailable("POST", "/api/copy", _OTHER_MODELS),
     _unavailable("DELETE", "/api/delete", _OTHER_MODELS),
-    _unavailable("POST", "/api/embed", _NO_EMBEDDINGS),
-    _unavailable("POST", "/api/embeddings", _NO_EMBEDDINGS),
+    Route(
+        "POST",
+        "/api/embed",
+        ollama_embed,
+        "Vectors of texts (Ollama).",
+        OllamaEmbedRequest,
+        answer=OllamaEmbedBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/api/embeddings",
+        ollama_embeddings,
+        "The vector of a text (Ollama, older form).",
+        OllamaOldEmbedRequest,
+        answer=OllamaOldEmbedBody,
+        fails=_GENERATING,
+    ),
     Route("GET", "/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
 )

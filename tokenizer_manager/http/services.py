@@ -20,6 +20,7 @@ from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import TokenizerManager
+from ..pooling.task import check_task
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
 from ..telemetry.build_info import BuildInfo
@@ -136,6 +137,8 @@ class Services:
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """As `TokenizerManager.start`; the response has the queue position in a header."""
+        if not request.poolings:
+            check_task(self.spec, "generate")
         generation = await self.manager.start(request)
         exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
@@ -179,6 +182,7 @@ class Services:
             RequestError: the model has no chat template, or it cannot render these messages, or not in time.
             QueueFullError: too many renderings wait.
         """
+        check_task(self.spec, "generate")
         if self.renderer is None:
             raise RequestError(
                 f"the model {self.served_model} {why_no_template(self.encoder.tokenizer, 'use /v1/completions')}",

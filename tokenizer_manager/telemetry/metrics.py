@@ -163,6 +163,8 @@ class Metrics:
                 gap_s = (now_s - choice.last_token_s) / num_tokens
                 self.inter_token_latency.observe(gap_s, num_tokens)
             choice.last_token_s = now_s
+        if output.vector:
+            self.queue_time.observe(output.usage.queue_s)
         if output.finish is not None:
             self.finished_reqs.add(output.finish.kind.value)
             if output.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):

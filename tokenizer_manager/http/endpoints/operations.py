@@ -14,8 +14,8 @@ from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.sampling_defaults import OPENAI_SOURCE
-from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
+from ...pooling.task import POOLING_SAMPLING, probe_of
 from ...scheduling_options import MAX_PRIORITY, Scheduling
 from ...telemetry.instruments import CONTENT_TYPE
 from ..delivery import collect
@@ -58,11 +58,13 @@ async def ping(exchange: Exchange, services: Services) -> None:
 
 
 async def health_generate(exchange: Exchange, services: Services) -> None:
-    """200 if one token could be generated."""
+    """200 if one token could be generated, or one vector made."""
     _check_healthy(services)
+    pooling = probe_of(services.spec)
     request = GenerationRequest(
         prompts=[[0]],
-        sampling=SamplingParams(max_new_tokens=1, temperature=0.0),
+        sampling=POOLING_SAMPLING,
+        poolings=() if pooling is None else (pooling,),
         id_prefix="health",
         scheduling=Scheduling(priority=MAX_PRIORITY + 1),
         probe=True,
@@ -176,11 +178,14 @@ async def flush_cache(exchange: Exchange, services: Services) -> None:
 
 
 def _model(services: Services) -> ModelBody:
+    pooling = services.spec.pooling
     return ModelBody(
         id=services.served_model,
         created=services.created_s,
         max_model_len=services.manager.capacity.max_model_len,
-        sampling_defaults=_sampling_defaults(services),
+        task="generate" if pooling is None else pooling.task,
+        embedding_size=UNSET if pooling is None or pooling.task != "embed" else pooling.size,
+        sampling_defaults=_sampling_defaults(services) if pooling is None else UNSET,
     )
 
 

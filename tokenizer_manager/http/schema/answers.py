@@ -35,14 +35,16 @@ class SamplingDefaultsBody(msgspec.Struct, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
-    """A model, in OpenAI's format."""
+    """A model, in OpenAI's format, and what it does."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "engine"
     max_model_len: int
-    sampling_defaults: SamplingDefaultsBody
+    task: Literal["generate", "embed", "score"]
+    embedding_size: int | UnsetType = UNSET
+    sampling_defaults: SamplingDefaultsBody | UnsetType = UNSET
 
 
 class ModelsBody(msgspec.Struct, kw_only=True):

@@ -1,6 +1,6 @@
 """The types of request fields: what msgspec checks, and what `/openapi.json` says in addition.
 
-The schema of `_documented` is not checked by msgspec. Ranges are checked where the client's name of the field is known
+The schema of `documented` is not checked by msgspec. Ranges are checked where the client's name of the field is known
 (`SamplingParams.verify`, `scheduling_options`, `limits`).
 """
 
@@ -25,13 +25,13 @@ OVERRIDES: Final = "x-override"
 _Schema = dict[str, Any]
 
 
-def _documented(description: str | None = None, **schema: Any) -> Meta:
+def documented(description: str | None = None, **schema: Any) -> Meta:
     """Overrides of the schema that msgspec makes: without this key, msgspec's own minimum would win."""
     return Meta(description=description, extra_json_schema={OVERRIDES: schema})
 
 
 def _between(low: float, high: float) -> Meta:
-    return _documented(minimum=low, maximum=high)
+    return documented(minimum=low, maximum=high)
 
 
 def _list_of(items: _Schema) -> _Schema:
@@ -48,20 +48,20 @@ Share = Annotated[float, _between(0, 1)]
 Temperature = Annotated[float, _between(0, MAX_OPENAI_TEMPERATURE)]
 WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
 Penalty = Annotated[float, _between(-2, 2)]
-RepetitionPenalty = Annotated[float, _documented(exclusiveMinimum=0, maximum=10)]
+RepetitionPenalty = Annotated[float, documented(exclusiveMinimum=0, maximum=10)]
 LogitBias = Annotated[
     dict[str, float],
-    _documented(
+    documented(
         "By token id.",
         propertyNames={"pattern": "^[0-9]{1,15}$"},
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     ),
 ]
-TokenId = Annotated[Int, _documented(minimum=0)]
-StopString = Annotated[str, _documented(minLength=1)]
+TokenId = Annotated[Int, documented(minimum=0)]
+StopString = Annotated[str, documented(minLength=1)]
 Priority = Annotated[
     Annotated[Int, _between(-MAX_PRIORITY, MAX_PRIORITY)]
-    | Annotated[str, _documented(enum=[*PRIORITY_CLASSES, ""])],
+    | Annotated[str, documented(enum=[*PRIORITY_CLASSES, ""])],
     Meta(
         description="Larger is scheduled earlier by some policies; 'high', 'normal' and 'low' are 20, 0 and -20, "
         "further apart than the 10 levels by which a request must exceed a running one to preempt it."
@@ -69,26 +69,26 @@ Priority = Annotated[
 ]
 Seconds = Annotated[
     float,
-    _documented(
+    documented(
         "Seconds, above 0 and at most 86400; the server's own limit holds as well.",
         exclusiveMinimum=0,
         maximum=MAX_TIMEOUT_S,
     ),
 ]
-Salt = Annotated[str, _documented(maxLength=MAX_SALT_CHARS)]
+Salt = Annotated[str, documented(maxLength=MAX_SALT_CHARS)]
 TimeToLive = Annotated[
     float,
-    _documented(
+    documented(
         "Seconds to keep it, at most 86400; 0 unpins. Pins never block a request.",
         minimum=0,
         maximum=MAX_TTL_S,
     ),
 ]
 ProfileSeconds = Annotated[
-    float, _documented("Seconds until it ends by itself; 60.", exclusiveMinimum=0, maximum=MAX_PROFILE_S)
+    float, documented("Seconds until it ends by itself; 60.", exclusiveMinimum=0, maximum=MAX_PROFILE_S)
 ]
 ProfileRate = Annotated[
-    float, _documented("Samples per second; 100.", minimum=MIN_PROFILE_HZ, maximum=MAX_PROFILE_HZ)
+    float, documented("Samples per second; 100.", minimum=MIN_PROFILE_HZ, maximum=MAX_PROFILE_HZ)
 ]
 
 _TEXT: Final[_Schema] = {"type": "string", "minLength": 1}
@@ -98,29 +98,29 @@ _ONE: Final = {"maxItems": 1}
 _NOTHING: Final = {"type": "null"}
 _PROMPTS: Final = [_TEXT, _IDS, _list_of(_TEXT), _list_of(_IDS)]
 
-StartLen = Annotated[Int, _documented("0 for the whole prompt, below for none of it.", maximum=0)]
+StartLen = Annotated[Int, documented("0 for the whole prompt, below for none of it.", maximum=0)]
 
 OnePrompt = Annotated[
     Any,
-    _documented(
+    documented(
         "A text or token ids, or a list of one of them.",
         anyOf=[_TEXT, _IDS, _list_of(_TEXT) | _ONE, _list_of(_IDS) | _ONE, _NOTHING],
     ),
 ]
 Prompts = Annotated[
     Any,
-    _documented("A text, token ids, or a list of either.", anyOf=_PROMPTS),
+    documented("A text, token ids, or a list of either.", anyOf=_PROMPTS),
 ]
 PromptsOrNone = Annotated[
     Any,
-    _documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
+    documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
-Effort = Annotated[str, _documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
+Effort = Annotated[str, documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
 _CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "", None]}
 ToolChoiceField = Annotated[
     Any,
-    _documented(
+    documented(
         "none, auto, required, or an object that names a tool.", anyOf=[_CHOICE_WORDS, {"type": "object"}]
     ),
 ]
@@ -141,5 +141,5 @@ _MESSAGE: Final[_Schema] = {
     },
     "required": ["role", "content"],
 }
-Messages = Annotated[list[dict[str, Any]], _documented(minItems=1, items=_MESSAGE)]
-SamplingObject = Annotated[dict[str, Any], _documented(**{"$ref": "#/components/schemas/NativeSampling"})]
+Messages = Annotated[list[dict[str, Any]], documented(minItems=1, items=_MESSAGE)]
+SamplingObject = Annotated[dict[str, Any], documented(**{"$ref": "#/components/schemas/NativeSampling"})]

@@ -1,0 +1,114 @@
+"""Pooling requests in the scheduler: one row with a vector, through the same queue and memory as generations."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.runtime.messages import FinishKind
+from engine.runtime.pooling import PoolingKind, PoolingParams
+
+from .fake_runner import expected_vector, ints
+from .harness import Pages, extend_lens
+
+LAST = PoolingParams()
+MEAN = PoolingParams(all_tokens=True)
+PROMPT = list(range(1, 21))
+
+
+def test_a_vector_answers_a_prompt_and_its_pages_stay_cached(make_scheduler):
+    harness = make_scheduler(chunked_prefill_size=8, page_size=4, num_pages=16)
+    rid = harness.submit(prompt=PROMPT, pooling=LAST)
+
+    steps = harness.run_until_idle()
+
+    assert [extend_lens(step) for step in steps] == [[8], [8], [4]]
+    assert [step.plan.pools for step in steps] == [b"", b"", b"\1"]
+    assert [step.plan.samples for step in steps] == [b"\0"] * 3
+    (row,) = harness.answers[rid].rows
+    assert row.vector == expected_vector(PROMPT) and row.finish.kind is FinishKind.STOP
+    assert (row.usage.prompt_tokens, row.usage.completion_tokens) == (20, 0)
+    assert harness.pages() == Pages(free=11, cached=5, held=0)
+
+
+def test_the_last_token_takes_the_rest_of_its_prompt_from_the_cache_and_a_mean_does_not(make_scheduler):
+    harness = make_scheduler(page_size=4)
+    for pooling in (LAST, LAST, MEAN, PoolingParams(PoolingKind.LABELS, label_ids=(5, 6))):
+        harness.submit(prompt=PROMPT, pooling=pooling)
+        harness.run_until_idle()
+
+    cached = [answer.rows[-1].usage.cached_tokens for answer in harness.answers.values()]
+    assert cached == [0, 16, 0, 16]
+
+
+def test_requests_with_the_same_beginning_wait_for_it_only_if_they_can_use_it(make_scheduler):
+    harness = make_scheduler(page_size=4, chunked_prefill_size=256)
+    prompts = [[*range(1, 41), 50 + n] for n in range(3)]
+    for prompt, pooling in zip(prompts, (LAST, LAST, MEAN), strict=True):
+        harness.submit(prompt=prompt, pooling=pooling)
+
+    steps = harness.run_until_idle()
+
+    assert [extend_lens(step) for step in steps] == [[41, 41], [1]]
+
+
+def test_a_prompt_may_fill_the_context_and_the_pool(make_scheduler):
+    harness = make_scheduler(page_size=4, num_pages=8, max_model_len=32)
+    fits, too_long = harness.submit(prompt_len=32, pooling=LAST), harness.submit(prompt_len=33, pooling=LAST)
+    harness.run_until_idle()
+
+    assert harness.answers[fits].finish.kind is FinishKind.STOP
+    assert "33 tokens" in harness.answers[too_long].finish.message
+
+    harness = make_scheduler(page_size=4, num_pages=4, max_model_len=32)
+    fits, too_long = harness.submit(prompt_len=16, pooling=LAST), harness.submit(prompt_len=17, pooling=LAST)
+    harness.run_until_idle()
+    assert harness.answers[fits].finish.kind is FinishKind.STOP
+    assert "KV pool holds 16" in harness.answers[too_long].finish.message
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_vectors_and_generations_share_steps(make_scheduler, overlap):
+    harness = make_scheduler(overlap=overlap)
+    harness.submit("text", max_new_tokens=8)
+    harness.step()
+    for n in range(5):
+        harness.submit(f"v{n}", prompt_len=7 + n, pooling=MEAN if n % 2 else LAST)
+
+    steps = harness.run_until_idle()
+
+    mixed = [step for step in steps if step.plan.pools]
+    assert any(len(ints(step.plan.rows)) > step.num_extends for step in mixed), (
+        "none had a decode beside vectors"
+    )
+    assert all(len(step.sampled) == len(step.reqs) - step.plan.pools.count(1) for step in mixed)
+
+
+def test_a_mean_that_loses_its_memory_is_computed_again_from_its_first_token(make_scheduler):
+    """With --preemption-mode swap, too: what the swapped tokens had added to the mean would be lost."""
+    harness = make_scheduler(
+        page_size=4,
+        num_pages=64,
+        num_host_pages=64,
+        preemption_mode="swap",
+        chaos="retract=1:3",
+        chunked_prefill_size=8,
+        overlap=1,
+    )
+    harness.submit("mean", prompt_len=40, pooling=MEAN)
+
+    harness.run_until_idle()
+
+    assert harness.answers["mean"].rows[-1].usage.num_retractions > 0, "the test needs a retraction"
+    assert harness.scheduler.report(0.0).swapped_out_tokens_total == 0
+
+
+def test_a_vector_that_fails_fails_alone(make_scheduler):
+    harness = make_scheduler()
+    for n in range(3):
+        harness.submit(f"v{n}", pooling=LAST)
+    harness.runner.fail_next.add("v1")
+
+    harness.run_until_idle()
+
+    kinds = [harness.answers[f"v{n}"].finish.kind for n in range(3)]
+    assert kinds == [FinishKind.STOP, FinishKind.ERROR, FinishKind.STOP]

@@ -1,0 +1,141 @@
+"""`POST /api/embed`, and the older `POST /api/embeddings`: vectors in the form of Ollama's API."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Final, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...generation import GenerationRequest
+from ...pooling.embedding import embedding_params, prompt_text, with_prompt
+from ...pooling.task import check_task
+from ..exchange import Exchange
+from ..guards.auth import Caller
+from ..pooling.fields import PoolingFields
+from ..pooling.run import pooled_request, run_pooled
+from ..schema.field_policy import FieldPolicy
+from ..schema.field_types import Count, Prompts
+from ..schema.json_body import Body, convert
+from ..schema.protocol import prompts_of
+from ..services import Services
+
+_NS_PER_S: Final = 1_000_000_000
+
+
+class OllamaEmbedRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /api/embed`."""
+
+    input: Prompts
+    model: str | None = None
+    truncate: bool | None = None
+    dimensions: Count | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None  # accepted, without effect
+
+
+class OllamaOldEmbedRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /api/embeddings`."""
+
+    prompt: str
+    model: str | None = None
+    options: dict[str, Any] | None = None
+    keep_alive: Any = None  # accepted, without effect
+
+
+class OllamaEmbedBody(msgspec.Struct, kw_only=True):
+    """The vectors of all inputs; durations in nanoseconds."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+    warnings: list[str] | UnsetType = UNSET
+
+
+class OllamaOldEmbedBody(msgspec.Struct):
+    """The vector of one prompt."""
+
+    embedding: list[float]
+
+
+_POLICY: Final = FieldPolicy(OllamaEmbedRequest, {})
+_OLD_POLICY: Final = FieldPolicy(OllamaOldEmbedRequest, {})
+
+
+class _Checked(NamedTuple):
+    """A checked body, and the model's name in it."""
+
+    generation: GenerationRequest
+    model: str
+    warnings: list[str]
+
+
+async def ollama_embed(exchange: Exchange, services: Services) -> None:
+    """Vectors of texts; longer ones are cut unless `truncate` is false, as in Ollama."""
+    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    started_s = services.manager.now_s()
+    async with exchange.abort_on_disconnect():
+        answer = await run_pooled(exchange, services, made.generation)
+        body = OllamaEmbedBody(
+            model=made.model,
+            embeddings=[array("f", vector).tolist() for vector in answer.vectors],
+            total_duration=int((services.manager.now_s() - started_s) * _NS_PER_S),
+            prompt_eval_count=answer.usage.prompt_tokens,
+            warnings=made.warnings or UNSET,
+        )
+        await exchange.send_json(body)
+
+
+async def ollama_embeddings(exchange: Exchange, services: Services) -> None:
+    """The vector of one prompt."""
+    made = await services.read(exchange, lambda body: _read_old(body, services, exchange.caller))
+    async with exchange.abort_on_disconnect():
+        answer = await run_pooled(exchange, services, made.generation)
+        await exchange.send_json(OllamaOldEmbedBody(array("f", answer.vectors[0]).tolist()))
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Checked:
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, OllamaEmbedRequest)
+    truncate = request.truncate is not False
+    return _checked(
+        services, caller, request.model, request.input, "input", request.dimensions, truncate, warnings
+    )
+
+
+def _read_old(body: Body, services: Services, caller: Caller) -> _Checked:
+    warnings = _OLD_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, OllamaOldEmbedRequest)
+    return _checked(services, caller, request.model, request.prompt, "prompt", None, True, warnings)
+
+
+def _checked(
+    services: Services,
+    caller: Caller,
+    model: str | None,
+    value: object,
+    param: str,
+    dimensions: int | None,
+    truncate: bool,
+    warnings: list[str],
+) -> _Checked:
+    services.check_model(model)
+    check_task(services.spec, "embed")
+    pooling = services.spec.pooling
+    assert pooling is not None
+    prompts = prompts_of(
+        value, param, services.config.limits, max_prompt_len=services.manager.capacity.max_model_len
+    )
+    params = embedding_params(pooling, dimensions=dimensions)
+    generation = pooled_request(
+        PoolingFields(truncate=truncate),
+        caller,
+        with_prompt(prompts, prompt_text(pooling)),
+        [params] * len(prompts),
+        param=param,
+        id_prefix="ollama",
+    )
+    return _Checked(generation, model or services.served_model, warnings)

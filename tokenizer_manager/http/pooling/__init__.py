@@ -1,0 +1,1 @@
+"""The endpoints that return vectors and scores instead of text: embeddings, rerank, score."""

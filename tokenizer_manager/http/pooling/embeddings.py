@@ -1,0 +1,104 @@
+"""`POST /v1/embeddings`, as OpenAI has it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from array import array
+from collections.abc import AsyncIterator
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ...generation import GenerationRequest
+from ...pooling.embedding import embedding_params, prompt_text, with_prompt
+from ...pooling.task import check_task
+from ..exchange import Exchange
+from ..guards.auth import Caller
+from ..schema.json_body import Body, convert
+from ..schema.protocol import prompts_of
+from ..services import Services
+from .bodies import EmbeddingsBody, PoolingUsage
+from .fields import EMBEDDINGS_POLICY, EmbeddingsRequest
+from .run import pooled_request, run_pooled
+
+_NUMBERS_AT_ONCE: Final = 64 << 10  # encoded between two turns of the event loop: 5 ms
+_encoder: Final = msgspec.json.Encoder()
+
+
+async def embeddings(exchange: Exchange, services: Services) -> None:
+    """Vectors of texts."""
+    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    async with exchange.abort_on_disconnect():
+        answer = await run_pooled(exchange, services, made.generation)
+        data = [part async for part in _encoded(answer.vectors, as_base64=made.as_base64)]
+        body = _WrittenBody(
+            id=answer.id,
+            created=int(time.time()),
+            model=services.served_model,
+            data=data,
+            usage=answer.usage,
+            warnings=made.warnings or UNSET,
+        )
+        await exchange.send_json(body)
+
+
+class _WrittenBody(msgspec.Struct, kw_only=True):
+    """`EmbeddingsBody` with vectors that are JSON already: thousands are encoded in parts, between other work."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[msgspec.Raw]
+    usage: PoolingUsage
+    warnings: list[str] | UnsetType = UNSET
+
+
+assert _WrittenBody.__struct_fields__ == EmbeddingsBody.__struct_fields__
+
+
+class _Checked(NamedTuple):
+    """A checked body."""
+
+    generation: GenerationRequest
+    as_base64: bool
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services, caller: Caller) -> _Checked:
+    warnings = EMBEDDINGS_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, EmbeddingsRequest)
+    services.check_model(request.model)
+    check_task(services.spec, "embed")
+    pooling = services.spec.pooling
+    assert pooling is not None
+    prompts = prompts_of(
+        request.input, "input", services.config.limits, max_prompt_len=services.manager.capacity.max_model_len
+    )
+    text = prompt_text(pooling, prompt_name=request.prompt_name, input_type=request.input_type)
+    params = embedding_params(pooling, dimensions=request.dimensions, normalize=request.normalize)
+    generation = pooled_request(
+        request,
+        caller,
+        with_prompt(prompts, text),
+        [params] * len(prompts),
+        param="input",
+        id_prefix="embd",
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    return _Checked(generation, request.encoding_format == "base64", warnings)
+
+
+async def _encoded(vectors: list[bytes], *, as_base64: bool) -> AsyncIterator[msgspec.Raw]:
+    """Each vector as the JSON of an `Embedding`."""
+    num_numbers = 0
+    for index, vector in enumerate(vectors):
+        embedding: object = base64.b64encode(vector).decode() if as_base64 else array("f", vector).tolist()
+        yield msgspec.Raw(_encoder.encode({"object": "embedding", "index": index, "embedding": embedding}))
+        num_numbers += len(vector) // 4
+        if num_numbers >= _NUMBERS_AT_ONCE:
+            num_numbers = 0
+            await asyncio.sleep(0)

@@ -1,0 +1,95 @@
+"""`POST /v1/rerank`, `/rerank` and `/v2/rerank`, in the form of Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from ....runtime.errors import RequestError
+from ....runtime.request_checks import check_integer
+from ....runtime.sampling_params import MAX_COUNT
+from ...pooling.task import check_task
+from ..exchange import Exchange
+from ..schema.generation_fields import at_least_one
+from ..schema.json_body import Body, convert, show
+from ..schema.limits import check_limit
+from ..services import Services
+from .bodies import Ranked, RankedText, RerankBody
+from .fields import RERANK_POLICY, RerankRequest
+from .scoring import score_pairs
+
+
+async def rerank(exchange: Exchange, services: Services) -> None:
+    """Documents by their relevance to a query."""
+    made = await services.read(exchange, lambda body: _read(body, services))
+    request, documents = made.request, made.documents
+    async with exchange.abort_on_disconnect():
+        scored = await score_pairs(
+            exchange,
+            services,
+            request,
+            [(request.query, document) for document in documents],
+            param="documents",
+            id_prefix="rerank",
+            instruction=request.instruction,
+        )
+        results = [
+            Ranked(index, score, RankedText(documents[index]) if made.with_documents else UNSET)
+            for index, (score, *_) in enumerate(scored.scores)
+        ]
+        results.sort(key=lambda ranked: (-ranked.relevance_score, ranked.index))
+        body = RerankBody(
+            id=scored.id,
+            model=services.served_model,
+            results=results[: request.top_n or len(results)],
+            usage=scored.usage,
+            warnings=made.warnings or UNSET,
+        )
+        await exchange.send_json(body)
+
+
+class _Checked(NamedTuple):
+    """A checked body."""
+
+    request: RerankRequest
+    documents: list[str]
+    with_documents: bool
+    warnings: list[str]
+
+
+def _read(body: Body, services: Services) -> _Checked:
+    warnings = RERANK_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, RerankRequest)
+    services.check_model(request.model)
+    check_task(services.spec, "score")
+    pooling = services.spec.pooling
+    if pooling is not None and pooling.task == "score" and pooling.size > 1:
+        raise RequestError(
+            f"this model has {pooling.size} scores for a pair, and documents are ordered by one; use /v1/score",
+            code="unsupported_task",
+        )
+    check_limit(
+        "documents", len(request.documents), "documents", services.config.limits.max_prompts, "max_prompts"
+    )
+    if not request.documents:
+        raise RequestError("documents is empty; send at least one", param="documents", code="invalid_value")
+    documents = [_text_of(document, f"documents[{i}]") for i, document in enumerate(request.documents)]
+    if request.top_n is not None:
+        check_integer("top_n", request.top_n, 0, MAX_COUNT)
+    if request.max_tokens_per_doc is not None:
+        request.truncate_prompt_tokens = at_least_one(request.max_tokens_per_doc, "max_tokens_per_doc")
+    return _Checked(request, documents, bool(request.return_documents), warnings)
+
+
+def _text_of(document: Any, param: str) -> str:
+    match document:
+        case str():
+            return document
+        case {"text": str(text)}:
+            return text
+    raise RequestError(
+        f"{param} is {show(document)}, but it must be a string, or an object with a string under text",
+        param=param,
+        code="invalid_type",
+    )

@@ -1,0 +1,171 @@
+"""`POST /v1/score`: scores of pairs (as in vLLM), and of labels as the next token of items (as in SGLang)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from msgspec import UNSET
+
+from ....runtime.errors import RequestError
+from ...generation import Prompt
+from ...pooling.scoring import Pair, label_id, label_inputs, label_scores
+from ...pooling.task import check_task
+from ..exchange import Exchange
+from ..schema.json_body import Body, convert, show
+from ..schema.limits import check_limit
+from ..schema.protocol import prompts_of
+from ..services import Services
+from .bodies import Score, ScoreBody
+from .fields import SCORE_POLICY, ScoreRequest
+from .run import pooled_request, run_pooled
+from .scoring import score_pairs
+
+_FORMS = "send text_1 and text_2, or queries and documents, or query and items with label_token_ids"
+
+
+async def score(exchange: Exchange, services: Services) -> None:
+    """Scores of pairs, or of labels."""
+    made = await services.read(exchange, lambda body: _read(body, services))
+    async with exchange.abort_on_disconnect():
+        await exchange.send_json(await (_of_items if made.items else _of_pairs)(exchange, services, made))
+
+
+class _Checked(NamedTuple):
+    """A checked body; it has pairs, or items with labels."""
+
+    request: ScoreRequest
+    warnings: list[str]
+    pairs: Sequence[Pair] = ()
+    param: str = ""
+    items: Sequence[Prompt] = ()
+    label_ids: Sequence[int] = ()
+
+
+async def _of_pairs(exchange: Exchange, services: Services, made: _Checked) -> ScoreBody:
+    scored = await score_pairs(
+        exchange,
+        services,
+        made.request,
+        made.pairs,
+        param=made.param,
+        id_prefix="score",
+        instruction=made.request.instruction,
+    )
+    return ScoreBody(
+        id=scored.id,
+        created=int(time.time()),
+        model=services.served_model,
+        data=[
+            Score(index, scores[0] if len(scores) == 1 else scores)
+            for index, scores in enumerate(scored.scores)
+        ],
+        usage=scored.usage,
+        warnings=made.warnings or UNSET,
+    )
+
+
+async def _of_items(exchange: Exchange, services: Services, made: _Checked) -> ScoreBody:
+    inputs = label_inputs(made.items, made.label_ids)
+    request = pooled_request(
+        made.request, exchange.caller, inputs.prompts, inputs.poolings, param="items", id_prefix="score"
+    )
+    answer = await run_pooled(exchange, services, request)
+    return ScoreBody(
+        id=answer.id,
+        object="scoring",
+        created=int(time.time()),
+        model=services.served_model,
+        scores=label_scores(answer.vectors, apply_softmax=bool(made.request.apply_softmax)),
+        usage=answer.usage,
+        warnings=made.warnings or UNSET,
+    )
+
+
+def _read(body: Body, services: Services) -> _Checked:
+    warnings = SCORE_POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, ScoreRequest)
+    services.check_model(request.model)
+    if request.items is not None or request.query is not None:
+        return _read_items(request, services, warnings)
+    check_task(services.spec, "score")
+    if request.text_1 is not None or request.text_2 is not None:
+        names, values = ("text_1", "text_2"), (request.text_1, request.text_2)
+    else:
+        names, values = ("queries", "documents"), (request.queries, request.documents)
+    first, second = (_texts(value, name) for value, name in zip(values, names, strict=True))
+    check_limit(names[1], len(second), "texts", services.config.limits.max_prompts, "max_prompts")
+    if len(first) == 1:
+        first *= len(second)
+    if len(first) != len(second):
+        raise RequestError(
+            f"{names[0]} has {len(first)} texts and {names[1]} has {len(second)}; send one text for all of them, or "
+            "as many",
+            param=names[0],
+            code="invalid_value",
+        )
+    return _Checked(request, warnings, list(zip(first, second, strict=True)), names[1])
+
+
+def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) -> _Checked:
+    check_task(services.spec, "labels")
+    limits, max_len = services.config.limits, services.manager.capacity.max_model_len
+    [query] = prompts_of(request.query, "query", limits, max_prompt_len=max_len)[:1]
+    items = prompts_of(request.items, "items", limits, max_prompt_len=max_len)
+    label_ids = [*(request.label_token_ids or ())]
+    label_ids += [label_id(services.tokenizer, text, "labels") for text in request.labels or ()]
+    if not label_ids:
+        raise RequestError(
+            "label_token_ids is missing; send the tokens to judge, or their texts as labels",
+            param="label_token_ids",
+            code="missing_field",
+        )
+    check_limit("label_token_ids", len(label_ids), "labels", limits.max_logit_bias, "max_logit_bias")
+    for token_id in label_ids:
+        if not 0 <= token_id < services.spec.vocab_size:
+            raise RequestError(
+                f"label_token_ids has {token_id}, but ids lie in [0, {services.spec.vocab_size})",
+                param="label_token_ids",
+                code="invalid_value",
+            )
+    join = _join(bool(request.item_first), query)
+    return _Checked(request, warnings, items=[join(item) for item in items], label_ids=label_ids)
+
+
+def _join(item_first: bool, query: Prompt) -> Callable[[Prompt], Prompt]:
+    def join(item: Prompt) -> Prompt:
+        first, second = (item, query) if item_first else (query, item)
+        if isinstance(first, str) and isinstance(second, str):
+            return first + second
+        if isinstance(first, list) and isinstance(second, list):
+            return first + second
+        raise RequestError(
+            "query and items have different forms; send texts for both, or token ids for both",
+            param="items",
+            code="invalid_type",
+        )
+
+    return join
+
+
+def _texts(value: object, param: str) -> list[str]:
+    """The texts of a field.
+
+    Raises:
+        RequestError: missing, empty, or of another type.
+    """
+    match value:
+        case None:
+            raise RequestError(f"{param} is missing; {_FORMS}", param=param, code="missing_field")
+        case str():
+            return [value]
+        case []:
+            raise RequestError(f"{param} is empty; send at least one text", param=param, code="invalid_value")
+        case list() if all(isinstance(text, str) for text in value):
+            return value
+    raise RequestError(
+        f"{param} is {show(value)}, but it must be a string or a list of strings",
+        param=param,
+        code="invalid_type",
+    )

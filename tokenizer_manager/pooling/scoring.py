@@ -1,0 +1,162 @@
+"""Scores of pairs of texts and of items: the prompts that a model computes for them, and the scores of its results.
+
+How a model scores a pair is in its `PoolingSpec`:
+
+    a head (cross-encoder)     both texts in one prompt; the classifier's output, after its activation
+    label tokens (Qwen3)       both texts in a template; the probability of the first label among all of them
+    vectors (embedder)         a prompt for each text; the cosine of the angle between their vectors
+    none (generator)           items with labels: the probability of each label as the next token
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from ...runtime.errors import RequestError
+from ...runtime.model_files.pooling_spec import PoolingSpec
+from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.pooling import PoolingKind, PoolingParams
+from ...runtime.request_checks import shown
+from ..generation import Prompt
+from .embedding import embedding_params, prompt_text
+
+DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
+"""Of Qwen3-Reranker's model card."""
+
+Pair = tuple[str, str]
+"""A query and a document."""
+
+
+class ScoredInputs(NamedTuple):
+    """The prompts of some pairs.
+
+    Attributes:
+        prompts: texts, or token ids.
+        poolings: of each prompt.
+        pairs: of each score: the index of one prompt, or those of the prompts with the two vectors.
+        add_special_tokens: whether the texts get special tokens.
+    """
+
+    prompts: list[Prompt]
+    poolings: list[PoolingParams]
+    pairs: list[tuple[int, ...]]
+    add_special_tokens: bool = True
+
+
+def uses_pairs(pooling: PoolingSpec) -> bool:
+    """Whether the tokenizer must join the two texts of a pair (`Tokenizer.encode_pairs`)."""
+    return pooling.task == "score" and not pooling.label_tokens
+
+
+def joined_inputs(pooling: PoolingSpec, encoded: Sequence[tuple[list[int], int]]) -> ScoredInputs:
+    """The inputs of a model with a head, from the tokenizer's token ids and `second_start` of each pair."""
+    poolings = [
+        PoolingParams(PoolingKind.SCORE, all_tokens=pooling.pooling != "last", second_start=second_start)
+        for _, second_start in encoded
+    ]
+    return ScoredInputs(
+        [ids for ids, _ in encoded], poolings, [(n,) for n in range(len(encoded))], add_special_tokens=False
+    )
+
+
+def text_inputs(
+    pooling: PoolingSpec, tokenizer: Tokenizer, pairs: Sequence[Pair], instruction: str | None
+) -> ScoredInputs:
+    """The inputs of all other models."""
+    if pooling.task == "embed":
+        return _vector_inputs(pooling, pairs)
+    label_ids = tuple(label_id(tokenizer, text, "label_tokens") for text in pooling.label_tokens)
+    instruction = DEFAULT_INSTRUCTION if instruction is None else instruction
+    prompts = [
+        pooling.template.replace("{instruction}", instruction)
+        .replace("{query}", query)
+        .replace("{document}", document)
+        for query, document in pairs
+    ]
+    params = PoolingParams(PoolingKind.LABELS, label_ids=label_ids)
+    return ScoredInputs(
+        list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))], add_special_tokens=False
+    )
+
+
+def _vector_inputs(pooling: PoolingSpec, pairs: Sequence[Pair]) -> ScoredInputs:
+    """One prompt for each different text of each side, with the prompt of its side."""
+    texts: dict[tuple[str, str], int] = {}
+    numbers = [
+        tuple(
+            texts.setdefault((side, text), len(texts))
+            for side, text in zip(("query", "document"), pair, strict=True)
+        )
+        for pair in pairs
+    ]
+    before = {side: prompt_text(pooling, input_type=side) for side in ("query", "document")}
+    params = embedding_params(pooling, normalize=True)
+    return ScoredInputs([before[side] + text for side, text in texts], [params] * len(texts), numbers)
+
+
+def scores_of(pooling: PoolingSpec, inputs: ScoredInputs, vectors: Sequence[bytes]) -> list[list[float]]:
+    """The scores of each pair; one number, or one per label of a classifier."""
+    values = [array("f", vector).tolist() for vector in vectors]
+    if pooling.task == "embed":
+        return [[math.fsum(map(_times, values[one], values[other]))] for one, other in inputs.pairs]
+    if pooling.label_tokens:
+        return [[softmax(values[n])[0]] for (n,) in inputs.pairs]
+    return [_activated(pooling, values[n]) for (n,) in inputs.pairs]
+
+
+def _activated(pooling: PoolingSpec, logits: list[float]) -> list[float]:
+    match pooling.activation:
+        case "sigmoid":
+            return [_sigmoid(logit) for logit in logits]
+        case "softmax":
+            return softmax(logits)
+        case "identity":
+            return logits
+
+
+def label_inputs(prompts: Sequence[Prompt], label_ids: Sequence[int]) -> ScoredInputs:
+    """The inputs of items whose next token is judged."""
+    params = PoolingParams(PoolingKind.LABELS, label_ids=tuple(label_ids))
+    return ScoredInputs(list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))])
+
+
+def label_scores(vectors: Sequence[bytes], *, apply_softmax: bool) -> list[list[float]]:
+    """Probabilities of the labels: among them, or (as in SGLang) among all tokens."""
+    logprobs = [array("f", vector).tolist() for vector in vectors]
+    return [softmax(each) if apply_softmax else [math.exp(value) for value in each] for each in logprobs]
+
+
+def label_id(tokenizer: Tokenizer, text: str, param: str) -> int:
+    """The token of a label.
+
+    Raises:
+        RequestError: it is not one token.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if len(ids) != 1:
+        raise RequestError(
+            f"{param} has {shown(text)}, which is {len(ids)} tokens; a label is one token, choose others or send "
+            "label_token_ids",
+            param=param,
+            code="invalid_value",
+        )
+    return ids[0]
+
+
+def softmax(logits: Sequence[float]) -> list[float]:
+    """Probabilities in proportion to exp(logit)."""
+    highest = max(logits)
+    weights = [math.exp(logit - highest) for logit in logits]
+    total = math.fsum(weights)
+    return [weight / total for weight in weights]
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
+
+
+def _times(x: float, y: float) -> float:
+    return x * y
