@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.forward_program import ProgrammedForward
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
-from engine.runtime.pooling import PoolingParams
+from engine.runtime.pooling import PoolingKind, PoolingParams
 
 from .encoder_texts import WHOLE, Texts, make_encoder
 
@@ -203,6 +204,39 @@ def test_the_vector_is_that_of_the_pooler(make_texts):
     for n, text in enumerate(texts):
         vector = torch.frombuffer(bytearray(result.vectors[n]), dtype=torch.float32)
         torch.testing.assert_close(vector, encoder.states(text)[-1], rtol=1e-5, atol=2e-5)
+
+
+CLASSIFIERS = {
+    "bert": ("bert", 13),
+    "roberta": ("roberta", 0),
+    "xlm-roberta": ("xlm-roberta", 0),
+    "distilbert": ("distilbert", 0),
+    "modernbert": ("modernbert", 0),
+    "modernbert mean": ("modernbert", 0),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_scores_are_those_of_transformers(tmp_path, make_driver, name):
+    model_type, second = CLASSIFIERS[name]
+    options = {"classifier_pooling": "mean"} if "mean" in name else {}
+    encoder = make_encoder(
+        tmp_path / "encoder", model_type, head="ForSequenceClassification", num_labels=3, **options
+    )
+    spec = read_hf_spec(encoder.folder)
+    assert spec.pooling is not None and spec.pooling.size == 3
+    runner = Texts(make_driver(spec, encoder.folder))
+    texts = texts_of((40, 17, 64))
+    params = PoolingParams(kind=PoolingKind.SCORE, all_tokens=True, second_start=second)
+    result = runner.step(texts, [params] * len(texts))
+    for n, text in enumerate(texts):
+        types = (
+            {"token_type_ids": torch.tensor([[int(k >= second) for k in range(len(text))]])} if second else {}
+        )
+        with torch.inference_mode():
+            theirs = encoder.reference(torch.tensor([text]), **types).logits[0]
+        ours = torch.frombuffer(bytearray(result.vectors[n]), dtype=torch.float32)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
 
 
 def test_all_layers_share_the_memory_of_one(make_texts):
