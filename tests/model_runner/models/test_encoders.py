@@ -219,7 +219,7 @@ CLASSIFIERS = {
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_scores_are_those_of_transformers(tmp_path, make_driver, name):
     model_type, second = CLASSIFIERS[name]
-    options = {"classifier_pooling": "mean"} if "mean" in name else {}
+    options: dict[str, Any] = {"classifier_pooling": "mean"} if "mean" in name else {}
     encoder = make_encoder(
         tmp_path / "encoder", model_type, head="ForSequenceClassification", num_labels=3, **options
     )
