@@ -316,7 +316,7 @@ class TokenizerManager:
         generation.opened_s = now_s = self._clock()
         for choice, message in opened:
             self.request_log.opened(LoggedRequest(message, generation, choice), now_s)
-        self._proofs.begin(generation, request.grammar, request.grammar_param)
+        self._proofs.begin(generation, request)
         return generation
 
     def _deliver_all(self, outputs: Iterable[TextOutput], now_s: float) -> None:
