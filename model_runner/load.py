@@ -101,7 +101,7 @@ def load_model_runner(
     started_s = time.perf_counter()
     layers = None
     if adapter_slots is not None:
-        layers = _adapter_layers(config, spec, dtype, adapter_slots)
+        layers = _adapter_layers(config, spec, dtype, device, adapter_slots)
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
         model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
     if device.type == "cpu":
@@ -132,7 +132,7 @@ def load_model_runner(
 
 
 def _adapter_layers(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, sizes: SlotSizes
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, sizes: SlotSizes
 ) -> AdapterLayers:
     if config.model.model_impl == "transformers":
         raise ConfigError(
@@ -140,7 +140,9 @@ def _adapter_layers(
             "start the server without adapters"
         )
     max_slots, max_rank, targets = sizes
-    return AdapterLayers(spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, targets=targets)
+    return AdapterLayers(
+        spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
+    )
 
 
 def _measured_capacity(

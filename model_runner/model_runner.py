@@ -21,7 +21,7 @@ from msgspec import structs
 
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
-from .adapters.adapter_runs import runs_or_none
+from .adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom
 from .models.registry import logits_of

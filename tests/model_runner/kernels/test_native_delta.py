@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.adapters.adapter_runs import AdapterRuns, Run, plan_of, runs_of
+from engine.model_runner.adapter_runs import AdapterRuns, Run, plan_of, runs_of
 from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.native_delta import NativeDeltas
 from engine.model_runner.kernels.native_linear import NativeLinear
@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def runs(slots: list[int]) -> AdapterRuns:
-    return runs_of(np.array(slots, dtype=np.int64), BUFFERS)
+    return runs_of(np.array(slots, dtype=np.int64), BUFFERS.put)
 
 
 def random_parts(inputs, outputs, rank, seed, missing=()):
@@ -64,8 +64,8 @@ def test_changes_are_those_of_torch(dtype, inputs, outputs, slots, num_threads):
     finally:
         torch.set_num_threads(before)
     wanted = plain.add(x, y.clone(), runs(slots))
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.04, "rtol": 0.02}
-    torch.testing.assert_close(found, wanted, **close)
+    atol, rtol = (1e-5, 1e-5) if dtype == torch.float32 else (0.04, 0.02)
+    torch.testing.assert_close(found, wanted, atol=atol, rtol=rtol)
     is_base = torch.tensor(slots) == 0
     assert torch.equal(found[is_base], y[is_base])
     assert is_base.all() or not torch.equal(found, y)
