@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, find_madvise
-from engine.runtime.openmp import shorten_spinning
+from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.kernel_builds import at_least
 from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
 from engine.model_runner.kernels.cpu.isa import ISAS
-from engine.runtime.openmp import shorten_spinning
+from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     import ctypes

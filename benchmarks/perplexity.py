@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from engine import LLM, ConfigError, SamplingParams
 from engine.model_runner import load as loading
-from engine.runtime.openmp import shorten_spinning
+from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,6 +8,7 @@ from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, DetokenizerInput
 from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.transport.ipc import Inbox, Outbox
+from .incremental import NoText
 from .manager import Detokenizer
 
 
@@ -17,7 +18,9 @@ def main(child: Child) -> None:
     decoder: msgspec.msgpack.Decoder[DetokenizerInput] = msgspec.msgpack.Decoder(DetokenizerInput)
     inbox = Inbox(endpoints.detokenizer, decoder, wake=child)
     outbox = Outbox(endpoints.tokenizer_manager)
-    detokenizer = Detokenizer(load_tokenizer(child.settings.source), after_restart=child.settings.life > 0)
+    settings = child.settings
+    table = NoText() if settings.spec.pooling is not None else load_tokenizer(settings.source)
+    detokenizer = Detokenizer(table, after_restart=settings.life > 0)
     child.ready()
     while not child.stop_requested():
         for message in inbox.poll(HEARTBEAT_INTERVAL_S):

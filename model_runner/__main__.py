@@ -3,7 +3,7 @@
 import gc
 
 from ..runtime.child.child import run_child
-from ..runtime.openmp import shorten_spinning
+from ..runtime.child.openmp import shorten_spinning
 
 gc.disable()  # as in the scheduler's process
 shorten_spinning()  # before `process.py` imports torch

@@ -88,7 +88,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     """
     spec, own_spec, device, group = loaded.spec, loaded.own_spec, loaded.device, loaded.group
     kv_pool = KVPool(
-        num_layers=spec.num_layers,
+        num_layers=spec.num_kv_layers,
         num_pages=capacity.num_pages,
         page_size=capacity.page_size,
         num_kv_heads=own_spec.num_kv_heads,
@@ -113,7 +113,14 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
     executor = _make_executor(loaded, batch_sizes, kv_pool, attention, slot_table, relay, buffers)
-    builder = BatchBuilder(states=states, counts=counts, eos_token_ids=spec.eos_token_ids, buffers=buffers)
+    builder = BatchBuilder(
+        states=states,
+        counts=counts,
+        eos_token_ids=spec.eos_token_ids,
+        buffers=buffers,
+        has_token_types=_has_token_types(spec),
+        pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
+    )
     return ModelRunner(
         model=loaded.model,
         executor=executor,
@@ -134,6 +141,10 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         attention_backend=attention.name,
         adapters=loaded.adapters,
     )
+
+
+def _has_token_types(spec: ModelSpec) -> bool:
+    return spec.encoder is not None and spec.encoder.token_types > 1
 
 
 def _make_pooler(loaded: LoadedModel, states: RequestStates, buffers: InputBuffers) -> Pooler:
@@ -181,6 +192,7 @@ def _make_executor(
             kv_pool=kv_pool,
             attention=attention,
             num_ranks=num_ranks,
+            has_token_types=_has_token_types(loaded.spec),
             has_adapters=loaded.adapters is not None,
         )
     eager = EagerExecutor(
@@ -192,6 +204,8 @@ def _make_executor(
         relay=relay,
         buffers=buffers,
     )
+    if not loaded.spec.causal:
+        return eager  # there are no decodes
     if on_cpu and not batch_sizes:
         return native_executor(
             kernels,

@@ -30,6 +30,7 @@ class ForwardBatch:
         attention: the planned attention of the step.
         logits_indices: [W] int64, ascending, the tokens that need logits or hidden states; the others are not
             computed after the last layer's attention. None: all T.
+        token_types: [T] int64, for models with a table of them; None: all are 0.
         adapters: the adapters of the tokens; None: all tokens use the base model.
     """
 
@@ -39,4 +40,5 @@ class ForwardBatch:
     out_cache_loc: Tensor
     attention: StepAttention
     logits_indices: Tensor | None = None
+    token_types: Tensor | None = None
     adapters: AdapterBatch | None = None

@@ -123,7 +123,7 @@ def load_model_runner(
         pooling_head=pooling_head,
         adapters=None if layers is None else AdapterSlots(layers, AdapterStore(layers)),
     )
-    sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device)
+    sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
@@ -160,6 +160,7 @@ def _measured_capacity(
         step_tokens=largest_step_of(config),
         batch_sizes=batch_sizes,
         memory=memory,
+        samples=loaded.spec.causal,
     )
     capacity = fit_pool(
         capacity,

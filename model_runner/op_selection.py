@@ -112,6 +112,11 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
     return Provider("triton", reasons_against, load, device_type="cuda")
 
 
+def _without_rotary(target: Target) -> list[str]:
+    encoder = target.spec.encoder
+    return ["the model has no rotary positions"] if encoder is not None and encoder.position_rows else []
+
+
 # ---------------------------------------------------------------- sgl-kernel
 
 
@@ -185,8 +190,12 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("gelu_and_mul"),
         _plain(plain.gelu_and_mul),
     ),
+    "gelu_erf_and_mul": (_native("gelu_erf_and_mul"), _plain(plain.gelu_erf_and_mul)),
+    "layer_norm": (_native("layer_norm"), _plain(plain.layer_norm)),
+    "add_layer_norm": (_native("add_layer_norm"), _plain(plain.add_layer_norm)),
+    "activate": (_native("activate"), _plain(plain.activate)),
     "rotate_and_store": (
-        _triton("rotary_store", "rotate_and_store"),
+        _triton("rotary_store", "rotate_and_store", _without_rotary),
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),

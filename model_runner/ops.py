@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     import torch
 
     from .adapter_runs import AdapterRuns
+
+ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
+"""`gelu` is the exact one, by the error function."""
 
 
 class LinearWeight(Protocol):
@@ -126,6 +129,32 @@ class AddRMSNormOp(Protocol):
         ...
 
 
+class LayerNormOp(Protocol):
+    """(x - mean(x)) / std(x) * weight + bias over the last axis, computed in float32; [..., K] -> [..., K]."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """Weight and bias have x's dtype; the result is rounded once."""
+        ...
+
+
+class AddLayerNormOp(Protocol):
+    """Add x to the residual stream and normalize it: (normalized, new residual). [T, K] all."""
+
+    def __call__(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Both `x` and `residual` may be overwritten; use the returned tensors. The sum is rounded before the norm."""
+        ...
+
+
+class Activate(Protocol):
+    """act(x), rounded once; any shape."""
+
+    def __call__(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class AddOp(Protocol):
     """x + y, rounded once; [T, K] all, of one dtype."""
 
@@ -189,6 +218,8 @@ class RotateAndStore(Protocol):
         out_cache_loc: Tensor,
     ) -> Tensor:
         """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
+
+        With R = 0 nothing is rotated, for models that know positions by other means.
 
         Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in
         the dtype of cos and sin, and rounded to the model's dtype at the end. Stored values are converted to the pool's
@@ -335,6 +366,10 @@ class Ops:
     add_rms_norm: AddRMSNormOp
     silu_and_mul: GatedActivation
     gelu_and_mul: GatedActivation
+    gelu_erf_and_mul: GatedActivation
+    layer_norm: LayerNormOp
+    add_layer_norm: AddLayerNormOp
+    activate: Activate
     rotate_and_store: RotateAndStore
     add: AddOp
     take_rows: TakeRows

@@ -64,6 +64,7 @@ class RequestStates:
         seed: [rows] uint64.
         adapter_slot: [rows] int64, 0: the base model.
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
+        second_start: [rows] int64, see `PoolingParams`; 0 for other requests.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
@@ -78,6 +79,7 @@ class RequestStates:
         self.min_p = np.zeros(num_rows, dtype=np.float32)
         self.seed = np.zeros(num_rows, dtype=np.uint64)
         self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
+        self.second_start = np.zeros(num_rows, dtype=np.int64)
         self.adapter_slot = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
@@ -104,6 +106,7 @@ class RequestStates:
         self.min_p[row] = sampling.min_p
         self.seed[row] = sampling.seed or 0
         self.is_pooling[row] = new.pooling is not None
+        self.second_start[row] = 0 if new.pooling is None else new.pooling.second_start
         self.adapter_slot[row] = new.adapter_slot
         return state
 

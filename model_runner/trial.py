@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from ..runtime.feasibility import pages_for
+from ..runtime.pooling import PoolingParams
 from ..runtime.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, NewReq, StepPlan
@@ -41,6 +42,8 @@ _EVERYTHING: Final = SamplingParams(
 )
 """All features of the sampler at once, so that no later request takes more memory."""
 
+_POOLING: Final = PoolingParams(all_tokens=True)
+
 MakeRunner = Callable[["Capacity", Sequence[int]], "ModelRunner"]
 """Makes a runner with the loaded weights for a capacity; it records decodes of these batch sizes."""
 
@@ -52,6 +55,7 @@ def measure(
     step_tokens: int,
     batch_sizes: Sequence[int],
     memory: DeviceMemory,
+    samples: bool = True,
 ) -> Measured:
     """Run page copies and the largest step, then the largest recordings.
 
@@ -59,6 +63,7 @@ def measure(
         capacity: the planned capacity; only a smaller KV pool is allocated.
         step_tokens: new tokens of the largest step that the scheduler can make.
         batch_sizes: the batch sizes of decodes that will be recorded, ascending.
+        samples: False for an encoder, whose texts are followed by nothing.
 
     Raises:
         ConfigError: the largest step does not fit into memory.
@@ -72,7 +77,7 @@ def measure(
     with explained(what, memory, way_out):
         peak_bytes = memory.watch_peak()
         runner = make_runner(small, ())
-        for plan in (moves(small), largest_step(lengths, small)):
+        for plan in (moves(small), largest_step(lengths, small, samples=samples)):
             result = runner.launch(plan).wait()
             if result.out_of_memory:
                 raise torch.OutOfMemoryError(result.out_of_memory)
@@ -130,8 +135,11 @@ def _int32(numbers: Sequence[int]) -> bytes:
     return np.array(numbers, dtype=np.int32).tobytes()
 
 
-def largest_step(lengths: Sequence[int], capacity: Capacity) -> StepPlan:
-    """A step that computes these whole prompts and samples for each; it uses pages in order from page 1 on."""
+def largest_step(lengths: Sequence[int], capacity: Capacity, *, samples: bool = True) -> StepPlan:
+    """A step that computes these whole prompts and samples for each; it uses pages in order from page 1 on.
+
+    `samples`: False: the result of each is a vector of all its tokens instead.
+    """
     size = capacity.page_size
     first_pages = 1 + np.cumsum([0, *(pages_for(length, size) for length in lengths)])
     slots = [
@@ -146,10 +154,19 @@ def largest_step(lengths: Sequence[int], capacity: Capacity) -> StepPlan:
         num_computed_tokens=np.zeros(len(lengths), dtype=np.int32).tobytes(),
         num_scheduled_tokens=np.array(lengths, dtype=np.int32).tobytes(),
         out_cache_loc=np.concatenate(slots).astype(np.int32).tobytes(),
-        samples=bytes([1]) * len(lengths),
+        samples=bytes([samples]) * len(lengths),
+        pools=b"" if samples else bytes([1]) * len(lengths),
         total_num_scheduled_tokens=sum(lengths),
         new_reqs=tuple(
-            NewReq(f"trial{row}", row, np.zeros(length, dtype=np.int32).tobytes(), length, b"", _EVERYTHING)
+            NewReq(
+                f"trial{row}",
+                row,
+                np.zeros(length, dtype=np.int32).tobytes(),
+                length,
+                b"",
+                _EVERYTHING if samples else SamplingParams(seed=0),
+                None if samples else _POOLING,
+            )
             for row, length in enumerate(lengths)
         ),
     )

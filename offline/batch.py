@@ -7,6 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..runtime.errors import EngineDeadError
 from ..runtime.grammar_use import GrammarUse
@@ -117,12 +118,29 @@ def _ignore(_chunk: GenerationChunk) -> None:
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[GenerationChunk], None]]:
     """A bar of finished prompts on standard error, with the tokens per second so far."""
+    with progress_of(total, "Prompts") as advance:
+
+        def show(chunk: GenerationChunk) -> None:
+            advance(len(chunk.token_ids), finished=chunk.finish_reason is not None)
+
+        yield show
+
+
+class Advance(Protocol):
+    """Counts tokens, and by default the item that they finish."""
+
+    def __call__(self, num_tokens: int, *, finished: bool = True) -> None: ...
+
+
+@contextlib.contextmanager
+def progress_of(total: int, name: str) -> Iterator[Advance]:
+    """A bar of finished items on standard error, with the tokens per second so far."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    started_s, num_tokens = time.monotonic(), 0
+    started_s, total_tokens = time.monotonic(), 0
     columns = (
-        TextColumn("Prompts"),
+        TextColumn(name),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
@@ -131,10 +149,10 @@ def _progress(total: int) -> Iterator[Callable[[GenerationChunk], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total, rate="")
 
-        def show(chunk: GenerationChunk) -> None:
-            nonlocal num_tokens
-            num_tokens += len(chunk.token_ids)
-            rate = f"{num_tokens / max(time.monotonic() - started_s, 1e-9):.1f} tok/s"
-            progress.update(task, advance=int(chunk.finish_reason is not None), rate=rate)
+        def advance(num_tokens: int, *, finished: bool = True) -> None:
+            nonlocal total_tokens
+            total_tokens += num_tokens
+            rate = f"{total_tokens / max(time.monotonic() - started_s, 1e-9):.1f} tok/s"
+            progress.update(task, advance=int(finished), rate=rate)
 
-        yield show
+        yield advance

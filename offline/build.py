@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
+from ..runtime.child.openmp import shorten_spinning
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
-from ..runtime.openmp import shorten_spinning
 from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 

@@ -25,12 +25,21 @@ from ..runtime.request_checks import check_integer, check_number, check_text, pl
 from ..runtime.resolve.prepare import prepare
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
+from ..tokenizer_manager.pooling.task import check_task
 from .batch import Batch
 from .build import start_engine
 from .chat_planner import ChatPlanner
-from .options import CallOptions, ChatOptions, checked_constraint, checked_options, conversation_of
+from .options import (
+    CallOptions,
+    ChatOptions,
+    SchedulingOptions,
+    checked_constraint,
+    checked_options,
+    conversation_of,
+)
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
 from .own_names import own_names
+from .pooled import PooledCalls, RankedDocument, Vectors
 from .prompts import as_params, as_prompts
 from .request_preparer import RequestPreparer
 
@@ -108,12 +117,14 @@ class LLM:
         self.config = prepared.config
         self.model_name = prepared.model_name
         step("tokenizer")
-        self.tokenizer = load_tokenizer(prepared.source)
+        self.tokenizer = load_tokenizer(prepared.source, encode_only=prepared.spec.pooling is not None)
         self._chats = ChatPlanner(prepared, self.tokenizer)
         self._sampling_defaults = prepared.sampling_defaults
         self._engine = start_engine(prepared, self.tokenizer, on_step=step)
         self.max_model_len = self._engine.capacity.max_model_len
         self._preparer = RequestPreparer(self.tokenizer, self._engine.capacity, self.config.model.seed)
+        self._pooled = PooledCalls(self._engine, self.tokenizer, prepared.spec)
+        self._spec = prepared.spec
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of a call without any: those of the model's files, unless `sampling_defaults` is "openai".
@@ -193,6 +204,7 @@ class LLM:
             EngineDeadError: the engine has ended.
         """
         self._engine.check_usable()
+        check_task(self._spec, "generate")
         items, is_single = as_prompts(prompts)
         scheduling = checked_options(options)
         constraint = checked_constraint(options, self.config)
@@ -222,6 +234,7 @@ class LLM:
             RequestError: n is below 1, or as for `generate`.
         """
         self._engine.check_usable()
+        check_task(self._spec, "generate")
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         scheduling = checked_options(options)
@@ -274,6 +287,7 @@ class LLM:
             RequestError: a message the template refuses, or as for `generate`.
         """
         self._engine.check_usable()
+        check_task(self._spec, "generate")
         scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         constraint = checked_constraint(options, self.config)
@@ -288,6 +302,142 @@ class LLM:
         request = dataclasses.replace(request, keep_special_ids=plan.keep_special_ids, parser=plan.parser())
         batch = Batch(self._engine, self.tokenizer, [request], scheduling)
         return batch.chunks() if stream else batch.run(progress_bar=False)[0]
+
+    # ------------------------------------------------------------ vectors and scores
+
+    @own_names()
+    def embed(
+        self,
+        inputs: str | list[int] | list[str] | list[list[int]] | list[Prompt],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        input_type: str | None = None,
+        truncate: bool = False,
+        progress_bar: bool = False,
+        **options: Unpack[SchedulingOptions],
+    ) -> Vectors:
+        """The vectors of one or many texts; for a model that makes vectors.
+
+        Args:
+            inputs: a text or token ids, or a list of these.
+            dimensions: leading numbers to keep, for models that were trained for it.
+            normalize: scale vectors to length 1; None: as the model's files say.
+            prompt_name: the model's prompt of this name is put before each text.
+            input_type: "query" or "document": the model's prompt of this kind is put before each text.
+            truncate: cut inputs that are longer than the model takes; otherwise they are errors.
+            progress_bar: show finished texts and tokens per second on standard error.
+            options: how the requests are scheduled; see `engine.offline.options.SchedulingOptions`.
+
+        Returns:
+            float32 [D] for one input, [n, D] for a list, in its order.
+
+        Raises:
+            RequestError: an input or argument is invalid, or an input failed; the message has its number.
+            EngineDeadError: the engine has ended.
+        """
+        return self._pooled.embed(
+            inputs,
+            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            dimensions=dimensions,
+            normalize=normalize,
+            prompt_name=prompt_name,
+            input_type=input_type,
+            truncate=truncate,
+            progress_bar=progress_bar,
+        )
+
+    @own_names()
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool = False,
+        progress_bar: bool = False,
+        **options: Unpack[SchedulingOptions],
+    ) -> list[RankedDocument]:
+        """Documents by their relevance to a query, the most relevant first.
+
+        A reranker computes query and document together; an embedder compares their vectors.
+
+        Args:
+            query: a text.
+            documents: texts.
+            top_n: how many to return; None: all.
+            instruction: what makes a document relevant, for models that take an instruction.
+            truncate, progress_bar, options: as for `embed`.
+
+        Raises:
+            RequestError: as for `embed`.
+        """
+        return self._pooled.rerank(
+            query,
+            documents,
+            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            top_n=top_n,
+            instruction=instruction,
+            truncate=truncate,
+            progress_bar=progress_bar,
+        )
+
+    @own_names()
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate: bool = False,
+        progress_bar: bool = False,
+        **options: Unpack[SchedulingOptions],
+    ) -> list[float] | list[list[float]]:
+        """The score of each pair of texts; a list of numbers per pair from a classifier with several labels.
+
+        Args:
+            first: a text for all pairs, or as many as `second` has.
+            second: a text or texts.
+            instruction, truncate, progress_bar, options: as for `rerank`.
+
+        Raises:
+            RequestError: as for `embed`.
+        """
+        return self._pooled.score(
+            first,
+            second,
+            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            instruction=instruction,
+            truncate=truncate,
+            progress_bar=progress_bar,
+        )
+
+    @own_names()
+    def label_probabilities(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]] | list[Prompt],
+        labels: Sequence[str | int],
+        *,
+        among_labels: bool = True,
+        **options: Unpack[SchedulingOptions],
+    ) -> list[list[float]]:
+        """How likely each label is as the next token of each prompt; for a model that generates text.
+
+        Args:
+            prompts: one prompt or a list.
+            labels: texts of one token each, or token ids.
+            among_labels: probabilities that sum to 1 over the labels; False: among all tokens.
+            options: as for `embed`.
+
+        Raises:
+            RequestError: a label is not one token, or as for `embed`.
+        """
+        scheduling = checked_options(options, tuple(SchedulingOptions.__annotations__))
+        return self._pooled.label_probabilities(prompts, labels, scheduling, among_labels=among_labels)
+
+    # ------------------------------------------------------------ prompts, cache, end
 
     @own_names()
     def render_chat(self, messages: Sequence[ChatMessage], **options: Unpack[ChatOptions]) -> list[int]:

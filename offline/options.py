@@ -23,8 +23,8 @@ from ..tokenizer_manager.http.schema.protocol import ChatRequest
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
 
 
-class CallOptions(TypedDict, total=False):
-    """The HTTP fields of the same names; `tenant` is `user` there.
+class SchedulingOptions(TypedDict, total=False):
+    """How requests are scheduled: the HTTP fields of the same names; `tenant` is `user` there.
 
     Attributes:
         priority: larger goes first, under policies that use it; "high", "normal" and "low" are 20, 0 and -20.
@@ -32,11 +32,6 @@ class CallOptions(TypedDict, total=False):
         cache_salt: requests share cached prefixes only with requests of the same salt.
         queue_timeout: seconds within which a request must be started; after that it ends with an error.
         timeout: seconds within which a request must be finished.
-        response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others.
-        json_schema: the answers are JSON that matches this JSON Schema: an object, its text, or a class of pydantic's.
-        regex: the answers match this regular expression as a whole.
-        choice: the answers are one of these texts.
-        grammar: the answers match this GBNF or Lark grammar.
     """
 
     priority: int | str
@@ -44,6 +39,19 @@ class CallOptions(TypedDict, total=False):
     cache_salt: str
     queue_timeout: float | None
     timeout: float | None
+
+
+class CallOptions(SchedulingOptions, total=False):
+    """The options of a generation: how it is scheduled, and what its answers match.
+
+    Attributes:
+        response_format: as in the chat API: {"type": "json_schema", "json_schema": {"schema": ...}} and others.
+        json_schema: the answers are JSON that matches this JSON Schema: an object, its text, or a class of pydantic's.
+        regex: the answers match this regular expression as a whole.
+        choice: the answers are one of these texts.
+        grammar: the answers match this GBNF or Lark grammar.
+    """
+
     response_format: dict[str, Any] | None
     json_schema: dict[str, Any] | str | type[Any] | None
     regex: str | None
@@ -114,7 +122,7 @@ _CHAT_ONLY = ChatOptions.__annotations__.keys() - CallOptions.__annotations__.ke
 
 
 def checked_options(
-    options: CallOptions, known: Iterable[str] = tuple(CallOptions.__annotations__)
+    options: SchedulingOptions, known: Iterable[str] = tuple(CallOptions.__annotations__)
 ) -> Scheduling:
     """The options, verified.
 

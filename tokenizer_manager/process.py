@@ -24,12 +24,12 @@ from ..grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
 from ..grammar.proving.worker import ProofWorker
 from ..runtime.child.child import Child
 from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from ..runtime.child.open_files import make_room_for
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-from ..runtime.open_files import make_room_for
 from ..runtime.transport.ipc import AsyncInbox, Outbox
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
@@ -64,7 +64,8 @@ def main(child: Child) -> None:
     check_tls(config.server)
     traces = make_traces(config.log.otlp_endpoint, config.model.name_in_api(child.settings.source.name))
     with bind(config.server.host, config.server.port) as listener:
-        tokenizer = load_tokenizer(child.settings.source)
+        encode_only = child.settings.spec.pooling is not None
+        tokenizer = load_tokenizer(child.settings.source, encode_only=encode_only)
         chat_template = load_chat_template(config.model.chat_template, tokenizer, child.settings.source.path)
         share_the_gil()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -19,6 +19,7 @@ import msgspec
 
 from ..runtime.errors import RequestError
 from ..runtime.model_files.tokenizer import Tokenizer
+from ..runtime.model_files.tokenizer_files.pairs import EncodedPair
 from .admission.queue_limiter import QueueFullError
 from .generation import Prompt
 
@@ -75,9 +76,7 @@ class PromptEncoder:
                 )
         return result
 
-    async def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], max_len: int | None
-    ) -> list[tuple[list[int], int]]:
+    async def encode_pairs(self, pairs: Sequence[tuple[str, str]], max_len: int | None) -> list[EncodedPair]:
         """Token ids of pairs of texts, and the position of the second text's first token; see `Tokenizer.encode_pairs`.
 
         Args:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...runtime.config.engine_config import EngineConfig
+from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import capacity_of, pages_for
 from ...runtime.model_files.model_spec import ModelSpec
@@ -21,7 +22,7 @@ from .model_facts import SAMPLES, ModelFacts
 
 CONTEXTS: Final = (1024, 4096, 16384, 65536)
 """Lengths for which the number of concurrent requests is printed."""
-_CODES: Final = ("model", "weights", "checksums", "tokenizer", "template", "turns", "fit")
+_CODES: Final = ("model", "task", "weights", "checksums", "tokenizer", "template", "turns", "fit")
 
 
 def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Iterator[Check]:
@@ -36,6 +37,7 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
         for code in _CODES[1:]:
             yield skip(code, "there are no files to check")
         return
+    yield check_task(facts)
     yield check_weights(facts)
     yield check_checksums(facts)
     yield check_tokenizer(facts)
@@ -60,6 +62,25 @@ def check_files(facts: ModelFacts) -> Check:
         f"{facts.source.name}: {spec.model_type}, {spec.num_layers} layers, {spec.num_parameters / 1e6:,.0f} million "
         f"parameters, {spec.known_positions} positions",
     )
+
+
+def check_task(facts: ModelFacts) -> Check:
+    """Say what the model does, and how it makes vectors or scores."""
+    if facts.spec is None:
+        return skip("task", "the architecture is not known")
+    pooling = facts.spec.pooling
+    if pooling is None:
+        return ok("task", "generate text")
+    what = f"{pooling.task}: {pooling.pooling} pooling, "
+    if pooling.task == "embed":
+        what += f"vectors of {counted(pooling.size, 'number')}{', of length 1' if pooling.normalize else ''}"
+    elif pooling.label_tokens:
+        what += f"probability of {pooling.label_tokens[0]!r} as the next token"
+    else:
+        what += f"{counted(pooling.size, 'score')} ({pooling.activation})"
+    prompts = ", ".join(name for name, text in pooling.prompts.items() if text)
+    limit = f"texts of at most {counted(facts.spec.known_positions, 'token')}"
+    return ok("task", f"{what}; {limit}; prompts: {prompts or 'none'} ({pooling.reason})")
 
 
 def check_weights(facts: ModelFacts) -> Check:
@@ -104,6 +125,8 @@ def check_tokenizer(facts: ModelFacts) -> Check:
             f"it has {facts.vocab_size} tokens, the model {facts.spec.vocab_size}: prompts with the others are refused",
             "use the tokenizer that belongs to the weights",
         )
+    if facts.spec is not None and facts.spec.pooling is not None:
+        return ok("tokenizer", f"{facts.vocab_size} tokens")
     if facts.changed_samples:
         sample, became = facts.changed_samples[0]
         return warn(
@@ -120,6 +143,8 @@ def check_template(facts: ModelFacts) -> Check:
         return skip("template", "the tokenizer cannot be read")
     if facts.template_error:
         return refused("template", facts.template_error)
+    if facts.spec is not None and facts.spec.pooling is not None:
+        return skip("template", "the model generates no text")
     if facts.no_template:
         text, _, fix = facts.no_template.partition("; ")
         return warn(
@@ -136,6 +161,8 @@ def check_turns(facts: ModelFacts) -> Check:
         return skip("turns", "there is no chat template")
     if facts.spec is None:
         return skip("turns", "the architecture is not known")
+    if facts.spec.pooling is not None:
+        return skip("turns", "the model generates no text")
     if facts.endless_turn:
         text, _, fix = facts.endless_turn.rpartition("; ")
         return warn("turns", text, fix)

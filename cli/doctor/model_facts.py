@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
-from ...runtime.model_files.default_model import DEFAULT_MODEL
+from ...runtime.model_files.built_in.models import published_sha256
 from ...runtime.model_files.gguf.gguf_split import parts_of
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.source import ModelSource, not_fetched
@@ -133,8 +133,8 @@ def gather_model(
         on_step("checksums")
         found["checksums"] = tuple(_checksums(source))
     on_step("tokenizer")
-    eos_token_ids = () if resolved is None else resolved.spec.eos_token_ids
-    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template, eos_token_ids))
+    architecture = None if resolved is None else resolved.spec
+    return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template, architecture))
 
 
 def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
@@ -152,13 +152,11 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _checksums(source: ModelSource) -> Iterator[Checksum]:
-    """Checksums of files with a known SHA-256: the default model, and files of the hub's cache, named by it."""
+    """Checksums of files with a known SHA-256: built-in models, and files of the hub's cache, named by it."""
     path = Path(source.path)
     for file in parts_of(path) if source.kind == "gguf" else sorted(path.glob("*.safetensors")):
-        published = ""
-        if file.name == DEFAULT_MODEL.file_name:
-            published = DEFAULT_MODEL.member_sha256
-        elif file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
+        published = published_sha256(file)
+        if not published and file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
             published = file.resolve().name
         if published:
             with file.open("rb") as data:
@@ -169,17 +167,20 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 
 
 def _tokenizer_facts(
-    source: ModelSource, template_choice: str | None, eos_token_ids: Sequence[int]
+    source: ModelSource, template_choice: str | None, spec: ModelSpec | None
 ) -> dict[str, Any]:
     from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
     from ...tokenizer_manager.conversation.end_of_turn import turn_without_end
     from ...tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 
     tokenizer: Tokenizer | None
-    tokenizer, error = _attempt(lambda: load_tokenizer(source))
+    encode_only = spec is not None and spec.pooling is not None
+    tokenizer, error = _attempt(lambda: load_tokenizer(source, encode_only=encode_only))
     if tokenizer is None:
         return {"tokenizer_error": error}
     found: dict[str, Any] = {"vocab_size": tokenizer.vocab_size}
+    if encode_only:
+        return found
     found["changed_samples"] = tuple(_changed(tokenizer, SAMPLES))
     template, found["template_error"] = _attempt(
         lambda: load_chat_template(template_choice, tokenizer, source.path)
@@ -190,7 +191,9 @@ def _tokenizer_facts(
         try:
             for chat in CHATS:
                 template.render(chat)
-            found["endless_turn"] = turn_without_end(template, tokenizer, eos_token_ids)
+            found["endless_turn"] = turn_without_end(
+                template, tokenizer, () if spec is None else spec.eos_token_ids
+            )
         except EngineError as error:
             found["template_error"] = str(error)
     return found

@@ -175,6 +175,7 @@ class _Plans:
                 spec.num_heads // spec.num_kv_heads,
                 spec.head_dim,
                 window or 0,
+                spec.causal,
                 fixed_order,
             )
             for window in dict.fromkeys(windows)

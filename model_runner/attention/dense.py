@@ -83,11 +83,40 @@ class ExtendAttention:
         return 0 if self._window is None else max(0, query - self._window + 1)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """SDPA with the KV heads as batch; all heads of a group read the same keys with stride 0: [H, G, n, D]."""
+class EncoderAttention:
+    """Attention of all n tokens of a text to each other, in blocks of queries.
+
+    With a window a token attends to itself, the window / 2 tokens before it and as many after it.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._reach = None if window is None else window // 2
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Compute attention into `out`; shapes as in `ExtendAttention`, with P = n."""
+        num_tokens, reach = q.shape[0], self._reach
+        q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+        if reach is None or num_tokens <= reach + 1:
+            out.copy_(_sdpa(q, k, v, None, causal=False))
+            return
+        for start in range(0, num_tokens, _SDPA_BLOCK):
+            stop = min(start + _SDPA_BLOCK, num_tokens)
+            first, last = max(0, start - reach), min(stop + reach, num_tokens)
+            queries = torch.arange(start, stop, device=q.device)[:, None]
+            keys = torch.arange(first, last, device=q.device)
+            mask = (queries - keys).abs() <= reach
+            out[:, :, start:stop].copy_(_sdpa(q[:, :, start:stop], k[:, first:last], v[:, first:last], mask))
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
+    """SDPA with the KV heads as batch; all heads of a group read the same keys with stride 0: [H, G, n, D].
+
+    `causal`: where there is no mask.
+    """
     group = q.shape[1]
     k, v = k.unsqueeze(1).expand(-1, group, -1, -1), v.unsqueeze(1).expand(-1, group, -1, -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None)
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

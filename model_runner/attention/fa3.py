@@ -76,9 +76,13 @@ class FlashAttention3(AttentionBackend):
             "headdim": spec.head_dim,
             "qkv_dtype": kv_pool.k[0].dtype,
         }
-        views, num_layers = kv_pool.page_views, spec.num_layers
-        self._pages = list(zip(views[:num_layers], views[num_layers:], strict=True))
-        self._windows = [_window_size(spec.window_of(layer_id)) for layer_id in range(spec.num_layers)]
+        views, num_kept = kv_pool.page_views, spec.num_kv_layers
+        pages = list(zip(views[:num_kept], views[num_kept:], strict=True))
+        self._pages = [pages[layer_id % num_kept] for layer_id in range(spec.num_layers)]
+        self._causal = spec.causal
+        self._windows = [
+            _window_size(spec.window_of(layer_id), causal=spec.causal) for layer_id in range(spec.num_layers)
+        ]
         # Query offsets of a step in which every request has one new token; longer than any batch.
         self._one_each = torch.arange(
             req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
@@ -115,7 +119,7 @@ class FlashAttention3(AttentionBackend):
             "cache_seqlens": seq_lens,
             "cu_seqlens_q": cu_seqlens,
             "page_size": self._page_size,
-            "causal": True,
+            "causal": self._causal,
             "num_splits": _NUM_SPLITS,
             **self._heads,
         }
@@ -129,7 +133,7 @@ class FlashAttention3(AttentionBackend):
             "cu_seqlens_q": cu_seqlens,
             "max_seqlen_q": longest_query,
             "softmax_scale": self._scale,
-            "causal": True,
+            "causal": self._causal,
             "num_splits": _NUM_SPLITS,
         }
         layers = [
@@ -159,9 +163,11 @@ def _reasons_against_package(probe: KernelProbe) -> list[str]:
     return []
 
 
-def _window_size(window: int | None) -> tuple[int, int]:
+def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
     """Number of keys before and after the query's own; -1: all."""
-    return (-1, -1) if window is None else (window - 1, 0)
+    if window is None:
+        return -1, -1
+    return (window - 1, 0) if causal else (window // 2, window // 2)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...runtime.resolve.memory_budget import GATHERED_COPIES
 from .backend import AttentionBackend
-from .dense import ExtendAttention, decode_attention
+from .dense import EncoderAttention, ExtendAttention, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -69,7 +69,7 @@ class _View:
 
     extends: list[_Extend]
     groups: list[_DecodeGroup]
-    extend_attention: ExtendAttention
+    extend_attention: ExtendAttention | EncoderAttention
 
 
 class TorchNativeAttention(AttentionBackend):
@@ -94,7 +94,8 @@ class TorchNativeAttention(AttentionBackend):
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self._extend_attention = {
-            window: ExtendAttention(self._dtype, device, window) for window in dict.fromkeys(self._windows)
+            window: ExtendAttention(self._dtype, device, window) if spec.causal else EncoderAttention(window)
+            for window in dict.fromkeys(self._windows)
         }
 
     @property
@@ -215,7 +216,7 @@ class _Step:
         q: Tensor,
         kv: LayerKV,
         extend: _Extend,
-        attend: ExtendAttention,
+        attend: ExtendAttention | EncoderAttention,
         out: Tensor,
     ) -> None:
         """Fill the request's rows of `out`, [T, Hq * D]."""

@@ -49,6 +49,8 @@ class TritonAttention(AttentionBackend):
             reasons.append(f"needs a CUDA device, not {device.type}")
         elif (found := probe_kernels().triton).version is None:
             reasons.append(f"triton: {found.reason}")
+        if not spec.causal:
+            reasons.append("attends to earlier tokens only, and the model is an encoder")
         if spec.head_dim > _MAX_HEAD_DIM:
             reasons.append(f"head_dim is {spec.head_dim}, at most {_MAX_HEAD_DIM} fits")
         group = spec.num_heads // spec.num_kv_heads

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..ops import ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
+from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 from . import native_experts, plain
 from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
@@ -26,6 +26,8 @@ from .native_matmul import NativeMatmul
 logger = logging.getLogger(__name__)
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
+ACTIVATIONS: Final[tuple[ActivationKind, ...]] = ("gelu", "gelu_tanh", "relu", "silu")
+"""In the order of `Activation` in `kernels/cpu/activations.h`."""
 
 
 def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -112,6 +114,53 @@ class NativeOps:
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See `GatedActivation`; gelu by the tanh approximation."""
         return _gated(self._library.gelu_and_mul, gate_up)
+
+    def gelu_erf_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `GatedActivation`; gelu by the error function."""
+        return _gated(self._library.gelu_erf_and_mul, gate_up)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """See `LayerNormOp`."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._layer_norm(None, x, weight, bias, eps, out)
+        return out
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `AddLayerNormOp`."""
+        assert x.dtype == residual.dtype and x.shape == residual.shape, (x.dtype, x.shape)
+        x, residual = x.contiguous(), residual.contiguous()
+        self._layer_norm(x.data_ptr(), residual, weight, bias, eps, x)  # in place, as in `add_rms_norm`
+        return x, residual
+
+    def _layer_norm(
+        self, x: int | None, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+    ) -> None:
+        size = residual.shape[-1]
+        assert residual.dtype in _DTYPES, residual.dtype
+        for part in (weight, bias):
+            assert part is None or (part.dtype == residual.dtype and part.is_contiguous()), part.dtype
+            assert part is None or part.shape == (size,), part.shape
+        self._library.add_layer_norm(
+            x,
+            residual.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            residual.numel() // size,
+            size,
+            eps,
+            residual.dtype == torch.bfloat16,
+        )
+
+    def activate(self, x: Tensor, kind: ActivationKind) -> Tensor:
+        """See `Activate`."""
+        assert x.dtype in _DTYPES, x.dtype
+        x = x.contiguous()
+        self._library.activate(x.data_ptr(), x.numel(), ACTIVATIONS.index(kind), x.dtype == torch.bfloat16)
+        return x
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """See `AddOp`."""

@@ -19,13 +19,15 @@ class KVPool:
     A page is contiguous, so it can be copied to another page, to the host or to another process in one piece. Page 0
     is the dummy page: padding tokens write there and it is never read.
 
+    All layers of an encoder share one layer's memory: its keys and values are not read after their layer.
+
     In an int8 pool each token and head has a scale: a value is the stored integer times the scale.
 
     Attributes:
-        k, v: L tensors each.
+        k, v: L tensors each, or one of each that all layers share.
         k_scale, v_scale: L tensors [slots, H] float32 each; empty unless the pool is int8.
-        page_views: the same memory as 2L tensors [pages, page_size, H, D], the keys of all layers first. Views of 8-bit
-            pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
+        page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first. Views
+            of 8-bit pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
@@ -46,6 +48,7 @@ class KVPool:
         """Reserve the memory.
 
         Args:
+            num_layers: layers with memory of their own (`ModelSpec.num_kv_layers`).
             num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
         """
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
@@ -84,6 +87,7 @@ class KVPool:
 
     def layer(self, layer_id: int) -> LayerKV:
         """The tensors of one layer."""
+        layer_id %= len(self.k)
         k, v = self.k[layer_id], self.v[layer_id]
         if not self.k_scale:
             return LayerKV(k, v)

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Protocol):
-    """A decoder with a language-model head. The two are separate calls because few positions need logits."""
+    """A decoder with a language-model head. The two are separate calls because few positions need logits.
+
+    Encoders have the same form, and no logits.
+    """
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm."""
@@ -28,7 +31,7 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32.
+        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32. Not called for encoders.
 
         Args:
             adapters: of the n rows; None: all use the base model.
@@ -51,6 +54,6 @@ def build_model(context: ModelContext) -> CausalLM:
     if spec.model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ConfigError(f"model_type {spec.model_type!r} is not supported; supported are: {supported}")
-    page: Any = import_module(f".{spec.model_type}", __package__)
+    page: Any = import_module(f".{spec.model_type.replace('-', '_')}", __package__)
     model: CausalLM = page.build(context)
     return model

@@ -89,6 +89,7 @@ class EagerExecutor:
             logits_indices,
             sample_indices,
             cut_indices,
+            token_types,
         ) = self._buffers.put_all(
             [
                 batch.token_rows * self._slot_table.width + batch.positions,
@@ -102,6 +103,7 @@ class EagerExecutor:
                 nothing if batch.logits_indices is None else batch.logits_indices,
                 nothing if batch.sample_indices is None else batch.sample_indices,
                 batch.cut_indices,
+                nothing if batch.token_types is None else batch.token_types,
             ]
         )
         self._slot_table.store(table_indices, slots)
@@ -114,6 +116,7 @@ class EagerExecutor:
             out_cache_loc=out_cache_loc,
             attention=self.attention.plan_step(batch.layout),
             logits_indices=None if batch.logits_indices is None else logits_indices,
+            token_types=None if batch.token_types is None else token_types,
             adapters=self._adapters(batch),
         )
         return inputs, sample_rows, sample_indices, cut_indices

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -114,7 +115,8 @@ class ForwardProgram:
         """Take the traced calls.
 
         Args:
-            numbers: [4, MAX_TOKENS] int64: the memory of the input tokens, positions, slots and logits indices.
+            numbers: [5, MAX_TOKENS] int64: the memory of the input tokens, positions, slots, logits indices and token
+                types.
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
             adapters: the memory of the plans of adapters; None: the program is for steps without.
@@ -132,7 +134,7 @@ class ForwardProgram:
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
-        *numbers, logits_indices = self._numbers
+        *numbers, logits_indices, token_types = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
@@ -140,6 +142,7 @@ class ForwardProgram:
         logits_indices[: size.num_logits] = (
             np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
         )
+        token_types[: size.tokens] = 0 if batch.token_types is None else batch.token_types.numpy()
         if self._adapters is not None and batch.adapters is not None:
             _copy_plan(self._adapters.tokens, batch.adapters.tokens)
             _copy_plan(self._adapters.kept, batch.adapters.kept)
@@ -208,7 +211,9 @@ class _Tracer:
         arena: Arena,
         *,
         has_adapters: bool,
+        has_token_types: bool,
     ) -> None:
+        self._has_token_types = has_token_types
         self._model = model
         self._kv_pool = kv_pool
         self._attention = attention
@@ -218,7 +223,7 @@ class _Tracer:
         if has_adapters:
             tokens, kept = (AdapterRuns.recorded(recorded_plan(MAX_TOKENS)) for _ in range(2))
             self.adapters = AdapterBatch(tokens, kept, kept)
-        self.numbers = torch.zeros((4, MAX_TOKENS), dtype=torch.int64)
+        self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
     def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
@@ -240,6 +245,7 @@ class _Tracer:
             out_cache_loc=out_cache_loc,
             attention=attention,
             logits_indices=self.numbers[3, : size.num_logits],
+            token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
             adapters=self.adapters,
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
@@ -313,7 +319,13 @@ def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram
 
 
 def _make_forward(
-    model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int, *, has_adapters: bool
+    model: CausalLM,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    num_ranks: int,
+    *,
+    has_adapters: bool,
+    has_token_types: bool,
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("tensor-parallel ranks wait for each other within a step")
@@ -321,13 +333,12 @@ def _make_forward(
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
     arena = Arena()
-    tracer = _Tracer(model, kv_pool, attention, library, arena, has_adapters=False)
-    programs = _make_programs(tracer, library)
+    make_tracer = partial(_Tracer, model, kv_pool, attention, library, arena, has_token_types=has_token_types)
+    programs = _make_programs(make_tracer(has_adapters=False), library)
     with_adapters: Sequence[ForwardProgram] = ()
     if has_adapters:
-        tracer = _Tracer(model, kv_pool, attention, library, arena, has_adapters=True)
         try:
-            with_adapters = _make_programs(tracer, library)
+            with_adapters = _make_programs(make_tracer(has_adapters=True), library)
         except NoProgramError as error:
             logger.info("forward_program=none of steps with adapters: %s", error)
     return ProgrammedForward(model, programs, arena, with_adapters)
@@ -340,14 +351,25 @@ def programmed_forward(
     kv_pool: KVPool,
     attention: AttentionBackend,
     num_ranks: int,
+    has_token_types: bool = False,
     has_adapters: bool = False,
 ) -> Forward:
-    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program."""
+    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
+
+    `has_token_types`: the model has a table of them, so steps may bring some.
+    """
     if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()
     try:
-        made = _make_forward(model, kv_pool, attention, num_ranks, has_adapters=has_adapters)
+        made = _make_forward(
+            model,
+            kv_pool,
+            attention,
+            num_ranks,
+            has_adapters=has_adapters,
+            has_token_types=has_token_types,
+        )
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward

@@ -133,6 +133,10 @@ class WeightReader:
         """Record that the model does not need this tensor, which may or may not exist."""
         self._left.discard(name)
 
+    def ignore_where(self, is_ignored: Callable[[str], bool]) -> None:
+        """The same for all tensors of certain names; they can still be taken."""
+        self._left = {name for name in self._left if not is_ignored(name)}
+
     def finish(self) -> None:
         """Check that nothing is left over.
 

@@ -19,6 +19,7 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
+    missing_prefix,
     read_header,
     weight_files,
 )
@@ -57,7 +58,7 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder."""
+    """The tensors of all files of a model folder, by their usual names, see `missing_prefix`."""
 
     def __init__(self, folder: Path) -> None:
         """Open the files.
@@ -77,6 +78,8 @@ class SafetensorsStore:
                         "keep one of the files"
                     )
                 self._entries[name] = _Entry(file, entry)
+        if prefix := missing_prefix(self._entries):
+            self._entries = {prefix + name: entry for name, entry in self._entries.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""

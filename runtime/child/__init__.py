@@ -1,1 +1,1 @@
-"""What each child process shares: start-up, control channel, stack dumps and crash reports."""
+"""What each child process shares: start-up, process limits, control channel, stack dumps and crash reports."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
+from ..model_files.pooling_spec import PoolingType, TaskChoice, TaskName
 from ..model_files.quantization import Quantization
 from ..sampling_defaults import SamplingDefaultsName
 from .answer_config import AnswerConfig
@@ -71,6 +72,18 @@ class ModelConfig:
         "Folder in Hugging Face layout, .gguf file, org/repo, org/repo:Q4_K_M, or 'default' (SmolLM2-135M).",
         Alias("model_path", in_help=False),
     ] = "default"
+    task: Annotated[
+        TaskName,
+        "What the model does: generate text, embed texts as vectors, or score texts and pairs of texts.",
+    ] = "auto"
+    pooling: Annotated[
+        PoolingType | None,
+        "Tokens with the hidden states that become a vector: the first (cls), the last, or the mean of all "
+        "(default: as the model's files say). For embed.",
+    ] = None
+    matryoshka: Annotated[
+        bool, "Give vectors of any shorter length that a request asks for; the model must be trained for it."
+    ] = False
     served_model_name: Annotated[
         str | None,
         "Name of the model in the API (default: derived from the model); * accepts any name in requests.",
@@ -118,6 +131,11 @@ class ModelConfig:
         check_at_least("max_model_len", self.max_model_len, 2)
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
+
+    @property
+    def task_choice(self) -> TaskChoice:
+        """The task that the user asks for, for the readers of model files."""
+        return TaskChoice(self.task, self.pooling, self.matryoshka)
 
     @property
     def takes_any_name(self) -> bool:

@@ -13,6 +13,9 @@ from typing import Final
 _ALWAYS: Final = "leave it out"
 _ONE_MODEL: Final = "start one server for each copy, and a load balancer before them"
 _IN_REQUESTS: Final = "send it with each request"
+_TASK: Final = (
+    "leave it out: embedders and rerankers are recognized by their files; --task embed is for the others"
+)
 _TOKENIZER: Final = "leave it out: the tokenizer is read from the model's files"
 _CONFIG_JSON: Final = "change config.json in the model's folder"
 _REVISION: Final = "give it with the model: engine serve org/name@revision"
@@ -80,11 +83,15 @@ ANSWERS: Final[Mapping[str, str]] = {
     "download_dir": "set HF_HOME to the folder",
     "hf_token": "set HF_TOKEN",
     "hf_repo": "give the model as MODEL: engine serve org/name",
-    "task": f"{_ALWAYS}: models generate text",
-    "runner": f"{_ALWAYS}: models generate text",
-    "is_embedding": "embeddings are not supported",
-    "embedding": "embeddings are not supported",
-    "embeddings": "embeddings are not supported",
+    "runner": _TASK,
+    "convert": _TASK,
+    "is_embedding": _TASK,
+    "embedding": _TASK,
+    "embeddings": _TASK,
+    "rerank": _TASK,
+    "reranking": _TASK,
+    "pooler_config": "use --pooling; layers after pooling are read from the model's files",
+    "override_pooler_config": "use --pooling; layers after pooling are read from the model's files",
     "revision": _REVISION,
     "code_revision": _REVISION,
     "tokenizer_revision": _REVISION,

@@ -11,10 +11,20 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
 from .pooling_spec import PoolingSpec
 from .quantization import BLOCK_METHODS, QuantizationSpec
 
-SUPPORTED_MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "phi3")
+SUPPORTED_MODEL_TYPES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "phi3",
+    *ENCODER_MODEL_TYPES,
+)
 """Hugging Face `model_type` values for which there is a model implementation."""
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
@@ -66,7 +76,7 @@ class _Linear(NamedTuple):
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Architecture of one decoder-only model; names follow Hugging Face's config.json where possible."""
+    """Architecture of one decoder-only model or encoder; names follow Hugging Face's config.json where possible."""
 
     model_type: str  # of Hugging Face; names the module in model_runner/models
     vocab_size: int  # rows of the embedding: the width of the logits
@@ -76,7 +86,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: float  # of all norms, also of those that are not RMS norms
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
     max_position_embeddings: int
@@ -90,7 +100,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int | None = None  # leading elements of a head that rotate; None: all
     qk_norm: bool = False  # each head of q and k is normalized before rotary
     query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    sliding_window: int | None = None  # tokens that a windowed layer attends to, including the query's own
+    sliding_window: int | None = None  # tokens that a windowed layer attends to, see `window_of`
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
@@ -100,9 +110,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
     pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
+    encoder: EncoderSpec | None = (
+        None  # of a model in which tokens attend to later ones, too; None: a decoder
+    )
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends only to itself and to those before it."""
+        return self.encoder is None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
+        return self.num_layers if self.encoder is None else 1
 
     def window_of(self, layer_id: int) -> int | None:
-        """Tokens that this layer attends to, including the query's own; None: all before it."""
+        """Tokens that this layer attends to, including the query's own; None: all that it may.
+
+        In an encoder the window is odd: as many tokens before the query as after it.
+        """
         return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
 
     @property
@@ -118,6 +144,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Weights of the model; a tied output head counts once."""
         if self.stored_parameters is not None:
             return self.stored_parameters
+        if self.encoder is not None:
+            return self.encoder.num_parameters(
+                vocab_size=self.vocab_size,
+                size=self.hidden_size,
+                inner=self.intermediate_size,
+                num_layers=self.num_layers,
+                biases=(self.attention_bias, self.attention_out_bias, self.mlp_bias),
+            )
         q_size = self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * q_size + 2 * kv_size)
@@ -183,7 +217,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def tied_head_bytes(self, dtype_bytes: int, *, dequantized: bool = False) -> int:
         """Memory of a head that is tied to the embedding but packed for its kernel, which makes it a copy."""
-        if not self.tie_word_embeddings:
+        if not self.tie_word_embeddings or self.encoder is not None:
             return 0
         if self.quantization is None or dequantized:
             return self.vocab_size * self.hidden_size * dtype_bytes
@@ -216,12 +250,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
         """
-        return 2 * self.num_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
+        return 2 * self.num_kv_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None; the readers put the file's name before it."""
         if self.num_heads % self.num_kv_heads:
             return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+        encoder = self.encoder
+        if encoder is not None and self.num_heads * self.head_dim != self.hidden_size:
+            return f"{self.num_heads} attention heads cannot divide the hidden size {self.hidden_size} evenly"
+        if encoder is not None and encoder.position_rows and self.max_position_embeddings > encoder.positions:
+            return f"{self.max_position_embeddings} positions, but there are only {encoder.positions}"
         if self.head_dim % 2:
             return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
         rotary_dim = self.rotary_dim or self.head_dim

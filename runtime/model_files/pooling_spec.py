@@ -6,17 +6,35 @@ generates text.
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 Task = Literal["embed", "score"]
+TaskName = Literal["auto", "generate", "embed", "score"]
 PoolingType = Literal["cls", "mean", "last"]
 """Which hidden states become the vector: the first token's, the mean of all, or the last token's."""
 HeadActivation = Literal["identity", "tanh", "gelu", "relu"]
 ScoreActivation = Literal["identity", "sigmoid", "softmax"]
 
 MAX_DENSE_LAYERS: Final = 8
+
+
+class TaskChoice(NamedTuple):
+    """What the user asks of a model.
+
+    Attributes:
+        task: "auto": what the model's files say.
+        pooling: None: what the model's files say. For embed.
+        any_dimensions: vectors may be cut to any length. For embed.
+    """
+
+    task: TaskName = "auto"
+    pooling: PoolingType | None = None
+    any_dimensions: bool = False
+
+
+NO_CHOICE: Final = TaskChoice()
 
 
 class DenseSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,6 +68,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         normalize: vectors have length 1. For embed.
         dimensions: shorter lengths at which the model was trained (Matryoshka), to which a client may cut vectors.
         any_dimensions: the model was trained for shorter vectors of any length.
+        default_dimensions: length of the vectors of requests that ask for none; 0: `size`.
         prompts: text to put before an input, by its name ("query", "document"). For embed.
         default_prompt: the name of the prompt of inputs without one; "" for none.
         activation: turns the outputs of the classifier into scores.
@@ -57,6 +76,8 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
         label_tokens: a reranker without a head: the score is the probability of the first of these tokens as the next
             one, among all of them ("yes", "no").
         template: of such a reranker: the text of a pair, with {instruction}, {query} and {document}.
+        instruction: of requests without one, for the template.
+        reason: why these are the task and the pooling, for the log and for `engine doctor`.
     """
 
     task: Task
@@ -66,9 +87,12 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     normalize: bool = False
     dimensions: tuple[int, ...] = ()
     any_dimensions: bool = False
+    default_dimensions: int = 0
     prompts: dict[str, str] = {}
     default_prompt: str = ""
     activation: ScoreActivation = "identity"
     labels: tuple[str, ...] = ()
     label_tokens: tuple[str, ...] = ()
     template: str = ""
+    instruction: str = ""
+    reason: str = ""

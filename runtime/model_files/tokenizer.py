@@ -8,31 +8,32 @@ share it. The tokenizer manager renders chat templates.
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, normalizers
 from tokenizers import Tokenizer as CoreTokenizer
 
 from ..errors import ConfigError, RequestError
 from .fields import Fields
 from .gguf.gguf_file import GGUFFile
 from .gguf.gguf_tokenizer import build_gguf_tokenizer
+from .hf.modules_json import transformer_fields
 from .json_file import read_json
 from .library_errors import is_panic, library_errors
 from .source import ModelSource
 from .stand_in import stand_in
 from .token_bound import TokenBound, find_token_bound
 from .tokenizer_files.chat_templates import DEFAULT, read_chat_templates
+from .tokenizer_files.pairs import EncodedPair, encode_pairs
 from .tokenizer_files.special_tokens import CONFIG, ListedToken, SpecialTokens, read_special_tokens
+from .tokenizer_files.token_bytes import BYTE_OF_CHAR, TokenBytes
 
 logger = logging.getLogger(__name__)
 
-_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _GGUF_NAMES: Final = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -45,19 +46,6 @@ _GGUF_NAMES: Final = {
 _PROBE: Final = "Is 1 a word?"
 """The library loads some damaged files without an error and panics at the first text; this text finds them."""
 _GGUF_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
-def _byte_alphabet() -> dict[int, int]:
-    """The inverse of GPT-2's byte-level alphabet, for `str.translate`: character -> character of the byte.
-
-    Printable Latin-1 characters map to themselves; the other 68 bytes are numbered from U+0100.
-    """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    return {char: char for char in printable} | {0x100 + i: byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF_CHAR: Final = _byte_alphabet()
 
 
 class Tokenizer:
@@ -79,11 +67,16 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         bos_token_id: int | None = None,
         chat_templates: Mapping[str, str],
+        encode_only: bool = False,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library.
 
+        Args:
+            encode_only: of a model that generates no text.
+
         Raises:
-            ConfigError: its decoder is of a kind that cannot map tokens to bytes (WordPiece and others).
+            ConfigError: its decoder is of a kind that cannot map tokens to bytes (WordPiece and others), which a model
+                that generates text needs.
         """
         self._core = core
         # Files often contain the limits of the training script, which would truncate prompts silently.
@@ -95,21 +88,24 @@ class Tokenizer:
         self.chat_templates = dict(chat_templates)
         added = core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self._decoder_types = frozenset(_decoder_types(core))
-        if not self._decoder_types & {"ByteLevel", "ByteFallback", "Metaspace"}:
-            found = ", ".join(sorted(self._decoder_types)) or "none"
+        self._token_bytes = TokenBytes(core)
+        if not (encode_only or self._token_bytes.is_exact):
+            found = ", ".join(sorted(self._token_bytes.decoder_kinds)) or "none"
             raise ConfigError(
                 f"the tokenizer's decoder is of an unsupported kind ({found}); "
                 "supported are byte-level BPE and SentencePiece with byte fallback"
             )
-        self._bytes_of = {token_id: token.content.encode() for token_id, token in added.items()}
 
     @classmethod
-    def from_folder(cls, folder: Path) -> Tokenizer:
+    def from_folder(cls, folder: Path, *, encode_only: bool = False) -> Tokenizer:
         """Read tokenizer.json, and the special tokens and chat templates of the files beside it.
 
         tokenizer.json decides whether BOS is added: like transformers 5, this ignores `add_bos_token` of the other
         file.
+
+        Args:
+            folder: the model's.
+            encode_only: the model generates no text.
 
         Raises:
             ConfigError: a file is missing or broken; the message says which and what to do.
@@ -122,6 +118,8 @@ class Tokenizer:
         with library_errors(f"{path}: not a valid tokenizer (", "); download it again"):
             core = CoreTokenizer.from_file(str(path))
             core.encode_batch_fast([_PROBE])
+        if encode_only:
+            _add_lower_case(core, transformer_fields(folder))
         special = read_special_tokens(folder)
         _add_tokens(core, special, folder / CONFIG)
         config_path = folder / CONFIG
@@ -135,6 +133,7 @@ class Tokenizer:
                 eos_token_ids=() if eos is None else (eos,),
                 bos_token_id=core.token_to_id(special.named.get("bos_token", "")),
                 chat_templates=templates,
+                encode_only=encode_only,
             )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -195,46 +194,22 @@ class Tokenizer:
         Raises:
             RequestError: a text has a lone surrogate.
         """
-        try:
+        with _encoding_errors(texts):
             # A batch, even of one, releases the GIL; `encode` holds it for 0.4 s per MB of text. Without offsets
             # ("fast") it takes four fifths of the time.
             encodings = self._core.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError:
-            for text in texts:
-                _check_unicode(text)
-            raise
-        except BaseException as error:
-            if is_panic(error):
-                message = f"the model's tokenizer fails on this text: {error}"
-                raise RequestError(message, code="tokenizer_failed", status=500) from None
-            raise
         return [encoding.ids for encoding in encodings]
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], max_len: int | None = None
-    ) -> list[tuple[list[int], int]]:
-        """Token ids of pairs of texts with special tokens, and where the second text begins.
+        self, pairs: Sequence[tuple[str, str]], max_length: int | None = None
+    ) -> list[EncodedPair]:
+        """Token ids of pairs of texts, with special tokens; see `encode_pairs` of `tokenizer_files/pairs`.
 
-        Args:
-            max_len: most tokens; the longer text of a pair is cut first.
-
-        Returns:
-            token ids, and the position of the first token of type 1; 0 if the model's tokenizer has no types.
+        Raises:
+            RequestError: a text has a lone surrogate.
         """
-        flat = [text for pair in pairs for text in pair]
-        encodings = self._core.encode_batch_fast(flat, add_special_tokens=False)
-        num_special = self._core.num_special_tokens_to_add(is_pair=True)
-        result = []
-        for first, second in zip(encodings[::2], encodings[1::2], strict=True):
-            if max_len is not None:
-                surplus = len(first) + len(second) + num_special - max_len
-                for _ in range(max(surplus, 0)):
-                    longer = first if len(first) > len(second) else second
-                    longer.truncate(max(len(longer) - 1, 0))
-            joined = self._core.post_process(first, second, True)
-            types = joined.type_ids
-            result.append((joined.ids, types.index(1) if 1 in types else 0))
-        return result
+        with _encoding_errors(text for pair in pairs for text in pair):
+            return encode_pairs(self._core, pairs, max_length)
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if no bound is certain."""
@@ -260,19 +235,17 @@ class Tokenizer:
         """The exact bytes of one token: the bytes of a text's tokens, joined, are the text's UTF-8.
 
         An id without a token (padding of the embedding) has no bytes. One exception: SentencePiece models put a space
-        before a text, which is the first byte of the first token.
+        before a text, which is the first byte of the first token. With `encode_only` they may be for show only, see
+        `TokenBytes`.
         """
-        known = self._bytes_of.get(token_id)
-        if known is None:
-            known = self._bytes_of[token_id] = self._encode_token(self._core.id_to_token(token_id) or "")
-        return known
+        return self._token_bytes.of(token_id)
 
     def left_out(self, text: str, ids: Sequence[int]) -> dict[str, int]:
         """Characters of `text` that its tokens `ids` leave out, and how often, sorted.
 
         Published byte-level vocabularies lack some control characters. The library drops them without an error.
         """
-        missing = self._bytes_without_token
+        missing = self._token_bytes.without_token
         data = text.encode("utf-8", "surrogatepass")
         if len(data.translate(None, missing)) == len(data):
             return {}
@@ -303,37 +276,38 @@ class Tokenizer:
 
     @functools.cached_property
     def _token_bound(self) -> TokenBound | None:
-        return find_token_bound(self._core, _BYTE_OF_CHAR)
-
-    @functools.cached_property
-    def _bytes_without_token(self) -> bytes:
-        """Bytes that no token of a byte-level vocabulary stands for."""
-        if "ByteLevel" not in self._decoder_types:
-            return b""
-        return bytes(
-            sorted(byte for char, byte in _BYTE_OF_CHAR.items() if self._core.token_to_id(chr(char)) is None)
-        )
-
-    def _encode_token(self, token: str) -> bytes:
-        if "ByteLevel" in self._decoder_types:
-            try:
-                return token.translate(_BYTE_OF_CHAR).encode("latin-1")
-            except UnicodeEncodeError:
-                return token.encode()  # not in the byte alphabet: plain text
-        if "ByteFallback" in self._decoder_types and (match := _BYTE_TOKEN.fullmatch(token)):
-            return bytes.fromhex(match[1])
-        return token.replace("▁", " ").encode()
+        return find_token_bound(self._core, BYTE_OF_CHAR)
 
 
-def load_tokenizer(source: ModelSource) -> Tokenizer:
+def load_tokenizer(source: ModelSource, *, encode_only: bool = False) -> Tokenizer:
     """Read the tokenizer from a model's files.
+
+    Args:
+        source: the files.
+        encode_only: the model generates no text (`ModelSpec.pooling`), so any kind of vocabulary will do.
 
     Raises:
         ConfigError: there is none, or it is broken or not supported.
     """
     if source.kind == "gguf":
         return Tokenizer.from_gguf(GGUFFile(source.path))
-    return Tokenizer.from_folder(Path(source.path))
+    return Tokenizer.from_folder(Path(source.path), encode_only=encode_only)
+
+
+@contextmanager
+def _encoding_errors(texts: Iterable[str]) -> Iterator[None]:
+    """The errors of the library about one of these texts as errors of the request."""
+    try:
+        yield
+    except TypeError:
+        for text in texts:
+            _check_unicode(text)
+        raise
+    except BaseException as error:
+        if is_panic(error):
+            message = f"the model's tokenizer fails on this text: {error}"
+            raise RequestError(message, code="tokenizer_failed", status=500) from None
+        raise
 
 
 def _check_unicode(text: str) -> None:
@@ -345,17 +319,6 @@ def _check_unicode(text: str) -> None:
         ) from None
 
 
-def _decoder_types(core: CoreTokenizer) -> Iterator[str]:
-    """The kinds of decoder that this tokenizer chains; the library exposes them only in serialized form."""
-    if core.decoder is None:
-        return
-    stack = [json.loads(core.decoder.__getstate__())]
-    while stack:
-        decoder = stack.pop()
-        stack.extend(decoder.get("decoders", ()))
-        yield decoder["type"]
-
-
 def _no_tokenizer(folder: Path) -> str:
     """Why a folder has no supported tokenizer, with a fix."""
     for name in ("tokenizer.model", "vocab.json", "spiece.model"):
@@ -365,6 +328,15 @@ def _no_tokenizer(folder: Path) -> str:
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
             )
     return f"{folder}: there is no tokenizer.json; copy it from the model's page into this folder"
+
+
+def _add_lower_case(core: CoreTokenizer, settings: Fields) -> None:
+    """Fold case before all else if sentence-transformers does; most tokenizers fold it themselves."""
+    if not settings.boolean("do_lower_case", default=False):
+        return
+    own = core.normalizer
+    if own is None or b'"Lowercase"' not in own.__getstate__():
+        core.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 def _add_tokens(core: CoreTokenizer, special: SpecialTokens, path: Path) -> None:

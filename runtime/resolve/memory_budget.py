@@ -115,7 +115,7 @@ def plan_memory(
     activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
     scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
-    logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES
+    logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES if spec.causal else 0
     return MemoryBudget(
         usable_bytes=usable_bytes,
         weights_bytes=weights,

@@ -68,11 +68,11 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
         from ..model_files.gguf.gguf_file import GGUFFile
 
         file = GGUFFile(source.path)
-        spec = load_spec(source, file)
+        spec = load_spec(source, file, config.task_choice)
         check_implementation(config, source, spec)
         spec, summary = _checked(config, spec, lambda: (spec, check_gguf_weights(file, spec)))
     else:
-        spec = load_spec(source)
+        spec = load_spec(source, choice=config.task_choice)
         check_implementation(config, source, spec)
         spec, summary = _checked(config, spec, lambda: check_folder_weights(Path(source.path), spec))
     return ResolvedModel(source, with_quantization(spec, config.quantization), summary)
@@ -99,8 +99,8 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"{source.path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
     is_known = spec.model_type in SUPPORTED_MODEL_TYPES
-    if not runs_in_transformers(config, spec):
-        return  # `resolve` refuses model_impl engine for other architectures
+    if spec.encoder is not None or not runs_in_transformers(config, spec):
+        return  # `resolve` refuses the implementation that there is not
     asked = (
         "model_impl is transformers"
         if is_known

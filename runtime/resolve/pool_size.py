@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TOKENS_PER_REQUEST: Final = 256  # of a short request, to bound how many run at once
 MAX_AUTO_RUNNING: Final = 256
+MAX_AUTO_TEXTS: Final = 1024  # running texts of an encoder on a GPU: a full step of short ones
+ENCODER_STEPS: Final = 2  # in the KV pool of an encoder: one runs, and one is planned
 MIN_USEFUL_LEN: Final = 256  # a shorter context is too short to be useful
 
 
@@ -189,6 +191,13 @@ class PoolSize:
             )
             return pool
         useful = max_running * pages_for(max_model_len, self._page_size) * self._page_size
+        if not self._spec.causal:
+            step = largest_step(self._config, self._chunk, max_running, max_model_len)
+            padding = max_running * self._page_size  # the last page of a text is not full
+            steps = pages_for(ENCODER_STEPS * step + padding, self._page_size) * self._page_size
+            if steps <= min(useful, pool):
+                self._note("max_total_tokens", f"{ENCODER_STEPS} steps of {step} tokens")
+                return steps
         if useful <= pool:
             self._note(
                 "max_total_tokens", f"{max_running} requests x {max_model_len} tokens; memory holds {pool}"
@@ -204,6 +213,8 @@ class PoolSize:
         asked = self._config.scheduler.max_running_requests
         if asked != "auto":
             return asked
+        if not self._spec.causal:
+            return min(MAX_AUTO_RUNNING if self._device.is_cpu else MAX_AUTO_TEXTS, self._most_decodes)
         most = min(MAX_AUTO_RUNNING, max(64, 16 * self._device.num_threads))
         return min(most if self._device.is_cpu else MAX_AUTO_RUNNING, self._most_decodes)
 
@@ -211,6 +222,8 @@ class PoolSize:
     def _most_decodes(self) -> int:
         """Decodes that fit into a step, if prompts and decodes share one budget."""
         scheduler = self._config.scheduler
+        if not self._spec.causal:
+            return MAX_AUTO_TEXTS
         if scheduler.phases != "decode-first" or scheduler.max_num_batched_tokens is None:
             return MAX_AUTO_RUNNING
         return scheduler.max_num_batched_tokens
@@ -219,6 +232,9 @@ class PoolSize:
         asked, most_running = self._config.scheduler.max_running_requests, self._most_running
         if asked != "auto":
             return asked
+        if not self._spec.causal:
+            self._note("max_running_requests", "enough short texts for two full steps")
+            return most_running
         by_memory = max(1, pool // TOKENS_PER_REQUEST)
         if by_memory < most_running:
             reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ..config.device_config import ParallelConfig
 from ..config.engine_config import EngineConfig
@@ -19,6 +19,7 @@ from ..model_files.quantization import BLOCK_METHODS, Quantization
 from ..model_files.quantization_choice import with_quantization
 from .block_weights import KERNEL_FLAGS, against_blocks
 from .determinism import check_deterministic
+from .encoder_settings import encoder_settings, encoder_step_tokens
 from .host_facts import HostFacts, usable_threads
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
@@ -68,10 +69,15 @@ class _Resolver:
         self.page_size = config.cache.page_size
 
     def run(self) -> Resolved:
+        if self.spec.encoder is not None:
+            self.config, notes = encoder_settings(self.config, self.spec)
+            self.notes.update(notes)
         device = self.device()
         model_impl = self.model_impl()
         dtype = self.dtype(device, model_impl)
         num_threads = self.num_threads()
+        if self.spec.encoder is not None:
+            self.set_encoder_step(device, num_threads)
         steps = StepSettings(self.config, self.host, device)
         chunk = steps.chunked_prefill_size()
         fraction = self.mem_fraction(device)
@@ -83,6 +89,7 @@ class _Resolver:
             self.config,
             model=replace(
                 self.config.model,
+                task=self.task(),
                 device=device,
                 dtype=dtype,
                 model_impl=model_impl,
@@ -96,8 +103,9 @@ class _Resolver:
                 self.config.cache,
                 mem_fraction=fraction,
                 max_total_tokens=pool.max_total_tokens,
-                pool_is_estimate=self.config.cache.pool_is_estimate
-                or self.config.cache.max_total_tokens == "auto",
+                # An encoder's pool is as large as its steps need, not as memory allows.
+                pool_is_estimate=self.spec.causal
+                and (self.config.cache.pool_is_estimate or self.config.cache.max_total_tokens == "auto"),
                 kv_cache_dtype=self.kv_cache_dtype(dtype, device),
                 swap_space=pool.swap_gib,
             ),
@@ -121,6 +129,22 @@ class _Resolver:
         _assert_no_auto(config)
         check_deterministic(config, self.spec)
         return Resolved(config, self.notes)
+
+    # ---------------------------------------------------------------- task
+
+    def task(self) -> Literal["generate", "embed", "score"]:
+        """The task of the model's files or of the user, which reading the files has checked."""
+        pooling = self.spec.pooling
+        if pooling is None:
+            if self.config.model.matryoshka:
+                raise ConfigError(
+                    "matryoshka is true, but the task is generate; vectors are made with --task embed only"
+                )
+            if self.config.model.task == "auto":
+                self.notes["task"] = "the model generates text"
+            return "generate"
+        self.notes["task"] = pooling.reason
+        return pooling.task
 
     # ---------------------------------------------------------------- ranks, device and threads
 
@@ -190,6 +214,14 @@ class _Resolver:
             threads = max(1, threads // ranks)
             reason += f", shared by {ranks} ranks"
         return self.note("num_threads", threads, reason)
+
+    def set_encoder_step(self, device: str, num_threads: int) -> None:
+        tokens = encoder_step_tokens(self.config, self.spec, device, num_threads)
+        if tokens != self.config.scheduler.max_prefill_tokens:
+            reason = f"keeps a step of the encoder short on {num_threads} CPU threads"
+            self.note("max_prefill_tokens", tokens, reason)
+            scheduler = replace(self.config.scheduler, max_prefill_tokens=tokens)
+            self.config = replace(self.config, scheduler=scheduler)
 
     # ---------------------------------------------------------------- memory
 

@@ -69,6 +69,7 @@ SERVE_FLAGS = """
 --log-requests
 --long-prefill-token-threshold
 --look-ahead
+--matryoshka
 --max-body-mb
 --max-connections
 --max-header-kb
@@ -112,6 +113,7 @@ SERVE_FLAGS = """
 --no-in-batch-prefix-caching
 --no-isolate-tenants
 --no-log-requests
+--no-matryoshka
 --no-overlap
 --no-page
 --no-priority-preemption
@@ -132,6 +134,7 @@ SERVE_FLAGS = """
 --phases
 --pin-fraction
 --policy-seed
+--pooling
 --port
 --preemption-mode
 --prefill-decode-interval
@@ -169,6 +172,7 @@ SERVE_FLAGS = """
 --strict
 --swap-space
 --target-step-ms
+--task
 --tenant-quantum
 --tensor-parallel-size
 --threads

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.detokenizer.incremental import IncrementalDecoder
+from engine.detokenizer.incremental import IncrementalDecoder, NoText
 
 PIECES = [b"a", b" b", "é".encode(), b"\xf0\x9f", b"\x98\x80", b"\xe2", b"\x82\xac", b"\xff", b"", b"\n"]
 
@@ -62,3 +62,9 @@ def test_special_tokens_that_a_parser_needs_are_kept(make_tokens):
     decoder = IncrementalDecoder(tokens, skip_special_tokens=True, keep_special_ids=(tokens.tool,))
 
     assert decoder.push([tokens.tool, 0, tokens.eos]) == "<tool>x"
+
+
+def test_a_model_that_generates_no_text_has_no_tokens_to_show():
+    table = NoText()
+
+    assert (table.token_bytes(5), table.is_special(5)) == (b"", False)

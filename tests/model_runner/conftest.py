@@ -36,6 +36,7 @@ from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.source import ModelSource
+from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
 
@@ -66,6 +67,7 @@ class Request:
     computed: int = 0
     prefix_len: int = 0
     announced: bool = False
+    pooling: PoolingParams | None = None
     adapter_slot: int = 0
 
     @property
@@ -107,11 +109,13 @@ class Driver:
         *,
         prompt_len: int | None = None,
         prefix: tuple[Request, int] | None = None,
+        pooling: PoolingParams | None = None,
         adapter_slot: int = 0,
     ) -> Request:
         """A new request; `prefix`: share the pages of another one's first tokens (whole pages of them)."""
         row = self.rows.pop(self.random.randrange(len(self.rows)))
-        req = Request(row, list(tokens), len(tokens) if prompt_len is None else prompt_len, sampling)
+        length = len(tokens) if prompt_len is None else prompt_len
+        req = Request(row, list(tokens), length, sampling, pooling=pooling)
         req.adapter_slot = adapter_slot
         if prefix is not None:
             donor, length = prefix
@@ -139,7 +143,7 @@ class Driver:
             pages: page_copies, swap_outs, swap_ins, adapter_loads.
         """
         self.step_id += 1
-        new_reqs, out_loc, samples = [], [], []
+        new_reqs, out_loc, samples, pools = [], [], [], []
         for req, count in work:
             stop = req.computed + count
             while len(req.pages) < pages_for(stop, self.capacity.page_size):
@@ -154,12 +158,14 @@ class Driver:
                         req.prompt_len,
                         prefix_loc,
                         req.sampling,
+                        req.pooling,
                         adapter_slot=req.adapter_slot,
                     )
                 )
                 req.announced = True
             out_loc += self.slots(req.pages, req.computed, stop)
-            samples.append(stop == len(req.tokens))
+            samples.append(stop == len(req.tokens) and req.pooling is None)
+            pools.append(stop == len(req.tokens) and req.pooling is not None)
         counts = [count for _, count in work]
         mode = ForwardMode.DECODE if all(count == 1 for count in counts) else ForwardMode.MIXED
         tables = {name: int32(itertools.chain(*pairs)) for name, pairs in pages.items()}
@@ -178,6 +184,7 @@ class Driver:
             page_copies=tables.get("page_copies", b""),
             swap_outs=tables.get("swap_outs", b""),
             swap_ins=tables.get("swap_ins", b""),
+            pools=bytes(pools) if any(pools) else b"",
             adapter_loads=tables.get("adapter_loads", b""),
         )
         self.finished = []
@@ -188,7 +195,7 @@ class Driver:
         sampled = iter(np.frombuffer(result.next_token_ids, dtype=np.int32).tolist())
         for req, count in work:
             req.computed += count
-            if req.computed == len(req.tokens):
+            if req.computed == len(req.tokens) and req.pooling is None:
                 req.tokens.append(next(sampled))
         assert next(sampled, None) is None
         return result

@@ -62,7 +62,7 @@ class WorkloadTokenizer:
         from ....runtime.model_files.source import resolve_source
         from ....runtime.model_files.tokenizer import load_tokenizer
 
-        return cls(load_tokenizer(resolve_source(model, need_weights=False)))
+        return cls(load_tokenizer(resolve_source(model, need_weights=False), encode_only=True))
 
     def encode(self, text: str) -> list[int]:
         """Token ids, without a beginning-of-sequence token."""

@@ -1,4 +1,4 @@
-// Activation functions of gated layers, in float32.
+// Activation functions, in float32.
 
 #pragma once
 
@@ -17,5 +17,26 @@ struct GeluTanh {
         return x / (1.0f + exp2(u * -2.88539008f));
     }
 };
+
+struct GeluErf {
+    // x Phi(x) = max(x, 0) - |x| q, where q = erfc(|x| / sqrt(2)) / 2 = (a1 t + ... + a5 t^5) e^(-x^2 / 2) and
+    // t = 1 / (1 + p |x| / sqrt(2)). Absolute error of q below 1e-7 (Abramowitz and Stegun, 7.1.26).
+    ALWAYS_INLINE f32x16 operator()(f32x16 x) const {
+        f32x16 size = maximum(x, -x);
+        f32x16 t = 1.0f / (1.0f + 0.23164190f * size);
+        f32x16 q = splat(0.53070272f);
+        q = q * t - 0.72657602f;
+        q = q * t + 0.71070687f;
+        q = q * t - 0.14224837f;
+        q = q * t + 0.12741480f;
+        return maximum(f32x16{}, x) - size * (q * t * exp2_small(x * x * -0.72134752f));
+    }
+};
+
+struct Relu {
+    ALWAYS_INLINE f32x16 operator()(f32x16 x) const { return maximum(f32x16{}, x); }
+};
+
+enum Activation { GELU, GELU_TANH, RELU, SILU };
 
 }  // namespace engine

@@ -13,6 +13,8 @@
 // before it: not on other requests that share them, and not on where its prompt was cut, cached, or recomputed after a
 // retraction.
 //
+// Without causal attention (encoders) a whole text is computed at once, also one of a single token, like a prompt.
+//
 // Prompts that follow the same prefix keep their own items, and so their bits; their common blocks are packed only
 // once.
 
@@ -42,10 +44,11 @@ class Plan {
     Step step = {};  // first member: the address of a plan is that of its step
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool fixed_order)
+         int64_t window, bool causal, bool fixed_order)
         : width_(width),
           page_size_(page_size),
           window_(window),
+          causal_(causal),
           fixed_order_(fixed_order) {
         step.slots = table;
         step.num_kv_heads = num_kv_heads;
@@ -65,14 +68,15 @@ class Plan {
     // Adds the next request of the batch.
     void add(int64_t row, int64_t prefix_len, int64_t extend_len, bool decodes) {
         int64_t first = int64_t(seen_to_.size());
+        int64_t ahead = causal_ ? 0 : window_ ? window_ / 2 : extend_len;  // keys after its own that a token sees
         for (int64_t n = 0; n < extend_len; ++n) {
-            int64_t to = prefix_len + n + 1;
-            seen_to_.push_back(to);
+            int64_t to = prefix_len + n + 1 + ahead;
+            seen_to_.push_back(std::min(to, prefix_len + extend_len));
             seen_from_.push_back(window_ ? std::max<int64_t>(to - window_, 0) : 0);
             tokens_.push_back(first + n);
             partials_.push_back(-1);
         }
-        if (decodes && extend_len > 0 && !fixed_order_)
+        if (decodes && extend_len > 0 && causal_ && !fixed_order_)
             decodes_.push_back({row, first, first + extend_len, prefix_len, 0, 0});
         else
             extends_.push_back({row * width_, first, first + extend_len, prefix_len / page_size_, {}});
@@ -266,7 +270,7 @@ class Plan {
     }
 
     int64_t width_, page_size_, window_;
-    bool fixed_order_;
+    bool causal_, fixed_order_;
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
@@ -281,10 +285,11 @@ class Plan {
 }  // namespace engine
 
 // Creates a plan for the layers of one window (0: none) over a slot table of `width` positions per row; it begins with
-// a `Step`. fixed_order: see the top of this file; decodes take longer.
+// a `Step`. causal: a token sees keys up to its own; else all keys of its request, or an odd window around its own.
+// fixed_order: see the top of this file; decodes take longer.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
-                                int64_t group, int64_t head_dim, int64_t window, int fixed_order) {
-    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, fixed_order);
+                                int64_t group, int64_t head_dim, int64_t window, int causal, int fixed_order) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, causal, fixed_order);
 }
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }

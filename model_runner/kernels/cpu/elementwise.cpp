@@ -66,7 +66,71 @@ void norms(const void* x_, void* residual_, const void* weight_, void* out_, int
     });
 }
 
+// The mean first, then the mean square of the differences from it: a single pass would cancel for a large mean.
+template <class T>
+void layer_norm_row(const T* x, const T* weight, const T* bias, float eps, T* out, int64_t size) {
+    f32x16 sums = {};
+    float total = 0.0f;
+    int64_t whole = size / LANES * LANES;
+    for (int64_t n = 0; n < whole; n += LANES) sums += load(x + n);
+    for (int64_t n = whole; n < size; ++n) total += to_float(x[n]);
+    float mean = (total + sum(sums)) / float(size);
+    f32x16 squares = {};
+    float rest = 0.0f;
+    for (int64_t n = 0; n < whole; n += LANES) {
+        f32x16 v = load(x + n) - mean;
+        squares += v * v;
+    }
+    for (int64_t n = whole; n < size; ++n) rest += (to_float(x[n]) - mean) * (to_float(x[n]) - mean);
+    float factor = 1.0f / __builtin_sqrtf((rest + sum(squares)) / float(size) + eps);
+    for (int64_t n = 0; n < whole; n += LANES) {
+        f32x16 v = (load(x + n) - mean) * factor * load(weight + n);
+        store(out + n, bias == nullptr ? v : v + load(bias + n));
+    }
+    for (int64_t n = whole; n < size; ++n) {
+        float v = (to_float(x[n]) - mean) * factor * to_float(weight[n]);
+        from_float(bias == nullptr ? v : v + to_float(bias[n]), out + n);
+    }
+}
+
+// `x` null: norm of `residual` alone. `bias` may be null.
+template <class T>
+void layer_norms(const void* x_, void* residual_, const void* weight, const void* bias, void* out_, int64_t rows,
+                 int64_t size, float eps) {
+    const T* x = static_cast<const T*>(x_);
+    T* residual = static_cast<T*>(residual_);
+    T* out = static_cast<T*>(out_);
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            T* mine = residual + row * size;
+            if (x != nullptr) add_row(x + row * size, mine, size);
+            layer_norm_row(mine, static_cast<const T*>(weight), static_cast<const T*>(bias), eps, out + row * size, size);
+        }
+    });
+}
+
 // ---------------------------------------------------------------- activations
+
+template <class T, class Act>
+void activate(T* x, int64_t size) {
+    Act act;
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
+        int64_t n = begin;
+        for (; n + LANES <= end; n += LANES) store(x + n, act(load(x + n)));
+        for (; n < end; ++n) from_float(act(splat(to_float(x[n])))[0], x + n);
+    });
+}
+
+template <class T>
+void activate(void* x_, int64_t size, Activation kind) {
+    T* x = static_cast<T*>(x_);
+    switch (kind) {
+        case GELU: return activate<T, GeluErf>(x, size);
+        case GELU_TANH: return activate<T, GeluTanh>(x, size);
+        case RELU: return activate<T, Relu>(x, size);
+        case SILU: return activate<T, Silu>(x, size);
+    }
+}
 
 template <class T, class Act>
 void gated(const void* gate_up_, void* out_, int64_t rows, int64_t size) {
@@ -236,6 +300,24 @@ EXPORT void gelu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t s
     is_bf16 ? gated<bf16, GeluTanh>(gate_up, out, rows, size) : gated<float, GeluTanh>(gate_up, out, rows, size);
 }
 
+EXPORT void gelu_erf_and_mul(const void* gate_up, void* out, int64_t rows, int64_t size, int is_bf16) {
+    using namespace engine;
+    is_bf16 ? gated<bf16, GeluErf>(gate_up, out, rows, size) : gated<float, GeluErf>(gate_up, out, rows, size);
+}
+
+EXPORT void add_layer_norm(const void* x, void* residual, const void* weight, const void* bias, void* out, int64_t rows,
+                           int64_t size, float eps, int is_bf16) {
+    using namespace engine;
+    is_bf16 ? layer_norms<bf16>(x, residual, weight, bias, out, rows, size, eps)
+            : layer_norms<float>(x, residual, weight, bias, out, rows, size, eps);
+}
+
+// In place.
+EXPORT void activate(void* x, int64_t size, int kind, int is_bf16) {
+    using namespace engine;
+    is_bf16 ? activate<bf16>(x, size, Activation(kind)) : activate<float>(x, size, Activation(kind));
+}
+
 EXPORT void rotate_and_store(void* qkv, const void* q_norm, const void* k_norm, const void* cos, const void* sin,
                              void* k_pool, void* v_pool, float* k_scale, float* v_scale, const int64_t* loc, int64_t num_tokens, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int is_bf16,
@@ -288,6 +370,9 @@ EXPORT void widen(const void* x_, float* out, int64_t size) {
 RECORDABLE(add_rms_norm)
 RECORDABLE(silu_and_mul)
 RECORDABLE(gelu_and_mul)
+RECORDABLE(gelu_erf_and_mul)
+RECORDABLE(add_layer_norm)
+RECORDABLE(activate)
 RECORDABLE(rotate_and_store)
 RECORDABLE(take_rows)
 RECORDABLE(scale)

@@ -14,23 +14,34 @@ from typing import Final, cast
 from msgspec import structs
 
 from ...errors import ConfigError
+from ..encoder_spec import ENCODER_MODEL_TYPES
 from ..fields import Fields
 from ..json_file import read_json
 from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
+from ..pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from ..tokenizer_files.special_tokens import read_eos_ids
+from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
 from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
+from .sentence_transformers import read_pooling, token_limit
+from .task import FoundTask, find_task
 
 _MORE_THAN_TEXT: Final = ("gemma3",)
 _MISSING: Final = "is missing"
+_GENERATE: Final = FoundTask("generate", "")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
-def read_hf_spec(folder: Path) -> ModelSpec:
+def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -> ModelSpec:
     """The architecture of the model in `folder`.
+
+    Args:
+        folder: the model's.
+        choice: the task that the user asks for.
+        name: of the model, which says whether a decoder is a reranker.
 
     Raises:
         ConfigError: a file or field is missing or wrong, or the model needs a feature that is not implemented.
@@ -40,23 +51,53 @@ def read_hf_spec(folder: Path) -> ModelSpec:
     inner = config.get("text_config")
     if isinstance(inner, Mapping) or config.get("model_type") in _MORE_THAN_TEXT:
         raise _more_than_text(folder, Fields(path, config), inner if isinstance(inner, Mapping) else {})
-    return _read_spec(folder, config, "")
+    fields = Fields(path, config)
+    found = find_task(folder, fields, choice, name)
+    spec = _read_spec(folder, config, "", found)
+    pooling = read_pooling(folder, fields, found, choice, spec.hidden_size, name)
+    return spec if pooling is None else _with_pooling(folder, spec, pooling)
 
 
-def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> ModelSpec:
-    """`prefix`: of the fields in messages, where the configuration is an object inside of config.json."""
+def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
+    """The architecture of an embedder or a scorer, which has no output head unless scores are of its tokens."""
+    return structs.replace(
+        spec,
+        pooling=pooling,
+        max_position_embeddings=min(spec.max_position_embeddings, token_limit(folder) or MAX_POSITIONS),
+        tie_word_embeddings=spec.tie_word_embeddings or not pooling.label_tokens,
+    )
+
+
+def _read_spec(
+    folder: Path, config: Mapping[str, object], prefix: str, found: FoundTask = _GENERATE
+) -> ModelSpec:
+    """The architecture without pooling.
+
+    `prefix`: of the fields in messages, where the configuration is an object inside of config.json.
+    """
     path = folder / "config.json"
     fields = Fields(path, config, prefix)
     model_type = fields.text("model_type")
     if model_type in FAMILIES:
-        _check_family(fields, model_type, FAMILIES[model_type])
+        _check_family(fields, model_type, FAMILIES[model_type], found)
         family = FAMILIES[model_type]
+    elif model_type in ENCODER_MODEL_TYPES:
+        fields, family = encoder_fields(fields, config, model_type)
+    elif model_type in UNSUPPORTED_ENCODERS:
+        supported = ", ".join(ENCODER_MODEL_TYPES)
+        raise fields.error(
+            "model_type", model_type, f"and {UNSUPPORTED_ENCODERS[model_type]}; encoders can be: {supported}"
+        )
     else:
         fields = Fields(path, with_common_names(config, fields), prefix)
         family = other_family(fields)
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
+    facts = {
+        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        **family.read(fields),
+    }
     spec = ModelSpec(
         model_type=model_type,
         vocab_size=vocab_size,
@@ -68,14 +109,13 @@ def _read_spec(folder: Path, config: Mapping[str, object], prefix: str) -> Model
         num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
         head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
-        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
-        eos_token_ids=_eos_token_ids(fields, folder, vocab_size),
+        eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),
         bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
         quantization=read_quantization(folder, fields),
         sampling_defaults=read_hf_sampling(folder),
-        **family.read(fields),
+        **facts,
     )
     spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
     if contradiction := spec.contradiction():
@@ -100,11 +140,12 @@ def _more_than_text(folder: Path, fields: Fields, inner: Mapping[str, object]) -
     )
 
 
-def _check_family(fields: Fields, model_type: str, family: Family) -> None:
+def _check_family(fields: Fields, model_type: str, family: Family, found: FoundTask) -> None:
     architectures = fields.get("architectures")
-    if architectures is not None and architectures != [family.architecture]:
+    supported = family.classes(found.task)
+    if architectures is not None and architectures not in [[name] for name in supported]:
         raise fields.error(
-            "architectures", architectures, f"only ['{family.architecture}'] is supported for {model_type}"
+            "architectures", architectures, f"only ['{supported[0]}'] is supported for {model_type}"
         )
     # Gemma has it under two names; the newer one has precedence.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"

@@ -26,6 +26,21 @@ class Family(NamedTuple):
     activation: str = "silu"  # the only supported one
     tied: bool = False
     head_dim: int | None = None  # None: hidden size divided by heads
+    body: str = ""  # the class without an output head; "": that of `architecture`
+
+    def classes(self, task: str) -> tuple[str, ...]:
+        """The classes in transformers with the weights for a task; the first one is the usual one."""
+        stem = self.architecture.removesuffix("ForCausalLM")
+        body = self.body or f"{stem}Model"
+        match task:
+            case "embed":
+                return self.architecture, body
+            case "score":
+                inner = body.removesuffix("Model")
+                names = (f"{inner}ForSequenceClassification", f"{stem}ForSequenceClassification")
+                return (*dict.fromkeys(names), self.architecture)
+            case _:
+                return (self.architecture,)
 
 
 def _llama(fields: Fields) -> Facts:
@@ -125,7 +140,12 @@ FAMILIES: Final[dict[str, Family]] = {
     "qwen3": Family("Qwen3ForCausalLM", _qwen3, head_dim=128),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", _qwen3_moe),
     "gemma3_text": Family(
-        "Gemma3ForCausalLM", _gemma3, activation="gelu_pytorch_tanh", tied=True, head_dim=256
+        "Gemma3ForCausalLM",
+        _gemma3,
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        head_dim=256,
+        body="Gemma3TextModel",
     ),
     "phi3": Family("Phi3ForCausalLM", _phi3),
 }

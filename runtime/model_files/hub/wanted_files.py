@@ -12,6 +12,7 @@ from ..gguf.gguf_split import PART, whole_name
 CONFIG: Final = "config.json"
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+MODULES: Final = "modules.json"
 PICKLE_REASON: Final = (
     "has only pickled weights (.bin, .pt), which are refused because loading them runs code from the file; "
     "use a version in safetensors"
@@ -21,6 +22,8 @@ _OTHER_JSON: Final = re.compile(
     r".*\.(?:bin|h5|msgpack)\.index\.json|(?:trainer_state|training_args|all_results).*"
 )
 _TEMPLATES: Final = re.compile(r"additional_chat_templates/[^/]+\.jinja")
+_MODULE: Final = re.compile(r"\d+_[A-Za-z]+/(config\.json|model\.safetensors)")
+"""Files of a part of a sentence-transformers model, like `1_Pooling/config.json`."""
 _NO_MODEL: Final = re.compile(r"(?:.*/)?(?:mmproj|imatrix)[^/]*|.*[.-](?:mmproj|imatrix)[^/]*", re.IGNORECASE)
 _QUANTIZATION: Final = re.compile(
     r"(?:^|[-._])((?:UD-)?(?:I?Q\d+_(?:K(?:_(?:XXS|XS|S|M|L|XL))?|\d+(?:_\d+)*|XXS|XS|S|M|L|XL|NL)(?:_\d+)*"
@@ -55,7 +58,12 @@ def wanted_files(
     top = [path for path in paths if "/" not in path]
     weights = [path for path in top if path.endswith(".safetensors")]
     if not quantization and CONFIG in top and weights:
-        return _settings(paths) + (_shards(name, weights, top, read_index) if need_weights else [])
+        settings = _settings(paths)
+        return (
+            [*settings, *_shards(name, weights, top, read_index), *_parts(paths, top)]
+            if need_weights
+            else settings
+        )
     models = gguf_models(paths)
     if models:
         return models[choose_gguf(name, models, quantization)]
@@ -75,8 +83,16 @@ def _settings(paths: Iterable[str]) -> list[str]:
         path
         for path in paths
         if _TEMPLATES.fullmatch(path)
+        or ((part := _MODULE.fullmatch(path)) and part[1] == CONFIG)
         or ("/" not in path and path.endswith((".json", ".jinja")) and not _OTHER_JSON.fullmatch(path))
     ]
+
+
+def _parts(paths: Iterable[str], top: Sequence[str]) -> list[str]:
+    """The weights of layers after pooling, each in a folder of its own."""
+    if MODULES not in top:
+        return []
+    return [path for path in paths if (part := _MODULE.fullmatch(path)) and part[1] == SINGLE]
 
 
 def _shards(

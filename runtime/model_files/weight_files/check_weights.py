@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -17,12 +17,14 @@ from msgspec import structs
 
 from ...errors import ConfigError
 from ..model_spec import SUPPORTED_MODEL_TYPES
+from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .needed_tensors import Module, needed_modules
-from .safetensors_header import SAFE_TO_IGNORE, HeaderEntry, SafetensorsFile, read_headers
+from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
     from ..model_spec import ModelSpec
+    from ..pooling_spec import DenseSpec
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +56,20 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
             that the model does not have.
     """
     files = read_headers(folder)
+    for dense in () if spec.pooling is None else spec.pooling.dense:
+        if dense.folder:
+            _check_dense(folder / dense.folder, dense)
     tensors = {name: entry for file in files for name, entry in file.entries.items()}
     summary = WeightsSummary(len(files), len(tensors), sum(file.num_bytes for file in files))
     tensors = {name: entry for name, entry in tensors.items() if not name.endswith(SAFE_TO_IGNORE)}
+    if spec.encoder is not None:
+        prefix = prefix_of(NAMES[spec.model_type], tensors.__contains__)
+        tensors = {name: entry for name, entry in tensors.items() if not is_beside_encoder(name, prefix)}
+        _check_names(_Place(folder, files), tensors, spec, encoder_modules(spec, prefix))
+        return spec, summary
     spec = _with_own_head(folder, files, spec)
     if spec.model_type in SUPPORTED_MODEL_TYPES:
-        _check_names(_Place(folder, files), tensors, spec)
+        _check_names(_Place(folder, files), tensors, spec, needed_modules(spec))
         return spec, summary
     if spec.tie_word_embeddings:
         tensors.pop(_HEAD, None)
@@ -102,6 +112,27 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     return WeightsSummary(len(file.paths), len(file.tensors), num_bytes)
 
 
+def _check_dense(folder: Path, dense: DenseSpec) -> None:
+    """Check a layer after pooling that has a folder of its own."""
+    if not (folder / SINGLE_FILE).exists() and any(folder.glob("*.bin")):
+        raise ConfigError(
+            f"{folder}: has only pickled weights (.bin), which are refused because loading them runs code from the "
+            "file; save the model again with a new version of sentence-transformers"
+        )
+    (file,) = read_headers(folder)
+    shapes: dict[str, tuple[int, ...]] = {dense.weight: (dense.out_features, dense.in_features)}
+    if dense.bias:
+        shapes[dense.bias] = (dense.out_features,)
+    for name, shape in shapes.items():
+        entry = file.entries.get(name)
+        if entry is None:
+            raise ConfigError(f"{file.path}: {_missing(name)}")
+        if entry.shape != shape:
+            raise ConfigError(f"{file.path}: {_other_shape(name, entry.shape, shape)}")
+    if left := set(file.entries) - set(shapes):
+        raise ConfigError(f"{file.path}: {_unexpected(left)}")
+
+
 class _Place(NamedTuple):
     """Names the file of a tensor in messages."""
 
@@ -116,13 +147,15 @@ class _Place(NamedTuple):
         return self.files[0].path if len(self.files) == 1 else self.folder / "model.safetensors.index.json"
 
 
-def _check_names(place: _Place, tensors: Mapping[str, HeaderEntry], spec: ModelSpec) -> None:
+def _check_names(
+    place: _Place, tensors: Mapping[str, HeaderEntry], spec: ModelSpec, needed: Iterable[Module]
+) -> None:
     """Check the tensors of a model of the engine."""
     left = set(tensors)
     if spec.tie_word_embeddings:
         left.discard(_HEAD)
     quantized: set[str] = set()
-    for module in needed_modules(spec):
+    for module in needed:
         if _is_quantized(module, tensors, spec):
             quantized.add(module.name)
             continue
@@ -194,8 +227,8 @@ def _with_own_head(folder: Path, files: list[SafetensorsFile], spec: ModelSpec) 
 
     transformers takes such a head, too, and not the embedding that config.json says.
     """
-    if not spec.tie_word_embeddings:
-        return spec
+    if not spec.tie_word_embeddings or (spec.pooling is not None and not spec.pooling.label_tokens):
+        return spec  # an embedder's head is not used
     places = [
         (file, file.entries[name]) for name in (_EMBEDDING, _HEAD) for file in files if name in file.entries
     ]

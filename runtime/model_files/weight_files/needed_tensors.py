@@ -40,6 +40,18 @@ def needed_modules(spec: ModelSpec) -> Iterator[Module]:
         prefix = f"model.layers.{layer}."
         for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer)):
             yield module._replace(name=prefix + module.name)
+    yield from pooling_modules(spec)
+
+
+def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
+    """The layers after pooling with weights in the model's own files: a classifier."""
+    for dense in () if spec.pooling is None else spec.pooling.dense:
+        if dense.folder:
+            continue
+        shape = (dense.out_features, dense.in_features)
+        yield Module(dense.weight.removesuffix(".weight"), shape, has_bias=bool(dense.bias))
+        if dense.norm:
+            yield Module(dense.norm.removesuffix(".weight"), (dense.out_features,))
 
 
 def _norms(spec: ModelSpec) -> Iterator[Module]:

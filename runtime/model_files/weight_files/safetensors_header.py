@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -23,6 +24,9 @@ SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Suffixes of tensors in old exports that are not weights."""
+
+_BODY: Final = "model."
+_OWN_TABLE: Final = "embed_tokens.weight"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
 _ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
@@ -106,8 +110,16 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
+def missing_prefix(names: Collection[str]) -> str:
+    """What to put before the names of a folder's tensors to have the usual ones; "" for nothing.
+
+    A decoder that was saved without an output head, as an embedder is, has names like `layers.0.mlp.up_proj.weight`.
+    """
+    return _BODY if _OWN_TABLE in names else ""
+
+
 def read_headers(folder: Path) -> list[SafetensorsFile]:
-    """All weight files of a folder.
+    """All weight files of a folder; their tensors have the usual names, see `missing_prefix`.
 
     Raises:
         ConfigError: there are no files, one is missing, truncated or damaged, or two hold the same tensor.
@@ -121,7 +133,12 @@ def read_headers(folder: Path) -> list[SafetensorsFile]:
                     f"{file.path}: tensor {name!r} is also in {holder[name]}; keep one of the files"
                 )
             holder[name] = file.path.name
-    return files
+    prefix = missing_prefix(holder)
+    return [_renamed(file, prefix) for file in files] if prefix else files
+
+
+def _renamed(file: SafetensorsFile, prefix: str) -> SafetensorsFile:
+    return file._replace(entries={prefix + name: entry for name, entry in file.entries.items()})
 
 
 def _check_places(path: Path, size: int, data_start: int, entries: dict[str, HeaderEntry]) -> None:

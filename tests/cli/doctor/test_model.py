@@ -65,6 +65,7 @@ def test_a_model_that_is_well(sharded):
     assert not_well(checks) == []
     assert [(c.code, c.verdict) for c in checks] == [
         ("model", OK),
+        ("task", OK),
         ("weights", OK),
         ("checksums", SKIP),
         ("tokenizer", OK),
@@ -72,7 +73,7 @@ def test_a_model_that_is_well(sharded):
         ("turns", OK),
         ("fit", OK),
     ]
-    assert "in 2 files" in checks[1].text
+    assert "in 2 files" in checks[2].text
 
 
 def truncated(model):
@@ -330,3 +331,21 @@ def test_a_checksum_that_differs_shows_both():
 
 def test_samples_are_more_than_ascii():
     assert any(not sample.isascii() for sample in SAMPLES)
+
+
+def test_what_an_embedder_does(model):
+    listed = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    (model / "modules.json").write_text(json.dumps(listed))
+    (model / "1_Pooling").mkdir()
+    (model / "1_Pooling" / "config.json").write_text('{"pooling_mode": "lasttoken"}')
+    (model / "sentence_bert_config.json").write_text('{"max_seq_length": 17}')
+
+    checks = {check.code: check for check in examine(model)}
+
+    assert not_well(checks.values()) == []
+    for text in ("embed: last pooling, vectors of ", "texts of at most 17 tokens", "it has modules.json"):
+        assert text in checks["task"].text
+    assert checks["template"].verdict is checks["turns"].verdict is SKIP

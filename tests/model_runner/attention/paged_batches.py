@@ -15,12 +15,15 @@ from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.kernels.plain import store_kv
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
+from engine.runtime.model_files.encoder_spec import EncoderSpec
 from engine.runtime.model_files.model_spec import ModelSpec
 
 CPU = torch.device("cpu")
 
 
-def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *, window: int | None = None) -> ModelSpec:
+def spec_of(
+    num_heads: int, num_kv_heads: int, head_dim: int, *, window: int | None = None, causal: bool = True
+) -> ModelSpec:
     """Two layers, the second one with the window."""
     return ModelSpec(
         model_type="llama",
@@ -38,6 +41,7 @@ def spec_of(num_heads: int, num_kv_heads: int, head_dim: int, *, window: int | N
         torch_dtype="float32",
         sliding_window=window,
         windowed_layers=(False, window is not None),
+        encoder=None if causal else EncoderSpec(post_norm=True, activation="gelu"),
     )
 
 
@@ -67,7 +71,7 @@ class Pages:
         per_req = [-(-length // page_size) for length in lens]
         num_pages = sum(per_req) + 3
         self.pool = KVPool(
-            num_layers=2,
+            num_layers=spec.num_kv_layers,
             num_pages=num_pages,
             page_size=page_size,
             num_kv_heads=spec.num_kv_heads,
@@ -109,11 +113,13 @@ class Pages:
             if self.pool.k_scale:
                 keys, values = self._store_quantized(layer_id, slots, keys, values)
             else:
-                store(self.pool.k[layer_id], slots, keys)
-                store(self.pool.v[layer_id], slots, values)
+                store(self.pool.layer(layer_id).k, slots, keys)
+                store(self.pool.layer(layer_id).v, slots, values)
             q.append(torch.randn(new, self.spec.num_heads, self.spec.head_dim).to(self.dtype).to(self.device))
             k.append(keys[len(keys) - new :].to(self.dtype))
-            expected.append(dense(q[-1], keys, values, self.spec.window_of(layer_id)))
+            expected.append(
+                dense(q[-1], keys, values, self.spec.window_of(layer_id), causal=self.spec.causal)
+            )
         # As the model makes it: q is a view into a tensor with q and k.
         self.q = torch.cat((torch.cat(q), torch.cat(k)), dim=1)[:, : self.spec.num_heads]
         return expected
@@ -185,18 +191,23 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """Causal attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
+def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
+    """Attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (numbers.to(torch.float64).repeat_interleave(group, 1) for numbers in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
     key = torch.arange(k.shape[0], device=q.device)
     query = key[k.shape[0] - q.shape[0] :, None]
-    visible = key <= query
+    visible = key <= query if causal else torch.ones_like(query >= key)
     if window is not None:
-        visible &= key > query - window
+        visible &= key > query - window if causal else (key - query).abs() <= window // 2
     weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def whole_texts(max_len: int = 700) -> st.SearchStrategy[list[int]]:
+    """Lengths of texts, which an encoder computes whole."""
+    return st.lists(st.integers(1, 80) | st.integers(1, max_len), min_size=1, max_size=8)
 
 
 @st.composite

@@ -18,7 +18,7 @@ from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
 from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
+from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels.cpu.conftest import best_library, library_of
 
 __all__ = ["best_library"]  # fixture
@@ -68,6 +68,30 @@ def test_is_dense_attention(library, batch, heads, page_size, dtypes, window, la
     pages = pages_of(library, spec, page_size, lens, dtype, seed, kv_dtype=kv_dtype)
     ours, expected = pages.run(extend_lens, layer_id)
     check(ours, expected, dtypes)
+
+
+@settings(
+    max_examples=40 // SLOWDOWN,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(
+    lens=whole_texts(),
+    heads=st.sampled_from([(12, 12, 32), (3, 3, 64), (4, 2, 16), (2, 1, 128)]),
+    page_size=st.sampled_from([1, 16]),
+    dtype=st.sampled_from([BF16, F32]),
+    window=st.none() | st.sampled_from([1, 3, 17, 129, 601, 2001]),
+    layer_id=st.sampled_from([0, 1, 1]),
+    fixed_order=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_in_an_encoder_a_token_sees_those_after_it(
+    library, lens, heads, page_size, dtype, window, layer_id, fixed_order, seed
+):
+    spec = spec_of(*heads, window=window, causal=False)
+    backend: Any = functools.partial(CpuNativeAttention, library=library, fixed_order=fixed_order)
+    pages = Pages(spec, page_size, lens, dtype, seed, backend=backend)
+    ours, expected = pages.run(lens, layer_id)
+    check(ours, expected, (dtype, dtype))
 
 
 def check(ours: list[torch.Tensor], expected: list[torch.Tensor], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -405,7 +429,7 @@ def table_of(rows: list[list[int]], page_size: int) -> Any:
 
 def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list[tuple[list[int], int, int]]:
     """(members, start, stop) of what decodes of these lengths have in common, read off the items."""
-    plan = library.new_attention_plan(table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0)
+    plan = library.new_attention_plan(table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 1, 0)
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
     library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))
     items = items_of(plan)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.attention.torch_native import TorchNativeAttention, group_by_length
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
+from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 
 FP8 = torch.float8_e4m3fn
 
@@ -37,6 +37,21 @@ def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, s
     pages = native(spec_of(*heads, window=window), page_size, lens, dtypes[0], seed, kv_dtype=dtypes[1])
     ours, expected = pages.run(extend_lens, layer_id)
     assert_close(ours, expected, dtypes[0])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lens=whole_texts(),
+    heads=st.sampled_from([(12, 12, 32), (3, 3, 64), (4, 2, 8)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    window=st.none() | st.sampled_from([1, 3, 17, 129, 601, 2001]),
+    layer_id=st.sampled_from([0, 1, 1]),
+    seed=st.integers(0, 1000),
+)
+def test_in_an_encoder_a_token_sees_those_after_it(lens, heads, dtype, window, layer_id, seed):
+    pages = native(spec_of(*heads, window=window, causal=False), 4, lens, dtype, seed)
+    ours, expected = pages.run(lens, layer_id)
+    assert_close(ours, expected, dtype)
 
 
 def test_writes_only_the_new_slots_of_its_layer():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.runtime.errors import ConfigError
@@ -170,3 +171,16 @@ def test_any_bytes_are_read_or_refused(tmp_path, edits, cut):
     for position, replacement in edits:
         content[position : position + len(replacement)] = replacement
     check(tmp_path, bytes(content[:cut] if cut < 290 else content), {})
+
+
+def test_a_decoder_without_a_head_has_names_without_the_prefix(tmp_path):
+    save_file(
+        {"embed_tokens.weight": torch.ones(2, 3), "layers.0.mlp.up_proj.weight": torch.full((1, 2), 5.0)},
+        tmp_path / SINGLE_FILE,
+    )
+    store = SafetensorsStore(tmp_path)
+
+    assert store.names() == {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"}
+    out = torch.empty(1, 2)
+    store.read("model.layers.0.mlp.up_proj.weight", out)
+    assert out.tolist() == [[5.0, 5.0]]

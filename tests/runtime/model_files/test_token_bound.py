@@ -13,7 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.model_files.token_bound import _MAX_NFC_SHRINK, TokenBound, find_token_bound
-from engine.runtime.model_files.tokenizer import _BYTE_OF_CHAR
+from engine.runtime.model_files.tokenizer_files.token_bytes import BYTE_OF_CHAR
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 RARE = "ĀĄñÀ"  # bytes 00, 04, F1 and C0, as byte-level vocabularies write them
@@ -51,7 +51,7 @@ def byte_fallback() -> CoreTokenizer:
 
 
 def find(core: CoreTokenizer) -> TokenBound | None:
-    return find_token_bound(core, _BYTE_OF_CHAR)
+    return find_token_bound(core, BYTE_OF_CHAR)
 
 
 STRIPPING = AddedToken("<s>", lstrip=True, rstrip=True, special=True)

@@ -15,6 +15,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.kv_size import MIB
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.resolve.block_weights import KERNEL_FLAGS
@@ -150,6 +151,7 @@ def test_the_default_model_on_a_plain_machine():
     )
     assert cache.max_total_tokens % cache.page_size == 0
     assert set(resolved.notes) == {
+        "task",
         "device",
         "dtype",
         "num_threads",
@@ -166,6 +168,19 @@ def test_the_default_model_on_a_plain_machine():
         "record_steps",
     }
     assert all(note and "\n" not in note for note in resolved.notes.values())
+
+
+def test_the_task_is_that_of_the_model_s_files():
+    pooling = PoolingSpec(task="embed", pooling="mean", size=8, reason="it has modules.json")
+    embedder = msgspec.structs.replace(SPEC, pooling=pooling)
+
+    resolved = resolve(config(matryoshka=True), embedder, HOST)
+
+    assert (resolved.config.model.task, resolved.notes["task"]) == ("embed", "it has modules.json")
+    assert resolve(resolved.config, embedder, HOST).config == resolved.config
+    assert resolve(EngineConfig(), SPEC, HOST).config.model.task == "generate"
+    with pytest.raises(ConfigError, match="matryoshka is true, but the task is generate"):
+        resolve(config(matryoshka=True), SPEC, HOST)
 
 
 GGUF = QuantizationSpec(

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.error_shapes import shape_of
+from engine.tokenizer_manager.http.reference.examples import OF_EMBEDDERS
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import ErrorBody
 from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 
 from ..fake_engine import MODEL, WAIT_S, FakeEngine, make_services, say_all
+from .pooling.test_embeddings import ANSWER, EMBEDDER
 
 DOCUMENT = ApiDocs(ROUTES, "0").document()
 SCHEMAS: dict[str, Any] = DOCUMENT["components"]["schemas"]
@@ -52,6 +54,14 @@ VALID: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "hi", "options": {"num_predict": 3}},
     "/api/show": {"model": MODEL},
     "/start_profile": {"duration": 1},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["ho"]},
+    "/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v2/rerank": {"query": "hi", "documents": ["ho"]},
+    "/v1/score": {"text_1": "hi", "text_2": "ho"},
+    "/score": {"text_1": "hi", "text_2": "ho"},
+    "/api/embed": {"input": "hi"},
+    "/api/embeddings": {"prompt": "hi"},
 }
 
 
@@ -64,11 +74,12 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """Calls an application that answers every generation with "x"."""
+    """Calls an application that answers every generation with "x", or for paths of embedders, one with vectors."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._app = App(make_services(FakeEngine(say_all("x"))))
+        self._embedder = App(make_services(FakeEngine(ANSWER), pooling=EMBEDDER))
 
     def close(self) -> None:
         """Nothing may be left behind."""
@@ -106,7 +117,7 @@ class Client:
             "path": path,
             "headers": [(name.lower().encode(), value) for name, value in headers.items()],
         }
-        await self._app(scope, receive, send)
+        await (self._embedder if path in OF_EMBEDDERS else self._app)(scope, receive, send)
         [start] = [message for message in sent if message["type"] == "http.response.start"]
         parts = [message for message in sent if message["type"] == "http.response.body"]
         assert [part["more_body"] for part in parts].count(False) == 1, "exactly one end"

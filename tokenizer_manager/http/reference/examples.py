@@ -1,6 +1,7 @@
 """An example request for each endpoint with a body, by method and path; `/openapi.json` and `/docs` have them.
 
-Each is accepted by a server with any model that has a chat template; the tests send them.
+Each is accepted by a server with any model that has a chat template, or (`OF_EMBEDDERS`) with any embedder; the tests
+send them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,22 @@ _SCHEMA: Final = {
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
     "required": ["name", "age"],
 }
+_RERANK: Final = {
+    "query": "Why is the sky blue?",
+    "documents": ["Air scatters blue light more than red light.", "Grass is green."],
+    "top_n": 1,
+}
+_SCORE: Final = {"text_1": "Why is the sky blue?", "text_2": ["Air scatters blue light.", "Grass is green."]}
 
 BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/v1/chat/completions"): {"messages": _QUESTION, "max_tokens": 100, "stream": True},
     ("POST", "/v1/completions"): {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+    ("POST", "/v1/embeddings"): {"input": ["The sky is blue.", "Grass is green."]},
+    ("POST", "/v1/rerank"): _RERANK,
+    ("POST", "/rerank"): _RERANK,
+    ("POST", "/v2/rerank"): _RERANK,
+    ("POST", "/v1/score"): _SCORE,
+    ("POST", "/score"): _SCORE,
     ("POST", "/v1/responses"): {"input": "Why is the sky blue?", "max_output_tokens": 100},
     ("POST", "/v1/responses/input_tokens"): {"input": "Why is the sky blue?"},
     ("POST", "/v1/messages"): {"messages": _QUESTION, "max_tokens": 100},
@@ -38,7 +51,14 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/api/chat"): {"messages": _QUESTION},
     ("POST", "/api/generate"): {"prompt": "The capital of France is", "options": {"num_predict": 8}},
     ("POST", "/api/show"): {},
+    ("POST", "/api/embed"): {"input": "The sky is blue."},
+    ("POST", "/api/embeddings"): {"prompt": "The sky is blue."},
 }
+
+OF_EMBEDDERS: Final = frozenset(
+    path for _, path in BODIES if "embed" in path or path.endswith(("/rerank", "/score"))
+)
+"""Paths with examples for embedders; those of pairs are also for rerankers."""
 
 PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1"}
 """Examples of what stands in a path; `{model}` is the served model."""

@@ -221,4 +221,4 @@ def _code(value: object) -> str:
 
 
 def _anchor(method: str, path: str) -> str:
-    return f"{method}{re.sub(r'[^a-z_]+', '-', path)}".lower().rstrip("-")
+    return f"{method}{re.sub(r'[^a-z0-9_]+', '-', path)}".lower().rstrip("-")

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.native import (
+    ACTIVATIONS,
     NativeOps,
     reasons_against_native,
 )
@@ -292,6 +293,10 @@ def test_what_would_read_foreign_memory_is_refused(best_library):
         lambda: ops.rms_norm(x, torch.ones(32, dtype=BF16), 1e-5),
         lambda: ops.add_rms_norm(x, x.float(), torch.ones(64), 1e-5),
         lambda: ops.silu_and_mul(x.half()),
+        lambda: ops.layer_norm(x, torch.ones(64), None, 1e-5),
+        lambda: ops.layer_norm(x, torch.ones(64, dtype=BF16), torch.ones(32, dtype=BF16), 1e-5),
+        lambda: ops.add_layer_norm(x, x[:1], torch.ones(64, dtype=BF16), None, 1e-5),
+        lambda: ops.activate(x.half(), "gelu"),
     ):
         with pytest.raises(AssertionError):
             call()
@@ -345,6 +350,66 @@ def test_activations(ops, shape, dtype):
     gate, up = gate_up.double().chunk(2, dim=-1)
     close(ops.silu_and_mul(gate_up), F.silu(gate) * up, extra=2e-6)
     close(ops.gelu_and_mul(gate_up), F.gelu(gate, approximate="tanh") * up, extra=2e-6)
+    close(ops.gelu_erf_and_mul(gate_up), F.gelu(gate) * up, extra=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("shape", [(0, 64), (1, 384), (5, 33), (3, 2, 16), (300, 100), (2, 3), (7, 40)])
+def test_layer_norms(ops, shape, dtype, has_bias):
+    x, residual = guarded(shape, dtype, 0) + 20, guarded(shape, dtype, 1)  # the mean is large
+    weight, bias = guarded(shape[-1:], dtype, 2), guarded(shape[-1:], dtype, 3) if has_bias else None
+
+    def exact(x: Tensor) -> Tensor:
+        return F.layer_norm(
+            x.double(), shape[-1:], weight.double(), None if bias is None else bias.double(), 1e-12
+        )
+
+    extra = 2e-5 if dtype == F32 else 0.0  # of the mean
+    close(ops.layer_norm(x, weight, bias, 1e-12), exact(x), extra=extra)
+    close(plain.layer_norm(x, weight, bias, 1e-12), exact(x), extra=extra)
+    if len(shape) == 2:
+        total = x + residual
+        for provider in (ops, plain):
+            normed, new_residual = provider.add_layer_norm(x.clone(), residual.clone(), weight, bias, 1e-12)
+            assert torch.equal(new_residual, total)
+            close(normed, exact(total), extra=extra)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("size", [0, 1, 15, 16, 4099, 40000])
+def test_activations_in_place(ops, dtype, size):
+    x = guarded((size,), dtype, 0) * 4
+    exact = {
+        "gelu": F.gelu(x.double()),
+        "gelu_tanh": F.gelu(x.double(), approximate="tanh"),
+        "relu": x.double().relu(),
+        "silu": F.silu(x.double()),
+    }
+    assert set(exact) == set(ACTIVATIONS)
+    for kind, expected in exact.items():
+        for provider in (ops, plain):
+            close(provider.activate(x.clone(), kind), expected, extra=2e-6)
+
+
+def test_the_exact_gelu_is_that_of_the_error_function_everywhere(ops):
+    x = torch.linspace(-12, 12, 100_000)
+    error = (ops.activate(x.clone(), "gelu").double() - F.gelu(x.double())).abs()
+    assert error.max() < 1e-6 and error[x.abs() < 1].max() < 2e-7
+    assert ops.activate(torch.tensor([torch.nan] * 17), "gelu").isnan().all()
+    assert ops.activate(torch.tensor([-1e4, 1e4, 0.0]), "gelu").tolist() == [0.0, 1e4, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_without_rotary_keys_and_values_are_stored_as_they_are(ops, dtype):
+    qkv, loc = guarded((5, 6, 32), dtype, 0), torch.tensor([9, 2, 7, 4, 5])
+    nothing = torch.empty(5, 0, dtype=dtype)
+    for provider in (ops, plain):
+        kv = LayerKV(*(torch.full((12, 2, 32), 7.0, dtype=dtype) for _ in "kv"))
+        q = provider.rotate_and_store(qkv.clone(), None, nothing, nothing, kv, loc)
+        assert torch.equal(q, qkv[:, :2])
+        assert torch.equal(kv.k[loc], qkv[:, 2:4]) and torch.equal(kv.v[loc], qkv[:, 4:])
+        assert (kv.k[[0, 1, 3, 6, 8, 10, 11]] == 7).all()
 
 
 def test_activations_at_the_ends(ops):

@@ -231,7 +231,7 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ),
         ({"model_type": ...}, "the field model_type is missing"),
         (
-            {"architectures": ["LlamaForSequenceClassification"]},
+            {"architectures": ["LlamaForQuestionAnswering"]},
             "architectures is .*only .'LlamaForCausalLM'",
         ),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method is 'hqq', which is not supported"),

@@ -40,6 +40,22 @@ SPLIT = [f"BF16/big-BF16-{part:05}-of-00003.gguf" for part in (1, 2, 3)]
                 "model-1.safetensors",
             ],
         ),
+        (
+            [
+                *(
+                    "config.json",
+                    "model.safetensors",
+                    "modules.json",
+                    "1_Pooling/config.json",
+                    "2_Dense/config.json",
+                ),
+                *("2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "onnx/model.safetensors"),
+            ],
+            [
+                *("config.json", "modules.json", "1_Pooling/config.json", "2_Dense/config.json"),
+                *("model.safetensors", "2_Dense/model.safetensors"),
+            ],
+        ),
         (["config.json", "weights.safetensors"], ["config.json", "weights.safetensors"]),
         (
             ["config.json", "model.safetensors", "model.fp16.safetensors", "a-Q4_0.gguf"],

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
+from msgspec import structs
+from safetensors.numpy import save_file
 
+from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.gguf.gguf_names import stored_names
 from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
+from engine.runtime.model_files.pooling_spec import DenseSpec, PoolingSpec
+from engine.runtime.model_files.weight_files.check_weights import check_folder_weights, check_gguf_weights
 from engine.runtime.model_files.weight_files.needed_tensors import needed_modules
 
 SPEC = ModelSpec(
@@ -45,3 +50,83 @@ def test_all_files_of_a_split_model_are_counted(write_gguf: Callable[..., Path],
     summary = check_gguf_weights(file, SPEC)
     assert (summary.num_files, summary.num_tensors) == (3, len(names))
     assert summary.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_an_embedder_may_have_names_without_a_prefix_and_no_head(tmp_path: Path) -> None:
+    spec = structs.replace(
+        SPEC,
+        tie_word_embeddings=True,
+        pooling=PoolingSpec(task="embed", pooling="last", size=SPEC.hidden_size),
+    )
+    write_weights(tmp_path, {name.removeprefix("model."): shape for name, shape in shapes_of(spec).items()})
+
+    checked, summary = check_folder_weights(tmp_path, spec)
+
+    assert checked == spec
+    assert summary.num_tensors == len(shapes_of(spec))
+
+
+def test_an_embedder_s_own_head_is_not_used(tmp_path: Path) -> None:
+    spec = structs.replace(SPEC, pooling=PoolingSpec(task="embed", pooling="last", size=SPEC.hidden_size))
+    write_weights(tmp_path, shapes_of(spec) | {"lm_head.weight": (SPEC.vocab_size, SPEC.hidden_size)}, seed=1)
+
+    assert check_folder_weights(tmp_path, spec)[0].tie_word_embeddings
+
+
+def test_a_classifier_is_needed(tmp_path: Path) -> None:
+    dense = (DenseSpec(weight="score.weight", in_features=SPEC.hidden_size, out_features=2),)
+    spec = structs.replace(SPEC, pooling=PoolingSpec(task="score", pooling="last", size=2, dense=dense))
+    write_weights(tmp_path, shapes_of(spec))
+    check_folder_weights(tmp_path, spec)
+
+    write_weights(tmp_path, shapes_of(SPEC))
+    with pytest.raises(ConfigError, match=r"tensor 'score.weight' is missing"):
+        check_folder_weights(tmp_path, spec)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        (None, r"2_Dense: has only pickled weights \(.bin\)"),
+        ({"linear.weight": (8, 32)}, "tensor 'linear.bias' is missing"),
+        ({"linear.weight": (8, 31), "linear.bias": (8,)}, r"has the shape \[8, 31\], .* asks for \[8, 32\]"),
+        (
+            {"linear.weight": (8, 32), "linear.bias": (8,), "residual.weight": (8, 32)},
+            "unexpected tensor 'residual",
+        ),
+        ({"linear.weight": (8, 32), "linear.bias": (8,)}, ""),
+    ],
+)
+def test_layers_with_folders_of_their_own(
+    tmp_path: Path, tensors: dict[str, tuple[int, ...]] | None, message: str
+) -> None:
+    dense = (
+        DenseSpec(
+            folder="2_Dense", weight="linear.weight", bias="linear.bias", in_features=32, out_features=8
+        ),
+    )
+    spec = structs.replace(SPEC, pooling=PoolingSpec(task="embed", pooling="last", size=8, dense=dense))
+    write_weights(tmp_path, shapes_of(SPEC))
+    (tmp_path / "2_Dense").mkdir()
+    if tensors is None:
+        (tmp_path / "2_Dense" / "pytorch_model.bin").touch()
+    else:
+        write_weights(tmp_path / "2_Dense", tensors)
+
+    if not message:
+        check_folder_weights(tmp_path, spec)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_folder_weights(tmp_path, spec)
+
+
+def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    return {f"{module.name}.weight": module.shape for module in needed_modules(spec)}
+
+
+def write_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> None:
+    generator = np.random.default_rng(seed)
+    save_file(
+        {name: generator.standard_normal(shape, np.float32) for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )

@@ -21,6 +21,7 @@ def test_models(serve: Serve):
         "created": 1_700_000_000,
         "owned_by": "engine",
         "max_model_len": 256,
+        "task": "generate",
         "sampling_defaults": {
             "temperature": 1.0,
             "top_k": -1,

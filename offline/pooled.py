@@ -1,0 +1,285 @@
+"""`PooledCalls`: the calls of `LLM` that return vectors and scores: embed, rerank, score."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..runtime.errors import EngineDeadError, RequestError
+from ..runtime.messages import FinishKind, GenerateRequest
+from ..runtime.request_checks import check_integer, plain, wrong_type
+from ..runtime.sampling_params import MAX_COUNT
+from ..tokenizer_manager.admission.feasibility_check import check_pooled_length, truncated
+from ..tokenizer_manager.pooling.embedding import embedding_params, prompt_text, with_prompt
+from ..tokenizer_manager.pooling.scoring import (
+    Pair,
+    ScoredInputs,
+    joined_inputs,
+    label_id,
+    label_inputs,
+    label_scores,
+    scores_of,
+    text_inputs,
+    uses_pairs,
+)
+from ..tokenizer_manager.pooling.task import POOLING_SAMPLING, Want, check_task
+from .batch import progress_of
+from .prompts import as_prompts, checked_token_ids
+
+if TYPE_CHECKING:
+    from ..runtime.model_files.model_spec import ModelSpec
+    from ..runtime.model_files.pooling_spec import PoolingSpec
+    from ..runtime.model_files.tokenizer import Tokenizer
+    from ..tokenizer_manager.generation import Prompt
+    from ..tokenizer_manager.scheduling_options import Scheduling
+    from .engine import EngineThread, RowQueue
+
+Vectors = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """A document's relevance to a query.
+
+    Attributes:
+        index: its place in the list that was passed.
+        score: larger is more relevant; the scale is the model's.
+        text: the document.
+    """
+
+    index: int
+    score: float
+    text: str
+
+
+class PooledCalls:
+    """See the module. The arguments are those of the methods of `LLM` with the same names."""
+
+    def __init__(self, engine: EngineThread, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._spec = spec
+        self._numbers = itertools.count()
+
+    def embed(
+        self,
+        inputs: object,
+        scheduling: Scheduling,
+        *,
+        dimensions: int | None,
+        normalize: bool | None,
+        prompt_name: str | None,
+        input_type: str | None,
+        truncate: bool,
+        progress_bar: bool,
+    ) -> Vectors:
+        """See `LLM.embed`."""
+        pooling = self._pooling("embed")
+        items, is_single = as_prompts(inputs)
+        prompts = [
+            self._prompt(item, f"input {n}" if len(items) > 1 else "input") for n, item in enumerate(items)
+        ]
+        params = embedding_params(pooling, dimensions=dimensions, normalize=normalize)
+        text = prompt_text(pooling, prompt_name=prompt_name, input_type=input_type)
+        given = ScoredInputs(with_prompt(prompts, text), [params] * len(prompts), [])
+        vectors = self._run(given, scheduling, param="input", truncate=truncate, progress_bar=progress_bar)
+        width = params.dimensions or pooling.size
+        result = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(-1, width).copy()
+        return result[0] if is_single else result
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        scheduling: Scheduling,
+        *,
+        top_n: int | None,
+        instruction: str | None,
+        truncate: bool,
+        progress_bar: bool,
+    ) -> list[RankedDocument]:
+        """See `LLM.rerank`."""
+        texts = _texts("documents", documents)
+        [query] = _texts("query", query)
+        top_n = len(texts) if top_n is None else check_integer("top_n", plain(top_n), 0, MAX_COUNT)
+        scores = self._scores(
+            [(query, text) for text in texts], scheduling, instruction, truncate, progress_bar
+        )
+        if scores and len(scores[0]) > 1:
+            raise RequestError(
+                f"this model has {len(scores[0])} scores for a pair, and documents are ordered by one; use score()"
+            )
+        ranked = [
+            RankedDocument(n, score, text)
+            for n, ((score,), text) in enumerate(zip(scores, texts, strict=True))
+        ]
+        ranked.sort(key=lambda document: (-document.score, document.index))
+        return ranked[:top_n]
+
+    def score(
+        self,
+        first: str | Sequence[str],
+        second: str | Sequence[str],
+        scheduling: Scheduling,
+        *,
+        instruction: str | None,
+        truncate: bool,
+        progress_bar: bool,
+    ) -> list[float] | list[list[float]]:
+        """See `LLM.score`."""
+        ones, others = _texts("first", first), _texts("second", second)
+        if len(ones) == 1:
+            ones *= len(others)
+        if len(ones) != len(others):
+            raise RequestError(
+                f"first has {len(ones)} texts and second has {len(others)}; pass one text for all, or as many"
+            )
+        pairs = list(zip(ones, others, strict=True))
+        scores = self._scores(pairs, scheduling, instruction, truncate, progress_bar)
+        return [each[0] for each in scores] if scores and len(scores[0]) == 1 else scores
+
+    def label_probabilities(
+        self, prompts: object, labels: Sequence[str | int], scheduling: Scheduling, *, among_labels: bool
+    ) -> list[list[float]]:
+        """See `LLM.label_probabilities`."""
+        check_task(self._spec, "labels")
+        items, _ = as_prompts(prompts)
+        ids = [
+            label_id(self._tokenizer, label, "labels")
+            if isinstance(label, str)
+            else check_integer("labels", plain(label), 0, self._spec.vocab_size - 1)
+            for label in labels
+        ]
+        if not ids:
+            raise RequestError("labels is empty; pass at least one", param="labels", code="invalid_value")
+        given = label_inputs([self._prompt(item, "prompt") for item in items], ids)
+        return label_scores(self._run(given, scheduling, param="prompt"), apply_softmax=among_labels)
+
+    # ------------------------------------------------------------ internals
+
+    def _pooling(self, wanted: Want) -> PoolingSpec:
+        check_task(self._spec, wanted)
+        assert self._spec.pooling is not None
+        return self._spec.pooling
+
+    def _prompt(self, item: object, name: str) -> Prompt:
+        if isinstance(item, str):
+            if not item:
+                raise RequestError(
+                    f"{name} is empty; it has at least one token", param="input", code="empty_prompt"
+                )
+            return item
+        return checked_token_ids(item, self._spec.vocab_size)
+
+    def _scores(
+        self,
+        pairs: Sequence[Pair],
+        scheduling: Scheduling,
+        instruction: str | None,
+        truncate: bool,
+        progress_bar: bool,
+    ) -> list[list[float]]:
+        pooling = self._pooling("score")
+        if uses_pairs(pooling):
+            most = self._engine.capacity.max_model_len if truncate else None
+            inputs = joined_inputs(pooling, self._tokenizer.encode_pairs(pairs, most))
+        else:
+            inputs = text_inputs(pooling, self._tokenizer, pairs, instruction)
+        vectors = self._run(inputs, scheduling, param="pair", truncate=truncate, progress_bar=progress_bar)
+        return scores_of(pooling, inputs, vectors)
+
+    def _run(
+        self,
+        inputs: ScoredInputs,
+        scheduling: Scheduling,
+        *,
+        param: str,
+        truncate: bool = False,
+        progress_bar: bool = False,
+    ) -> list[bytes]:
+        """The results of all prompts. Unfinished ones are aborted if the call ends early."""
+        requests = self._requests(inputs, scheduling, param, truncate)
+        numbers = {request.rid: n for n, request in enumerate(requests)}
+        vectors: list[bytes | None] = [None] * len(requests)
+        rows: RowQueue = queue.SimpleQueue()
+        self._engine.check_usable()
+        show = progress_of(len(requests), "Texts") if progress_bar else contextlib.nullcontext(_ignore)
+        with show as advance:
+            try:
+                self._engine.submit_all(requests, rows)
+                for _ in requests:
+                    row = rows.get()
+                    if isinstance(row, EngineDeadError):
+                        raise EngineDeadError(str(row)) from row
+                    number = numbers.pop(row.rid)
+                    assert row.finish is not None
+                    if row.finish.kind is not FinishKind.STOP:
+                        message = row.finish.message or "it was aborted"
+                        name = _name(param, number, len(requests))
+                        raise RequestError(
+                            f"{name}: {message}", code="generation_failed", status=row.finish.status
+                        )
+                    vectors[number] = row.vector
+                    advance(row.usage.prompt_tokens)
+            finally:
+                for rid in numbers:
+                    self._engine.abort(rid, "the caller ended the call")
+        return [vector for vector in vectors if vector is not None]
+
+    def _requests(
+        self, inputs: ScoredInputs, scheduling: Scheduling, param: str, truncate: bool
+    ) -> list[GenerateRequest]:
+        capacity, tokenizer = self._engine.capacity, self._tokenizer
+        texts = [prompt for prompt in inputs.prompts if isinstance(prompt, str)]
+        encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
+        frame = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
+        now_s = time.monotonic()
+        requests = []
+        for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
+            ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
+            if truncate:
+                ids = truncated(ids, -1, frame, capacity)
+            check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
+            requests.append(
+                GenerateRequest(
+                    rid=f"pooled-{next(self._numbers)}",
+                    input_ids=ids.tobytes(),
+                    sampling=POOLING_SAMPLING,
+                    arrival_s=now_s,
+                    priority=scheduling.priority,
+                    extra_key=scheduling.extra_key,
+                    tenant=scheduling.tenant,
+                    queue_timeout_s=scheduling.queue_timeout_s,
+                    timeout_s=scheduling.timeout_s,
+                    pooling=pooling,
+                )
+            )
+        return requests
+
+
+def _ignore(num_tokens: int, *, finished: bool = True) -> None:
+    return
+
+
+def _name(param: str, number: int, total: int) -> str:
+    return f"{param}[{number}]" if total > 1 else param
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """The texts of an argument: one text, or several."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
+        if value:
+            return list(value)
+        raise RequestError(f"{name} is empty; pass at least one text", param=name, code="invalid_value")
+    raise wrong_type(name, value, "a text or a list of texts", has_default=False)
