@@ -100,9 +100,7 @@ def runs_of(slots: Int64s, put: Put) -> AdapterRuns:
     return AdapterRuns(tuple(Run(*run) for run in plan[1:].reshape(-1, 3).tolist()), put(plan))
 
 
-def batch_of(
-    slots: Int64s, kept: Int64s | None, sampled: Int64s | None, put: Put
-) -> AdapterBatch:
+def batch_of(slots: Int64s, kept: Int64s | None, sampled: Int64s | None, put: Put) -> AdapterBatch:
     """The runs of a step.
 
     Args:
