@@ -224,4 +224,5 @@ def _make_executor(
         relay=relay,
         slot_table=slot_table,
         make_device=partial(CudaGraphDevice, loaded.device),
+        records_adapters=loaded.adapters is not None and loaded.adapters.layers.are_recordable,
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 
 from ...runtime.model_files.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+from ..kernels.plain_delta import PlainDelta, PlainEmbeddingDelta
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -164,6 +165,11 @@ class AdapterLayers:
     def module_names(self) -> set[str]:
         """Names of the modules that adapters can change."""
         return {part.name for layer in self.layers for part in layer.parts if self.has(part.name)}
+
+    @property
+    def are_recordable(self) -> bool:
+        """Whether no layer reads on the host which tokens use which slot."""
+        return not any(isinstance(layer.delta, PlainDelta | PlainEmbeddingDelta) for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
