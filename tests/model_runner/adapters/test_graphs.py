@@ -28,10 +28,9 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
     device = RerunningDevice()
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
     monkeypatch.setattr(load, "select_ops", lambda target: select_ops(target, TRITON))
-    found = []
+    cuda, found = torch.device("cuda"), []
     for is_recorded in (True, False):
         if is_recorded:
-            cuda = torch.device("cuda")
             monkeypatch.setattr(
                 load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, min(num, 4), cuda)
             )
