@@ -103,7 +103,9 @@ def load_model_runner(
     layers = None
     if slot_sizes is not None:
         max_slots, max_rank, targets = slot_sizes
-        layers = AdapterLayers(spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, targets=targets)
+        layers = AdapterLayers(
+            spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
+        )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
         model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
     if device.type == "cpu":

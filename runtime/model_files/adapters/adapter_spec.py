@@ -16,7 +16,7 @@ import msgspec
 from ...errors import ConfigError
 from .adapter_module import AdapterModule
 from .base_modules import BaseModules
-from .peft_folder import WEIGHTS_FILE, peft_modules
+from .peft_folder import CONFIG_FILE, WEIGHTS_FILE, check_files, peft_modules
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
@@ -79,7 +79,9 @@ def read_adapter(
     found = _inside(Path(path), root)
     modules_of = BaseModules(base)
     if found.is_dir():
-        weights = _inside(found / WEIGHTS_FILE, root if root is not None else None)
+        check_files(found)
+        _inside(found / CONFIG_FILE, root)
+        weights = _inside(found / WEIGHTS_FILE, root)
         modules = peft_modules(found, modules_of)
     elif is_gguf(found):
         weights = found
