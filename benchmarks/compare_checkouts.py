@@ -31,8 +31,8 @@ from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.peers.sides import ENGINE_VARIANTS, MODEL_NAME, Models, Room, Side, make_side
 from benchmarks.peers.workloads import WORKLOADS, Workload
 from engine.cli.bench.result_file import read_results
+from engine.runtime.model_files.built_in.fetch import ensure_model
 from engine.runtime.model_files.cache_dir import cache_dir
-from engine.runtime.model_files.default_model import ensure_default_model
 
 KV_TOKENS: Final = 65_536
 START_LIMIT_S: Final = 300.0
@@ -83,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def models_of_the_default() -> Models:
     """The default model's file, and its weights as a bf16 folder."""
-    gguf = ensure_default_model()
+    gguf = ensure_model()
     folder = cache_dir() / "benchmarks"
     models = Models(gguf, folder / "SmolLM2-135M-Instruct-bf16", folder / "unused.gguf")
     ensure_bf16_folder(models.gguf, models.bf16_folder)

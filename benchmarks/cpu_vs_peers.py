@@ -50,8 +50,8 @@ from benchmarks.peers.workloads import WORKLOADS, Workload, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.built_in.fetch import ensure_model
 from engine.runtime.model_files.cache_dir import cache_dir
-from engine.runtime.model_files.default_model import ensure_default_model
 
 KV_TOKENS: Final = 65_536
 
@@ -194,7 +194,7 @@ def _places(arguments: argparse.Namespace) -> tuple[Vllm, LlamaCpp, Models]:
 
 
 def _gguf(arguments: argparse.Namespace) -> Path:
-    return arguments.gguf or ensure_default_model()
+    return arguments.gguf or ensure_model()
 
 
 def parse_arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:

@@ -74,13 +74,13 @@ def read_question(words: list[str], stdin: TextIO) -> str | None:
 
 def names_a_model(words: list[str]) -> bool:
     """Whether the question is one word that names a model, as `ollama run NAME` has it. Looks at nothing but names."""
-    from ...runtime.model_files.default_model import is_default_name
+    from ...runtime.model_files.built_in.models import find_built_in
     from ...runtime.model_files.source import hub_name_of
 
     if len(words) != 1:
         return False
     word = words[0]
-    if is_default_name(word) or word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
+    if find_built_in(word) or word.endswith(".gguf") or os.path.isfile(os.path.join(word, "config.json")):
         return True
     try:
         return hub_name_of(word) is not None

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
-from ...runtime.model_files.default_model import DEFAULT_MODEL
+from ...runtime.model_files.built_in.models import published_sha256
 from ...runtime.model_files.gguf.gguf_split import parts_of
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.source import ModelSource, not_fetched
@@ -152,13 +152,11 @@ def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def _checksums(source: ModelSource) -> Iterator[Checksum]:
-    """Checksums of files with a known SHA-256: the default model, and files of the hub's cache, named by it."""
+    """Checksums of files with a known SHA-256: built-in models, and files of the hub's cache, named by it."""
     path = Path(source.path)
     for file in parts_of(path) if source.kind == "gguf" else sorted(path.glob("*.safetensors")):
-        published = ""
-        if file.name == DEFAULT_MODEL.file_name:
-            published = DEFAULT_MODEL.member_sha256
-        elif file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
+        published = published_sha256(file)
+        if not published and file.is_symlink() and _SHA256.fullmatch(file.resolve().name):
             published = file.resolve().name
         if published:
             with file.open("rb") as data:

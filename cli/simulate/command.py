@@ -234,12 +234,12 @@ def _model_facts(model: str) -> ModelFacts:
 
     if model.lower() in MODELS:
         return MODELS[model.lower()]
-    from ...runtime.model_files.default_model import is_default_name
+    from ...runtime.model_files.built_in.models import find_built_in
     from ...runtime.model_files.load_spec import load_spec
     from ...runtime.model_files.source import hub_name_of, resolve_source
 
     is_path = Path(model).expanduser().exists()
-    if not (is_path or is_default_name(model) or hub_name_of(model)):
+    if not (is_path or find_built_in(model) or hub_name_of(model)):
         raise ConfigError(
             f"there is no model {model!r}: it must be one of {', '.join(MODELS)}, a folder, a .gguf file or org/repo"
         )

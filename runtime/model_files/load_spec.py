@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ..errors import ConfigError
-from .default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING
+from .built_in.models import find_built_in
 from .model_spec import ModelSpec
 from .pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from .source import ModelSource
@@ -36,8 +36,9 @@ def load_spec(source: ModelSource, file: GGUFFile | None = None, choice: TaskCho
         from .gguf.gguf_file import GGUFFile
 
         spec = read_gguf_spec(file or GGUFFile(source.path))
-        if source.name == DEFAULT_MODEL_NAME and not spec.sampling_defaults.values():
-            spec = structs.replace(spec, sampling_defaults=DEFAULT_MODEL_SAMPLING)
+        built_in = find_built_in(source.name)
+        if built_in is not None and built_in.sampling and not spec.sampling_defaults.values():
+            spec = structs.replace(spec, sampling_defaults=built_in.sampling)
         return _with_task(source, spec, choice)
     from .hf.hf_config import read_hf_spec
 

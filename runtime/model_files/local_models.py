@@ -1,4 +1,4 @@
-"""`LocalModel`: the models on this machine: the default model and those in the hub's cache."""
+"""`LocalModel`: the models on this machine: the built-in ones and those in the hub's cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 
 from ..counted import counted
 from ..errors import ConfigError
-from .default_model import DEFAULT_NAMES, cached_default_model
+from .built_in.fetch import cached_model
+from .built_in.models import BUILT_IN_MODELS, BuiltInModel
 from .hub.hub_cache import PART_SUFFIX, HubCache, paths_below
 from .hub.hub_name import DEFAULT_REVISION, HubName
 from .hub.hub_place import local_repos
@@ -26,7 +27,7 @@ class LocalModel(NamedTuple):
         name: `org/repo:Q4_K_M`, with `@revision` if it is not the main branch.
         quantization: of the weights: `Q4_K_M`, `BF16`, `fp8`; "" if unknown.
         size_bytes: of its files; contents that two models share count for both.
-        commit: of the revision; "" for the default model.
+        commit: of the revision; "" for a built-in model.
         last_used_s: Unix time of the last start with it; of the download, if there was none.
         path: what is loaded.
         complete: whether it can be served.
@@ -44,18 +45,17 @@ class LocalModel(NamedTuple):
 def local_models() -> list[LocalModel]:
     """Every model on this machine, by name."""
     models = [model for repo in local_repos() for model in _models_of(HubCache(repo))]
-    if (path := cached_default_model()) is not None:
-        models.append(
-            LocalModel(
-                DEFAULT_NAMES[0],
-                quantization_of(path.stem),
-                path.stat().st_size,
-                "",
-                _last_used_s([path]),
-                path,
-            )
-        )
+    models += [
+        _built_in(model, path) for model in BUILT_IN_MODELS if (path := cached_model(model)) is not None
+    ]
     return sorted(models, key=lambda model: model.name.lower())
+
+
+def _built_in(model: BuiltInModel, place: Path) -> LocalModel:
+    files = [model.place_of(member) for member in model.wheel.members]
+    size = sum(path.stat().st_size for path in files)
+    quantization = _precision(place) if model.is_folder else quantization_of(place.stem)
+    return LocalModel(model.short_names[0], quantization, size, "", _last_used_s(files), place)
 
 
 def _models_of(cache: HubCache) -> Iterable[LocalModel]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ConfigError
-from .default_model import cached_default_model, is_default_name
+from .built_in.fetch import cached_model, stamp_of
+from .built_in.models import find_built_in
 from .hub.hub_cache import HubCache, paths_below
 from .hub.hub_name import HubName, parse_hub_name
 from .hub.hub_place import near_names
@@ -40,12 +41,15 @@ def remove(model: str, in_use: Mapping[str, int] | None = None) -> Removed:
         ConfigError: it is not on this machine, or a path; or a server uses it; or its files cannot be removed.
     """
     in_use = in_use or {}
-    if is_default_name(model):
-        path = cached_default_model()
-        if path is None:
+    if (built_in := find_built_in(model)) is not None:
+        if cached_model(built_in) is None:
             raise _absent(model)
-        _check_unused([path], in_use, model)
-        return _unlink([path, path.with_name(f"{path.name}.verified")], [path])
+        _check_unused([built_in.place], in_use, model)
+        files = [built_in.place_of(member) for member in built_in.wheel.members]
+        removed = _unlink([stamp_of(built_in), *files], files)
+        if built_in.is_folder:
+            _remove_empty(built_in.place)
+        return removed
     name = parse_hub_name(model)
     is_path = os.path.exists(os.path.expanduser(model))
     if is_path and (name is None or not HubCache(name.repo).folder.exists()):

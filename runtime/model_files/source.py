@@ -15,14 +15,8 @@ import msgspec
 
 from ..errors import ConfigError
 from ..unicode_text import check_os_text
-from .default_model import (
-    DEFAULT_MODEL,
-    DEFAULT_MODEL_NAME,
-    DEFAULT_NAMES,
-    cached_default_model,
-    ensure_default_model,
-    is_default_name,
-)
+from .built_in.fetch import cached_model, ensure_model
+from .built_in.models import DEFAULT_MODEL, DEFAULT_NAME, BuiltInModel, built_in_names, find_built_in
 from .download_progress import DownloadState, Progress
 from .gguf.gguf_split import whole_name
 from .hub.hub_cache import mark_used
@@ -70,8 +64,8 @@ def resolve_source(
 def _find_source(
     model: str | None, need_weights: bool, progress: Progress | None, fetch: bool
 ) -> ModelSource:
-    if model is None or model == "default":
-        return _default_source(progress, fetch)
+    if model is None or model == DEFAULT_NAME:
+        return _built_in_source(DEFAULT_MODEL, progress, fetch)
     path = Path(
         os.path.expanduser(model)
     ).absolute()  # `~name` of an unknown user stays as it is, and no such folder exists
@@ -85,11 +79,11 @@ def _find_source(
         raise ConfigError(
             f"{shown}: cannot be read: {error.strerror or error}; let this user read it"
         ) from None
-    if is_default_name(model):
-        return _default_source(progress, fetch)
+    if (built_in := find_built_in(model)) is not None:
+        return _built_in_source(built_in, progress, fetch)
     name = hub_name_of(model)
     if name is None:
-        near = near_names(model, [*DEFAULT_NAMES, *BUILT_IN, *local_repos()])
+        near = near_names(model, [*built_in_names(), *BUILT_IN, *local_repos()])
         hint = f" (did you mean {' or '.join(near)}?)" if near else ""
         raise ConfigError(
             f"{model}: there is no such folder or .gguf file{hint}; give one, a hub name like org/name, "
@@ -111,11 +105,11 @@ def not_fetched(model: str | None, *, need_weights: bool = True) -> str:
     Raises:
         ConfigError: the name does not say which of several GGUF models.
     """
-    if model is not None and model != "default" and os.path.exists(os.path.expanduser(model)):
+    if model is not None and model != DEFAULT_NAME and os.path.exists(os.path.expanduser(model)):
         return ""
-    if is_default_name(model):
-        missing = cached_default_model() is None
-        return f"the default model, {DEFAULT_MODEL.wheel_bytes / 2**20:.0f} MiB" if missing else ""
+    if (built_in := find_built_in(model)) is not None:
+        size = f"{built_in.wheel.wheel_bytes / 2**20:.0f} MiB"
+        return f"{built_in.described}, {size}" if cached_model(built_in) is None else ""
     name = hub_name_of(str(model))
     if name is None or cached_place(name, need_weights=need_weights) is not None:
         return ""
@@ -131,21 +125,23 @@ def hub_name_of(model: str) -> HubName | None:
 
 def is_same_model(name: str, served: str) -> bool:
     """Whether `name`, as a user writes it, is the model that is served as `served`: built-in names are other names."""
-    if is_default_name(name):
-        return served == DEFAULT_MODEL_NAME
+    if (built_in := find_built_in(name)) is not None:
+        return served == built_in.name
     return BUILT_IN.get(name.lower(), name) == served
 
 
-def _default_source(progress: Progress | None, fetch: bool) -> ModelSource:
+def _built_in_source(model: BuiltInModel, progress: Progress | None, fetch: bool) -> ModelSource:
     def report(done: int, total: int) -> None:
         if progress is not None:
-            progress(DownloadState("part", DEFAULT_MODEL_NAME, done, total))
+            progress(DownloadState("part", model.name, done, total))
 
-    if not fetch and cached_default_model() is None:
-        raise ConfigError(f"{DEFAULT_MODEL_NAME}: is not on this machine; `engine pull smollm2` downloads it")
-    path = ensure_default_model(report if progress is not None else None)
+    if not fetch and cached_model(model) is None:
+        raise ConfigError(
+            f"{model.name}: is not on this machine; `engine pull {model.short_names[0]}` downloads it"
+        )
+    path = ensure_model(model, report if progress is not None else None)
     mark_used(path)
-    return ModelSource("gguf", str(path), DEFAULT_MODEL_NAME)
+    return ModelSource("hf" if model.is_folder else "gguf", str(path), model.name)
 
 
 def _file_source(path: Path) -> ModelSource:

@@ -625,12 +625,12 @@ def test_the_folder_for_peers_is_the_same_model(bench: Any, tmp_path: Path) -> N
     from msgspec import structs
     from safetensors.torch import load_file
 
-    from engine.runtime.model_files.default_model import ensure_default_model
+    from engine.runtime.model_files.built_in.fetch import ensure_model
     from engine.runtime.model_files.load_spec import load_spec
     from engine.runtime.model_files.source import resolve_source
     from engine.runtime.model_files.tokenizer import load_tokenizer
 
-    path = ensure_default_model()
+    path = ensure_model()
     folder = bench.models.ensure_bf16_folder(path, tmp_path / "bf16")
 
     theirs, ours = resolve_source(str(path)), resolve_source(str(folder))

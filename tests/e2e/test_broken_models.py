@@ -207,9 +207,9 @@ def test_a_file_that_is_no_gguf(start_serve, tmp_path, name):
 
 @pytest.mark.model
 def test_a_truncated_gguf(start_serve, tmp_path):
-    from engine.runtime.model_files.default_model import ensure_default_model
+    from engine.runtime.model_files.built_in.fetch import ensure_model
 
-    whole = ensure_default_model()
+    whole = ensure_model()
     path = tmp_path / "short.gguf"
     with whole.open("rb") as source:
         path.write_bytes(source.read(whole.stat().st_size // 2))

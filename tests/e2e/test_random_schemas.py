@@ -15,7 +15,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from engine.runtime.model_files.default_model import cached_default_model
+from engine.runtime.model_files.built_in.fetch import cached_model
 
 from .random_schemas import Question, question
 from .serving import DEADLINE_S, EngineServe
@@ -98,7 +98,7 @@ def test_answers_of_a_random_model(serve: EngineServe):
 @pytest.mark.model
 @pytest.mark.timeout(900)
 def test_500_answers_of_the_default_model():
-    if cached_default_model() is None:
+    if cached_model() is None:
         pytest.skip("the default model is not in the cache")
     # New grammars come last on a machine with other work.
     with EngineServe("--grammar-timeout", "60") as engine:

@@ -16,7 +16,7 @@ from engine.grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
 from engine.grammar.proving.worker import ProofWorker
 from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
-from engine.runtime.model_files.default_model import cached_default_model
+from engine.runtime.model_files.built_in.fetch import cached_model
 from engine.runtime.model_files.source import ModelSource, resolve_source
 from engine.runtime.model_files.tokenizer import load_tokenizer
 
@@ -39,7 +39,7 @@ ANSWER = {"name": "Zoë \U0001f600", "mark": "<|im_end|>", "age": 41, "tags": ["
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    if cached_default_model() is None:
+    if cached_model() is None:
         pytest.skip("the default model is not cached")
     return resolve_source(None)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.runtime.model_files.default_model import ensure_default_model
+from engine.runtime.model_files.built_in.fetch import ensure_model
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import load_tokenizer
@@ -33,7 +33,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model_path() -> Path:
-    return ensure_default_model()
+    return ensure_model()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from engine.model_runner.kernels.quantized import reasons_against_blocks
 from engine.model_runner.weights.format_selection import quant_target
 from engine.runtime.config.engine_config import KVCacheDType
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.default_model import ensure_default_model
+from engine.runtime.model_files.built_in.fetch import ensure_model
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.quantization_choice import with_quantization
@@ -52,7 +52,7 @@ def perplexity() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    return ModelSource("gguf", str(ensure_default_model()), "SmolLM2-135M-Instruct")
+    return ModelSource("gguf", str(ensure_model()), "SmolLM2-135M-Instruct")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ BUILT_IN: Final = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
 }
-"""Short name -> name on the hub. The default model is not on the hub, see `default_model`."""
+"""Short name -> name on the hub. Other built-in models are not on the hub, see `built_in/models`."""
 
 _NAME: Final = re.compile(
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.config.engine_config import ModelConfig
-from engine.runtime.model_files.default_model import DEFAULT_MODEL_NAME, DEFAULT_MODEL_SAMPLING
+from engine.runtime.model_files.built_in.models import DEFAULT_MODEL
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
@@ -30,7 +30,7 @@ def test_the_default_model_has_the_sampling_of_its_card(
 ) -> None:
     path = str(make_gguf(METADATA))
 
-    assert read(ModelSource("gguf", path, DEFAULT_MODEL_NAME)).sampling_defaults == DEFAULT_MODEL_SAMPLING
+    assert read(ModelSource("gguf", path, DEFAULT_MODEL.name)).sampling_defaults == DEFAULT_MODEL.sampling
     assert read(ModelSource("gguf", path, "another")).sampling_defaults == OPENAI_DEFAULTS
 
 
@@ -40,4 +40,4 @@ def test_sampling_in_the_file_has_precedence_over_the_card(
 ) -> None:
     path = str(make_gguf(METADATA | {"general.sampling.temp": 0.5}))
 
-    assert read(ModelSource("gguf", path, DEFAULT_MODEL_NAME)).sampling_defaults.temperature == 0.5
+    assert read(ModelSource("gguf", path, DEFAULT_MODEL.name)).sampling_defaults.temperature == 0.5

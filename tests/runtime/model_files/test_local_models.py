@@ -12,6 +12,8 @@ from filelock import FileLock
 from huggingface_hub import constants
 
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.built_in.fetch import write_stamp
+from engine.runtime.model_files.built_in.models import DEFAULT_MODEL, MINILM, BuiltInModel
 from engine.runtime.model_files.hub.hub_name import HubName
 from engine.runtime.model_files.hub.hub_place import hub_place
 from engine.runtime.model_files.hub.pull import pull
@@ -119,14 +121,38 @@ def test_remove_frees_only_what_no_other_revision_uses(hub: FakeHub, tmp_path: P
 
 
 def test_remove_of_the_default_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "default.gguf"
-    path.write_bytes(b"GGUF")
-    monkeypatch.setattr("engine.runtime.model_files.removal.cached_default_model", lambda: path)
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    path = put_built_in(DEFAULT_MODEL)
 
     with pytest.raises(ConfigError, match="smollm2: the server with process id 7 uses it"):
         remove("smollm2", {str(path): 7})
     assert remove("smollm2", {str(tmp_path / "other.gguf"): 7}).freed_bytes == 4
-    assert not path.exists()
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_built_in_folder_is_listed_and_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    place = put_built_in(MINILM)
+    (place / "config.json").write_text('{"torch_dtype": "float32"}')
+    write_stamp(MINILM)
+    (found,) = [model for model in local_models() if model.name == "minilm"]
+    assert (found.quantization, found.path, found.complete) == ("F32", place, True)
+
+    with pytest.raises(ConfigError, match="minilm: the server with process id 7 uses it"):
+        remove("minilm", {str(place): 7})
+    assert remove("all-minilm-l6-v2").num_files == 1 + len(MINILM.wheel.members)
+    assert list((tmp_path / "models").iterdir()) == []
+    with pytest.raises(ConfigError, match="minilm: is not on this machine"):
+        remove("minilm")
+
+
+def put_built_in(model: BuiltInModel) -> Path:
+    """Files of four bytes, and the stamp of a model that was verified."""
+    for member in model.wheel.members:
+        model.place_of(member).parent.mkdir(parents=True, exist_ok=True)
+        model.place_of(member).write_bytes(b"GGUF")
+    write_stamp(model)
+    return model.place
 
 
 def test_remove_of_one_quantization_keeps_the_others(hub: FakeHub, tmp_path: Path) -> None:

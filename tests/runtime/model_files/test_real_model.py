@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.config.engine_config import ModelConfig
-from engine.runtime.model_files.default_model import cached_default_model
+from engine.runtime.model_files.built_in.fetch import cached_model
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource, resolve_source
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.model
 
 @pytest.fixture(scope="module")
 def source() -> ModelSource:
-    if cached_default_model() is None:
+    if cached_model() is None:
         pytest.skip("the default model is not in the cache")
     return resolve_source("default")
 

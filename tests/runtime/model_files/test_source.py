@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.source import ModelSource, not_fetched, resolve_source
+from engine.runtime.model_files.source import ModelSource, is_same_model, not_fetched, resolve_source
 
 
 def make_folder(folder: Path, *files: str) -> Path:
@@ -113,6 +113,15 @@ def test_names_of_the_default_model(
     assert not_fetched(model).startswith("the default model, ")
     with pytest.raises(ConfigError, match="`engine pull smollm2` downloads it"):
         resolve_source(model, fetch=False)
+
+
+def test_another_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    assert not_fetched("MiniLM") == "all-MiniLM-L6-v2, 80 MiB"
+    with pytest.raises(ConfigError, match="`engine pull minilm` downloads it"):
+        resolve_source("minilm", fetch=False)
+    assert is_same_model("minilm", "all-MiniLM-L6-v2")
+    assert not is_same_model("minilm", "SmolLM2-135M-Instruct")
 
 
 def test_a_folder_wins_over_a_built_in_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
