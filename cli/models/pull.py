@@ -21,7 +21,8 @@ def pull(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="smollm2, minilm, org/repo, org/repo@revision, org/repo:Q4_K_M; see docs/models.md."
+            metavar="NAME",
+            help="smollm2, minilm, org/repo, org/repo@revision, org/repo:Q4_K_M; see docs/models.md.",
         ),
     ],
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
