@@ -12,6 +12,7 @@ import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from ..runtime.kv_size import KV_SCALE_BYTES
+from .adapters.adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
+    from .adapters.adapter_runs import AdapterRuns
+    from .adapters.adapter_slots import AdapterSlots
     from .attention.backend import AttentionBackend
     from .distributed.tp_group import TPGroup
     from .models.registry import CausalLM
@@ -57,6 +60,7 @@ class LoadedModel:
         dtype, kv_dtype: dtype of activations, and of the KV pool.
         kernels: the configuration of the kernels, with the attention backend.
         pooling_head: the model's layers after pooling; None if it has none.
+        adapters: the slots of adapters; None: the server has none.
     """
 
     model: CausalLM
@@ -68,6 +72,7 @@ class LoadedModel:
     group: TPGroup
     kernels: KernelConfig
     pooling_head: PoolingHead | None = None
+    adapters: AdapterSlots | None = None
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -113,7 +118,8 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         counts=counts,
         eos_token_ids=spec.eos_token_ids,
         buffers=buffers,
-        has_token_types=spec.encoder is not None and spec.encoder.token_types > 1,
+        has_token_types=_has_token_types(spec),
+        pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
     )
     return ModelRunner(
         model=loaded.model,
@@ -126,20 +132,33 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         relay=relay,
         builder=builder,
         sampler=shared_sampler(partial(make_sampler, counts, device), group),
-        pooler=_make_pooler(loaded),
+        pooler=_make_pooler(loaded, states, buffers),
         buffers=buffers,
         outputs=OutputBuffers(device),
         capacity=capacity,
         sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
         drops_steps=group.size == 1,
         attention_backend=attention.name,
+        adapters=loaded.adapters,
     )
 
 
-def _make_pooler(loaded: LoadedModel) -> Pooler:
+def _has_token_types(spec: ModelSpec) -> bool:
+    return spec.encoder is not None and spec.encoder.token_types > 1
+
+
+def _make_pooler(loaded: LoadedModel, states: RequestStates, buffers: InputBuffers) -> Pooler:
     pooling = loaded.spec.pooling
+
+    def adapters_of(rows: Sequence[int]) -> AdapterRuns | None:
+        return runs_or_none(states.adapter_slot[list(rows)], buffers)
+
     return Pooler(
-        loaded.model, "last" if pooling is None else pooling.pooling, loaded.pooling_head, loaded.device
+        loaded.model,
+        "last" if pooling is None else pooling.pooling,
+        loaded.pooling_head,
+        loaded.device,
+        adapters_of,
     )
 
 
@@ -168,7 +187,13 @@ def _make_executor(
     on_cpu = loaded.device.type == "cpu"
     if on_cpu:
         forward = programmed_forward(
-            kernels, model=model, kv_pool=kv_pool, attention=attention, num_ranks=num_ranks
+            kernels,
+            model=model,
+            kv_pool=kv_pool,
+            attention=attention,
+            num_ranks=num_ranks,
+            has_token_types=_has_token_types(loaded.spec),
+            has_adapters=loaded.adapters is not None,
         )
     eager = EagerExecutor(
         model=model,

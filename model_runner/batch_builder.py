@@ -43,13 +43,20 @@ class BatchBuilder:
         eos_token_ids: tuple[int, ...],
         buffers: InputBuffers,
         has_token_types: bool = False,
+        pools_first: bool = False,
     ) -> None:
-        """Take the parts; `has_token_types`: the model has a type for the second text of a pair."""
+        """Take the parts.
+
+        Args:
+            has_token_types: the model has a type for the second text of a pair.
+            pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
+        """
         self._states = states
         self._counts = counts
         self._eos_token_ids = eos_token_ids
         self._buffers = buffers
         self._has_token_types = has_token_types
+        self._pools_first = pools_first
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -88,6 +95,7 @@ class BatchBuilder:
             sampling=self._plan_sampling(rows, positions + 1),
             prompt_spans=(),
             drafts=None,
+            adapter_slots=self._adapter_slots(rows),
         )
 
     def _build_any(self, step: _Step) -> InputBatch:
@@ -126,8 +134,14 @@ class BatchBuilder:
             prompt_spans=self._prompt_spans(rows, prompt_targets, logits.index_of[starts]),
             drafts=drafts,
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
+            adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
         )
+
+    def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
+        """See `InputBatch`."""
+        slots = self._states.adapter_slot[token_rows]
+        return slots if slots.any() else None
 
     def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
         """[T] 1 for the tokens of second texts; None if the step has no pairs."""
@@ -148,6 +162,8 @@ class BatchBuilder:
                     continue
                 start, length = start + length - 1, 1
             begins = int(step.computed[idx]) == 0
+            if self._pools_first and begins and ends:
+                start, length = int(step.starts[idx]), 1
             chunks.append(PooledChunk(idx, row, start, length, state.prompt_len, begins, ends, state.pooling))
         return chunks
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .adapters.adapter_runs import AdapterBatch
     from .attention.backend import StepAttention
     from .memory.kv_pool import KVPool
 
@@ -30,6 +31,7 @@ class ForwardBatch:
         logits_indices: [W] int64, ascending, the tokens that need logits or hidden states; the others are not
             computed after the last layer's attention. None: all T.
         token_types: [T] int64, for models with a table of them; None: all are 0.
+        adapters: the adapters of the tokens; None: all tokens use the base model.
     """
 
     input_ids: Tensor
@@ -39,3 +41,4 @@ class ForwardBatch:
     attention: StepAttention
     logits_indices: Tensor | None = None
     token_types: Tensor | None = None
+    adapters: AdapterBatch | None = None

@@ -69,6 +69,7 @@ class InputBatch:
         drafts: the step's drafts, to verify them; None without any.
         pooled: the chunks of pooling requests with tokens that these requests need.
         token_types: [T] for models with a table of them; None: all are 0.
+        adapter_slots: [T] the adapter slot of each token; None: all use the base model.
     """
 
     layout: BatchLayout
@@ -86,6 +87,7 @@ class InputBatch:
     drafts: DraftBatch | None
     pooled: tuple[PooledChunk, ...] = ()
     token_types: Int64s | None = None
+    adapter_slots: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,9 @@ from ..runtime.resolve.measured_pool import fit_pool
 from ..runtime.resolve.pool_size import largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from .adapters.adapter_layers import AdapterLayers
+from .adapters.adapter_slots import AdapterSlots, SlotSizes
+from .adapters.adapter_store import AdapterStore
 from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
@@ -61,7 +64,12 @@ _DTYPES: Final = {
 
 
 def load_model_runner(
-    config: EngineConfig, source: ModelSource, spec: ModelSpec, capacity: Capacity, place: Place = ALONE
+    config: EngineConfig,
+    source: ModelSource,
+    spec: ModelSpec,
+    capacity: Capacity,
+    place: Place = ALONE,
+    adapter_slots: SlotSizes | None = None,
 ) -> ModelRunner:
     """Load the weights, reserve the KV pool and assemble the runner.
 
@@ -73,6 +81,8 @@ def load_model_runner(
         spec: the model's architecture.
         capacity: the planned capacity.
         place: the ranks that share the model, and the device of this rank.
+        adapter_slots: the memory for adapters; None: the server has none, and its steps are as if there were no such
+            thing.
 
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
@@ -89,8 +99,11 @@ def load_model_runner(
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
     started_s = time.perf_counter()
+    layers = None
+    if adapter_slots is not None:
+        layers = _adapter_layers(config, spec, dtype, adapter_slots)
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device)
+        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
     if device.type == "cpu":
         collapse_resident_memory()  # now, while the process holds little other memory
     logger.info(
@@ -108,6 +121,7 @@ def load_model_runner(
         group=group,
         kernels=config.kernels,
         pooling_head=pooling_head,
+        adapters=None if layers is None else AdapterSlots(layers, AdapterStore(layers)),
     )
     sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
     if memory is not None:
@@ -115,6 +129,18 @@ def load_model_runner(
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
     with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
+
+
+def _adapter_layers(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, sizes: SlotSizes
+) -> AdapterLayers:
+    if config.model.model_impl == "transformers":
+        raise ConfigError(
+            f"a model of type {spec.model_type} is computed by transformers, which applies no LoRA adapters here; "
+            "start the server without adapters"
+        )
+    max_slots, max_rank, targets = sizes
+    return AdapterLayers(spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, targets=targets)
 
 
 def _measured_capacity(
@@ -154,10 +180,11 @@ def _load_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
+    layers: AdapterLayers | None,
 ) -> tuple[CausalLM, PoolingHead | None]:
     """The model, and its layers after pooling; None if it has none."""
     if config.model.model_impl != "transformers":
-        return _load_own_model(config, source, spec, capacity, group, dtype, device)
+        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers)
     model = load_transformers_model(
         config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
     )
@@ -173,6 +200,7 @@ def _load_own_model(
     group: TPGroup,
     dtype: torch.dtype,
     device: torch.device,
+    layers: AdapterLayers | None,
 ) -> tuple[CausalLM, PoolingHead | None]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     target = Target(rank_spec(spec, group.size), device, dtype)
@@ -189,6 +217,7 @@ def _load_own_model(
         max_model_len=capacity.max_model_len,
         device=device,
         group=group,
+        adapters=layers,
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)

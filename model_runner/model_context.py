@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..runtime.model_files.model_spec import ModelSpec
+    from .adapters.adapter_layers import AdapterLayers
     from .distributed.tp_group import TPGroup
     from .ops import Ops
     from .weights.linear_format import LinearFormat
@@ -29,6 +30,7 @@ class ModelContext:
         max_model_len: number of positions that need rotary angles.
         device: the device of the tensors.
         group: the ranks that share the model; layers take this rank's part of their weights.
+        adapters: collects the layers that adapters can change; None: the server has no adapters.
     """
 
     spec: ModelSpec
@@ -38,6 +40,7 @@ class ModelContext:
     max_model_len: int
     device: torch.device
     group: TPGroup = SINGLE_RANK
+    adapters: AdapterLayers | None = None
 
     @property
     def dtype(self) -> torch.dtype:

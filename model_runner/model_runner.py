@@ -21,8 +21,10 @@ from msgspec import structs
 
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
+from .adapters.adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom
+from .models.registry import logits_of
 from .request_states import SamplingFlag
 from .sampling.logprobs import TokenLogprobs, concatenate
 from .sampling.sampler import Sampled
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.step_plan import GetMasks, GoOn, Pending
+    from .adapters.adapter_slots import AdapterSlots
     from .batch_builder import BatchBuilder
     from .input_batch import InputBatch, PromptSpan
     from .memory.host_kv_pool import HostPages
@@ -129,6 +132,7 @@ class ModelRunner:
         attention_backend: name of the backend.
         sizes: device memory of some parts.
         executor: runs the steps.
+        adapters: the slots of adapters, and their store; None: the server has none.
         builder, sampler: make the executor's input, and sample from its output.
     """
 
@@ -152,6 +156,7 @@ class ModelRunner:
         sizes: RunnerSizes,
         drops_steps: bool = True,
         attention_backend: str = "",
+        adapters: AdapterSlots | None = None,
     ) -> None:
         """Take the parts.
 
@@ -161,8 +166,10 @@ class ModelRunner:
             sizes: device memory of some parts.
             drops_steps: True: a step for which the device has no memory is dropped. False: the error is raised.
             attention_backend: name of the backend that `executor` uses.
+            adapters: the slots of the model's adapters; None: the server has none.
         """
         self.capacity = capacity
+        self.adapters = adapters
         self.attention_backend = attention_backend
         self.sizes = sizes
         self.model = model
@@ -219,6 +226,9 @@ class ModelRunner:
         for row in np.frombuffer(plan.finished_rows, dtype=np.int32).tolist():
             self._states.remove(row)
             self._counts.remove(row)
+        if plan.adapter_loads:
+            assert self.adapters is not None, "the plan loads adapters, the model has no slots"
+            retry_after_oom(self._buffers.device, partial(self.adapters.load, plan.adapter_loads))
         for new in plan.new_reqs:
             state = self._states.add(new)
             if self._states.flags[new.row] & SamplingFlag.PENALTIES:
@@ -273,7 +283,10 @@ class ModelRunner:
         if output.cut_indices is not None:
             cut = hidden.index_select(0, output.cut_indices)
             cut_finite = self._outputs.fetch(cut.sum(dim=-1).isfinite())
-        prompts = [self._prompt_logprobs(hidden, span) for span in batch.prompt_spans]
+        prompts = [
+            self._prompt_logprobs(hidden, span, int(batch.layout.rows[span.batch_idx]))
+            for span in batch.prompt_spans
+        ]
         pooled = self._pool(hidden, batch.pooled) if batch.pooled else ()
         return Fetched(batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled)
 
@@ -315,12 +328,14 @@ class ModelRunner:
         )
         return fetched, num_tokens, unmasked
 
-    def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan) -> PromptLogprobs:
+    def _prompt_logprobs(self, hidden: Tensor, span: PromptSpan, row: int) -> PromptLogprobs:
         parts, finite = [], []
+        slot = self._states.adapter_slot[row]
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
             start = span.start + done
-            logits = self.model.logits(hidden[start : start + len(targets)])
+            adapters = runs_or_none(np.full(len(targets), slot), self._buffers)
+            logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
             finite.append(logits.sum().isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
         fetch = self._outputs.fetch

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from .kernels import native, native_linear, plain, sgl
+from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
+    "deltas": (
+        _native("deltas"),
+        _plain(PlainDeltas()),
+    ),
 }
 """The providers of each op, in order of preference; the last one has no reasons against any target."""
 

@@ -62,6 +62,7 @@ class RequestStates:
         temperature, top_p, min_p: [rows] float32.
         top_k: [rows] int64.
         seed: [rows] uint64.
+        adapter_slot: [rows] int64, 0: the base model.
         is_pooling: [rows] bool, whether the request has `RowState.pooling`.
         second_start: [rows] int64, see `PoolingParams`; 0 for other requests.
     """
@@ -79,6 +80,7 @@ class RequestStates:
         self.seed = np.zeros(num_rows, dtype=np.uint64)
         self.is_pooling = np.zeros(num_rows, dtype=np.bool_)
         self.second_start = np.zeros(num_rows, dtype=np.int64)
+        self.adapter_slot = np.zeros(num_rows, dtype=np.int64)
 
     def __getitem__(self, row: int) -> RowState:
         state = self._states[row]
@@ -105,6 +107,7 @@ class RequestStates:
         self.seed[row] = sampling.seed or 0
         self.is_pooling[row] = new.pooling is not None
         self.second_start[row] = 0 if new.pooling is None else new.pooling.second_start
+        self.adapter_slot[row] = new.adapter_slot
         return state
 
     def remove(self, row: int) -> None:

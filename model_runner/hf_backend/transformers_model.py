@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..kernels.plain import store_kv
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_runs import AdapterRuns
     from ..attention.backend import StepAttention
     from ..forward_batch import ForwardBatch
     from ..memory.kv_pool import KVPool
@@ -73,8 +74,9 @@ class TransformersModel:
         """See `CausalLM`; `forward` has applied the final norm."""
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """See `CausalLM`."""
+        assert adapters is None, "`load_model_runner` makes no slots for this model"
         logits: Tensor = self._causal_lm(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits.float()
 

@@ -18,6 +18,7 @@ from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerK
 from . import native_experts, plain
 from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
+from .native_delta import NativeDeltas
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
@@ -46,6 +47,11 @@ class NativeOps:
         self._library = library
         self._compress = compress
         self._has_warned_of_loops = False
+
+    @property
+    def deltas(self) -> NativeDeltas:
+        """See `MakeDeltas`."""
+        return NativeDeltas(self._library)
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
         """See `PackLinear`."""

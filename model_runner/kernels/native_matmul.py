@@ -54,6 +54,17 @@ class NativeMatmul(ABC):
         self._form, self._width = _GATED, self._outputs // 2
         return True
 
+    def ungated(self, x: Tensor) -> Tensor:
+        """See `UngateableWeight`."""
+        assert self.fuses_silu_and_mul and x.dtype == torch.bfloat16 and x.shape[1] == self._inputs, x.shape
+        out = x.new_empty((x.shape[0], self._outputs))
+        self._form, form = _BF16, self._form  # outputs in the order of the packed weight
+        try:
+            self._multiply(x if x.stride(1) == 1 else x.contiguous(), None, out)
+        finally:
+            self._form = form
+        return out
+
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """See `LinearToFloat32`."""
         assert self._form == _BF16, "a gated matmul rounds to bfloat16"

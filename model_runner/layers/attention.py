@@ -10,13 +10,14 @@ from torch import Tensor
 
 from ..ops import HeadNorms
 from .linear import Linear, RowLinear
+from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from .decoder import SelectRows
     from .norm import RMSNorm
+    from .row_selection import SelectRows
 
 
 class SelfAttention:
@@ -61,11 +62,15 @@ class SelfAttention:
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
     ) -> Tensor:
         """[T, hidden] -> [W, hidden]: only the kept rows of the attention output are projected."""
-        qkv_THD = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        adapters = batch.adapters
+        qkv = self.qkv(x) if adapters is None else self.qkv(x, adapters.tokens)
+        qkv_THD = qkv.view(x.shape[0], -1, self.head_dim)
         q_THD = self.rotate_and_store(
             qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
         )
-        return self.o(select_rows(batch.attention.forward(self.layer_id, q_THD)))
+        return self.o(
+            select_rows(batch.attention.forward(self.layer_id, q_THD)), kept_adapters(batch, select_rows)
+        )
 
 
 def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:

@@ -11,22 +11,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .rotary import RotaryEmbedding
+from .row_selection import SelectRows, all_rows, kept_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..adapters.adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops import AddOp, TakeRows
     from .norm import RMSNorm
-
-SelectRows = Callable[["Tensor"], "Tensor"]
-"""Selects the rows of the tokens that are computed further from the rows of all tokens."""
-
-
-def all_rows(x: Tensor) -> Tensor:
-    """The `SelectRows` of all layers except the last: row_selections every row."""
-    return x
 
 
 class Layer(Protocol):
@@ -51,6 +45,14 @@ class Layer(Protocol):
         ...
 
 
+class MLP(Protocol):
+    """The feed-forward block of a layer."""
+
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; `adapters`: see `Linear`."""
+        ...
+
+
 class PreNormLayer:
     """Attention and MLP, each after a norm and added to the residual stream."""
 
@@ -59,7 +61,7 @@ class PreNormLayer:
         attention_norm: RMSNorm,
         attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch, SelectRows], Tensor],
         mlp_norm: RMSNorm,
-        mlp: Callable[[Tensor], Tensor],
+        mlp: MLP,
     ) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
@@ -82,7 +84,7 @@ class PreNormLayer:
             x, residual = self.attention_norm.add(x, residual)
         x = self.attention(x, cos, sin, batch, select_rows)
         x, residual = self.mlp_norm.add(x, select_rows(residual))
-        return self.mlp(x), residual
+        return self.mlp(x, kept_adapters(batch, select_rows)), residual
 
 
 class Decoder:
@@ -108,7 +110,8 @@ class Decoder:
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed."""
-        residual = self.embedding(batch.input_ids)
+        adapters = batch.adapters
+        residual = self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
         angles = self.rotary.at(batch.positions)
         row_selections = chain(repeat(all_rows, len(self.layers) - 1), [self._select_logits_rows(batch)])
         x = None
@@ -125,9 +128,9 @@ class Decoder:
         """See `CausalLM`."""
         return self.norm(hidden)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """See `CausalLM`."""
-        return self.head(self.norm(hidden))
+        return self.head(self.norm(hidden), adapters)
 
 
 class LayerRotary:

@@ -15,8 +15,9 @@ from ..weights.reader import Slice
 from .spans import padded_span
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import LinearWeight, TakeRows
+    from ..ops import EmbeddingDelta, LinearWeight, LowRankDelta, TakeRows
 
 
 class Embedding:
@@ -43,9 +44,18 @@ class Embedding:
             self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), factor)
         self._group = context.group
         self._span = padded_span(vocab_size, context.group)
+        self.delta: EmbeddingDelta | None = None
+        if context.adapters is not None:
+            self.delta = context.adapters.embedding(context, name, vocab_size, size, factor)
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
-        """[T] int64 -> [T, size]."""
+    def __call__(self, token_ids: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T] int64 -> [T, size]; `adapters`: see `Linear`."""
+        vectors = self._look_up(token_ids)
+        if adapters is None or self.delta is None:
+            return vectors
+        return self.delta.add(token_ids, vectors, adapters)
+
+    def _look_up(self, token_ids: Tensor) -> Tensor:
         if self._group.size == 1:
             return self._take(token_ids)
         rows = token_ids - self._span.start
@@ -72,13 +82,24 @@ class OutputHead:
         self._float32_product: Callable[[Tensor], Tensor] | None = None
         if context.group.size == 1 and isinstance(weight, LinearToFloat32):
             self._float32_product = weight.to_float32
+        self.delta: LowRankDelta | None = None
+        if context.adapters is not None:
+            size, rows = context.spec.hidden_size, None
+            if context.group.size > 1:
+                rows = [padded_span(self._vocab_size, context.group)]
+            self.delta = context.adapters.linear(context, ["lm_head"], size, [self._vocab_size], rows=rows)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[n, size] -> [n, vocab] float32."""
+    def __call__(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[n, size] -> [n, vocab] float32; `adapters`: see `Linear`."""
+        delta = None if adapters is None else self.delta
         if self._float32_product is not None:
-            return self._float32_product(hidden)
+            logits = self._float32_product(hidden)
+            return logits if delta is None or adapters is None else delta.add(hidden, logits, adapters)
+        logits = self.weight(hidden)
+        if delta is not None and adapters is not None:
+            logits = delta.add(hidden, logits, adapters)
         # Gathered in the serving dtype, half the bytes of float32; then the padding is cut off.
-        return self._to_float32(self._all_gather(self.weight(hidden))[:, : self._vocab_size])
+        return self._to_float32(self._all_gather(logits)[:, : self._vocab_size])
 
 
 def head_weight(

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...runtime.model_files.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
-from .decoder import SelectRows, all_rows
 from .layer_norm import LayerNorm
 from .linear import Linear, RowLinear
+from .row_selection import SelectRows, all_rows
 
 if TYPE_CHECKING:
     from ...runtime.model_files.encoder_spec import EncoderActivation
@@ -196,35 +196,29 @@ def _gated(ops: Ops, kind: EncoderActivation) -> GatedActivation:
 class LearnedPositions:
     """The sum of a token's own embedding, that of its position, and that of its type.
 
-    The tables of positions and types are added up in advance for type 0, which most texts have throughout.
+    Positions and type 0, which most texts have throughout, are added up in advance; with the same bits.
     """
 
     def __init__(self, parts: EncoderParts) -> None:
         context, encoder, names = parts.context, parts.spec, parts.names
         self._words = parts.table(names.words, context.spec.vocab_size)
-        table = parts.table(names.positions, encoder.position_rows).float()
         # The row of position 0 comes first, so positions are indices.
-        table = table[encoder.position_offset :]
-        self._first_type = table
+        self._positions = parts.table(names.positions, encoder.position_rows)[encoder.position_offset :]
+        self._first_type = self._positions
         self._types: Tensor | None = None
         if encoder.token_types:
-            types = parts.table(names.types, encoder.token_types)
-            self._first_type = table + types[0].float()
-            # By position, then by type.
-            both = table.unsqueeze(1) + types.float()
-            self._types = both.flatten(0, 1).to(context.dtype).contiguous()
-        self._num_types = max(1, encoder.token_types)
-        self._first_type = self._first_type.to(context.dtype).contiguous()
+            self._types = parts.table(names.types, encoder.token_types)
+            self._first_type = self._positions + self._types[0]
         self._ops = context.ops
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """[T, hidden]."""
-        words = self._ops.take_rows(self._words, batch.input_ids)
+        take_rows, add = self._ops.take_rows, self._ops.add
         if batch.token_types is None or self._types is None:
-            rest = self._ops.take_rows(self._first_type, batch.positions)
+            rest = take_rows(self._first_type, batch.positions)
         else:
-            rest = self._ops.take_rows(self._types, batch.positions * self._num_types + batch.token_types)
-        return self._ops.add(rest, words)
+            rest = add(take_rows(self._types, batch.token_types), take_rows(self._positions, batch.positions))
+        return add(rest, take_rows(self._words, batch.input_ids))
 
 
 def no_angles(num_layers: int, context: ModelContext) -> Callable[[Tensor], Sequence[Angles]]:

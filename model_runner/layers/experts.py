@@ -18,6 +18,7 @@ from .spans import equal_span
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ExpertsSpec
+    from ..adapters.adapter_runs import AdapterRuns
     from ..model_context import ModelContext
 
 _Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
@@ -34,8 +35,8 @@ class SparseMLP:
         self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
         self._all_reduce = context.group.all_reduce
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]."""
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; adapters do not change experts and router."""
         shares, expert_ids = self.route(self.router(x), self.num_active, normalize=self.normalize)
         return self._all_reduce(self.experts(x, shares, expert_ids))
 

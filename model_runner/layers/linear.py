@@ -15,7 +15,9 @@ from ..weights.reader import Slice
 from .spans import Span, equal_span
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_runs import AdapterRuns
     from ..model_context import ModelContext
+    from ..ops import LowRankDelta
 
 
 class Linear:
@@ -47,10 +49,14 @@ class Linear:
             self.bias = weights.stacked(
                 [f"{name}.bias" for name in names], [(rows,) for rows in out_features], slices=slices
             )
+        self.delta: LowRankDelta | None = None
+        if context.adapters is not None:
+            self.delta = context.adapters.linear(context, names, in_features, out_features, rows=outputs)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, sum of outputs]."""
-        return self.weight(x, self.bias)
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, in] -> [T, sum of outputs]; `adapters`: of the T tokens, None: all use the base model."""
+        y = self.weight(x, self.bias)
+        return y if adapters is None or self.delta is None else self.delta.add(x, y, adapters)
 
 
 class RowLinear:
@@ -73,7 +79,16 @@ class RowLinear:
         elif bias:
             weights.ignore(f"{name}.bias")
         self._all_reduce = group.all_reduce
+        self.delta: LowRankDelta | None = None
+        if context.adapters is not None:
+            columns = None if group.size == 1 else equal_span(in_features, group)
+            self.delta = context.adapters.linear(
+                context, [name], in_features, [out_features], columns=columns
+            )
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, in / ranks] -> [T, out]."""
-        return self._all_reduce(self.weight(x, self.bias))
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, in / ranks] -> [T, out]; `adapters`: see `Linear`. Each rank adds its part of the change."""
+        y = self.weight(x, self.bias)
+        if adapters is not None and self.delta is not None:
+            y = self.delta.add(x, y, adapters)
+        return self._all_reduce(y)

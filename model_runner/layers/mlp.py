@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..ops import GateableWeight
+from ..ops import GateableWeight, GatedDelta, UngateableWeight
 from .linear import Linear, RowLinear
 from .spans import equal_span
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
+    from ..adapters.adapter_runs import AdapterRuns
     from ..model_context import ModelContext
     from ..ops import GatedActivation
 
@@ -49,14 +52,26 @@ class GatedMLP:
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
         self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
         self.activation = activation or context.ops.silu_and_mul
-        weight = self.gate_up.weight
-        if activation is None and isinstance(weight, GateableWeight) and weight.fuse_silu_and_mul():
+        weight, delta = self.gate_up.weight, self.gate_up.delta
+        # Gates and ups of a fused weight are in another order, in which a change of them must be computed, too.
+        can_change = isinstance(delta, GatedDelta) and isinstance(weight, UngateableWeight) and not bias
+        can_fuse = activation is None and (delta is None or can_change)
+        self._changed: Callable[[Tensor, AdapterRuns], Tensor] = self._unfused
+        if can_fuse and isinstance(weight, GateableWeight) and weight.fuse_silu_and_mul():
             self.activation = _done
             logger.debug("%s: the gate/up matmul applies the activation", name)
+            if isinstance(delta, GatedDelta) and isinstance(weight, UngateableWeight):
+                ungated, add_gated = weight.ungated, delta.add_gated
+                self._changed = lambda x, adapters: add_gated(x, ungated(x), adapters)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, size] -> [T, size]."""
-        return self.down(self.activation(self.gate_up(x)))
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; `adapters`: see `Linear`."""
+        if adapters is None:
+            return self.down(self.activation(self.gate_up(x)))
+        return self.down(self._changed(x, adapters), adapters)
+
+    def _unfused(self, x: Tensor, adapters: AdapterRuns) -> Tensor:
+        return self.activation(self.gate_up(x, adapters))
 
 
 def _done(gate_up: Tensor) -> Tensor:

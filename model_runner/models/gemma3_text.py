@@ -14,12 +14,13 @@ from ..layers.decoder import Decoder, LayerRotary, build_head
 from ..layers.embedding import Embedding
 from ..layers.mlp import GatedMLP
 from ..layers.norm import UnitOffsetRMSNorm
+from ..layers.row_selection import kept_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
-    from ..layers.decoder import SelectRows
+    from ..layers.row_selection import SelectRows
     from ..model_context import ModelContext
 
 
@@ -77,4 +78,4 @@ class Gemma3Layer:
             x, residual = self.attention_norm.add(x, residual)
         x = self.after_attention_norm(self.attention(x, cos, sin, batch, select_rows))
         x, residual = self.mlp_norm.add(x, select_rows(residual))
-        return self.after_mlp_norm(self.mlp(x)), residual
+        return self.after_mlp_norm(self.mlp(x, kept_adapters(batch, select_rows))), residual

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
-    from ..layers.decoder import SelectRows
     from ..layers.encoder import Angles
+    from ..layers.row_selection import SelectRows
     from ..model_context import ModelContext
 
 

@@ -13,8 +13,7 @@ from ..layers.norm import RMSNorm
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
+    from ..layers.decoder import MLP
     from ..model_context import ModelContext
 
 
@@ -27,7 +26,7 @@ def build(context: ModelContext) -> Decoder:
     return build_decoder(context, mlp)
 
 
-def build_decoder(context: ModelContext, mlp: Callable[[str, int], Callable[[Tensor], Tensor]]) -> Decoder:
+def build_decoder(context: ModelContext, mlp: Callable[[str, int], MLP]) -> Decoder:
     """Build Qwen3's decoder; `mlp` makes the MLP of a layer from its name and layer id."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps

@@ -11,6 +11,7 @@ from ...runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..adapters.adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
 
@@ -29,9 +30,18 @@ class CausalLM(Protocol):
         """The model's output at rows of `forward`'s result, after the final norm; [n, hidden] -> [n, hidden]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32. Not called for encoders."""
+    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32. Not called for encoders.
+
+        Args:
+            adapters: of the n rows; None: all use the base model.
+        """
         ...
+
+
+def logits_of(model: CausalLM, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
+    """See `CausalLM.logits`; models without adapters take no second argument."""
+    return model.logits(hidden) if adapters is None else model.logits(hidden, adapters)
 
 
 def build_model(context: ModelContext) -> CausalLM:

@@ -20,6 +20,7 @@ from ...runtime.pooling import PoolingKind, PoolingParams
 
 if TYPE_CHECKING:
     from ...runtime.model_files.pooling_spec import PoolingType
+    from ..adapters.adapter_runs import AdapterRuns
     from .pooled_chunk import PooledChunk
 
 _TINY: Final = 1e-12
@@ -31,7 +32,11 @@ class HiddenStates(Protocol):
 
     def final_states(self, hidden: Tensor) -> Tensor: ...
 
-    def logits(self, hidden: Tensor) -> Tensor: ...
+    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor: ...
+
+
+def _no_adapters(rows: Sequence[int]) -> AdapterRuns | None:
+    return None
 
 
 class PooledRows(NamedTuple):
@@ -63,6 +68,7 @@ class Pooler:
         pooling: PoolingType,
         head: Callable[[Tensor], Tensor] | None,
         device: torch.device,
+        adapters_of: Callable[[Sequence[int]], AdapterRuns | None] = _no_adapters,
     ) -> None:
         """Start without state.
 
@@ -71,11 +77,13 @@ class Pooler:
             pooling: which hidden states make a vector.
             head: the layers after pooling, [n, K] float32 -> [n, D] float32; None: there are none.
             device: of the hidden states.
+            adapters_of: the adapters of pool rows, for `CausalLM.logits`.
         """
         self._model = model
         self._pooling = pooling
         self._head = head
         self._device = device
+        self._adapters_of = adapters_of
         self._partial: dict[int, Tensor] = {}  # by pool row
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
@@ -141,7 +149,11 @@ class Pooler:
         if not chunks:
             return []
         lasts = self._indices([chunk.start + chunk.num_tokens - 1 for chunk in chunks])
-        logits = self._model.logits(hidden.index_select(0, lasts))
+        adapters = self._adapters_of([chunk.row for chunk in chunks])
+        last_states = hidden.index_select(0, lasts)
+        logits = (
+            self._model.logits(last_states) if adapters is None else self._model.logits(last_states, adapters)
+        )
         logprobs = logits - logits.logsumexp(-1, keepdim=True)
         groups: dict[int, list[int]] = {}
         for n, chunk in enumerate(chunks):

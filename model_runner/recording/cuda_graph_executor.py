@@ -111,7 +111,7 @@ class CudaGraphExecutor:
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Attention is recorded for one token per request, so drafts are verified eagerly."""
         num = batch.num_tokens
-        if not batch.samples_all or batch.drafts is not None:
+        if not batch.samples_all or batch.drafts is not None or batch.adapter_slots is not None:
             return self.eager.run(batch)
         if num > self._sizes[-1]:
             self._tell_of_larger_steps(num)

@@ -11,12 +11,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from ..adapters.adapter_runs import batch_of
 from ..forward_batch import ForwardBatch
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
+from ..models.registry import logits_of
 from .executor import StepOutput
 
 if TYPE_CHECKING:
+    from ..adapters.adapter_runs import AdapterBatch
     from ..attention.backend import AttentionBackend
     from ..input_batch import InputBatch
     from ..memory.io_buffers import InputBuffers
@@ -62,12 +65,12 @@ class EagerExecutor:
         inputs, sample_rows, sample_indices, cut_indices = retry_after_oom(
             self._buffers.device, partial(self._upload, batch)
         )
-        hidden = self.forward(inputs)
+        hidden, adapters = self.forward(inputs), inputs.adapters
         logits = None
         if len(batch.sampled_idx):
             # In most steps these are all tokens that need logits, and no selection is needed.
             last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
-            logits = self._model.logits(last)
+            logits = logits_of(self._model, last, None if adapters is None else adapters.sampled)
         return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)
 
     def _upload(self, batch: InputBatch) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
@@ -114,5 +117,11 @@ class EagerExecutor:
             attention=self.attention.plan_step(batch.layout),
             logits_indices=None if batch.logits_indices is None else logits_indices,
             token_types=None if batch.token_types is None else token_types,
+            adapters=self._adapters(batch),
         )
         return inputs, sample_rows, sample_indices, cut_indices
+
+    def _adapters(self, batch: InputBatch) -> AdapterBatch | None:
+        if batch.adapter_slots is None:
+            return None
+        return batch_of(batch.adapter_slots, batch.logits_indices, batch.sample_indices, self._buffers)

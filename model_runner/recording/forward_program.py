@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters.adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
@@ -63,11 +65,19 @@ class ProgrammedForward:
 
     Attributes:
         programs: the programs, each for other steps.
+        with_adapters: those for steps with adapters.
         arena: the memory of their intermediate tensors.
     """
 
-    def __init__(self, model: CausalLM, programs: Sequence[ForwardProgram], arena: Arena) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        programs: Sequence[ForwardProgram],
+        arena: Arena,
+        with_adapters: Sequence[ForwardProgram] = (),
+    ) -> None:
         self.programs = programs
+        self.with_adapters = with_adapters
         self.arena = arena
         self._model = model
 
@@ -76,8 +86,9 @@ class ProgrammedForward:
         attention = batch.attention
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
-        program = next((program for program in self.programs if program.steps.include(size)), None)
-        if program is None or not isinstance(attention, PlannedAttention) or batch.token_types is not None:
+        programs = self.programs if batch.adapters is None else self.with_adapters
+        program = next((program for program in programs if program.steps.include(size)), None)
+        if program is None or not isinstance(attention, PlannedAttention):
             return self._model.forward(batch)
         return program.run(batch, size, attention.plan_addresses)
 
@@ -99,13 +110,16 @@ class ForwardProgram:
         numbers: Tensor,
         hidden: Tensor,
         plan_words: list[Words],
+        adapters: AdapterBatch | None,
     ) -> None:
         """Take the traced calls.
 
         Args:
-            numbers: [4, MAX_TOKENS] int64: the memory of the input tokens, positions, slots and logits indices.
+            numbers: [5, MAX_TOKENS] int64: the memory of the input tokens, positions, slots, logits indices and token
+                types.
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
+            adapters: the memory of the plans of adapters; None: the program is for steps without.
         """
         self.steps = steps
         self.program = program
@@ -116,10 +130,11 @@ class ForwardProgram:
         self._numbers = numbers.numpy()
         self._hidden = hidden
         self._plan_words = plan_words
+        self._adapters = adapters
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
-        *numbers, logits_indices = self._numbers
+        *numbers, logits_indices, token_types = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
             row[: size.tokens] = column.numpy()
@@ -127,11 +142,19 @@ class ForwardProgram:
         logits_indices[: size.num_logits] = (
             np.arange(size.tokens) if batch.logits_indices is None else batch.logits_indices.numpy()
         )
+        token_types[: size.tokens] = 0 if batch.token_types is None else batch.token_types.numpy()
+        if self._adapters is not None and batch.adapters is not None:
+            _copy_plan(self._adapters.tokens, batch.adapters.tokens)
+            _copy_plan(self._adapters.kept, batch.adapters.kept)
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
         self.program.run()
         return self._hidden[: size.num_logits]
+
+
+def _copy_plan(to: AdapterRuns, runs: AdapterRuns) -> None:
+    to.plan[: len(runs.plan)] = runs.plan
 
 
 class _Blocks:
@@ -180,14 +203,27 @@ class _Tracer:
     """Traces a model: runs it without computing anything."""
 
     def __init__(
-        self, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, library: ctypes.CDLL
+        self,
+        model: CausalLM,
+        kv_pool: KVPool,
+        attention: AttentionBackend,
+        library: ctypes.CDLL,
+        arena: Arena,
+        *,
+        has_adapters: bool,
+        has_token_types: bool,
     ) -> None:
+        self._has_token_types = has_token_types
         self._model = model
         self._kv_pool = kv_pool
         self._attention = attention
         self._library = library
-        self.arena = Arena()
-        self.numbers = torch.zeros((4, MAX_TOKENS), dtype=torch.int64)
+        self.arena = arena
+        self.adapters: AdapterBatch | None = None
+        if has_adapters:
+            tokens, kept = (AdapterRuns.recorded(recorded_plan(MAX_TOKENS)) for _ in range(2))
+            self.adapters = AdapterBatch(tokens, kept, kept)
+        self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
     def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
@@ -209,6 +245,8 @@ class _Tracer:
             out_cache_loc=out_cache_loc,
             attention=attention,
             logits_indices=self.numbers[3, : size.num_logits],
+            token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
+            adapters=self.adapters,
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
@@ -259,6 +297,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         numbers=tracer.numbers,
         hidden=hidden,
         plan_words=plan_words,
+        adapters=tracer.adapters,
     )
 
 
@@ -280,26 +319,57 @@ def _make_programs(tracer: _Tracer, library: ctypes.CDLL) -> list[ForwardProgram
 
 
 def _make_forward(
-    model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
+    model: CausalLM,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    num_ranks: int,
+    *,
+    has_adapters: bool,
+    has_token_types: bool,
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("tensor-parallel ranks wait for each other within a step")
     if attention.repeatable() is None:
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
-    tracer = _Tracer(model, kv_pool, attention, library)
-    return ProgrammedForward(model, _make_programs(tracer, library), tracer.arena)
+    arena = Arena()
+    make_tracer = partial(_Tracer, model, kv_pool, attention, library, arena, has_token_types=has_token_types)
+    programs = _make_programs(make_tracer(has_adapters=False), library)
+    with_adapters: Sequence[ForwardProgram] = ()
+    if has_adapters:
+        try:
+            with_adapters = _make_programs(make_tracer(has_adapters=True), library)
+        except NoProgramError as error:
+            logger.info("forward_program=none of steps with adapters: %s", error)
+    return ProgrammedForward(model, programs, arena, with_adapters)
 
 
 def programmed_forward(
-    kernels: KernelConfig, *, model: CausalLM, kv_pool: KVPool, attention: AttentionBackend, num_ranks: int
+    kernels: KernelConfig,
+    *,
+    model: CausalLM,
+    kv_pool: KVPool,
+    attention: AttentionBackend,
+    num_ranks: int,
+    has_token_types: bool = False,
+    has_adapters: bool = False,
 ) -> Forward:
-    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program."""
+    """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
+
+    `has_token_types`: the model has a table of them, so steps may bring some.
+    """
     if kernels.record_steps is False:
         return model.forward
     started_s = time.perf_counter()
     try:
-        made = _make_forward(model, kv_pool, attention, num_ranks)
+        made = _make_forward(
+            model,
+            kv_pool,
+            attention,
+            num_ranks,
+            has_adapters=has_adapters,
+            has_token_types=has_token_types,
+        )
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)
         return model.forward

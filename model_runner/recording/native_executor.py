@@ -20,8 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..adapters.adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
+from ..models.registry import logits_of
 from .arena import Arena
 from .executor import StepExecutor, StepOutput
 from .native_program import NativeProgram, record
@@ -48,6 +50,7 @@ class NativeExecutor:
         eager: runs the other steps.
         arena: memory of the intermediate tensors of all recordings.
         reason_against: why this model cannot be recorded, set when that is known.
+        reason_against_adapters: the same for steps with adapters.
         num_replayed: number of replayed steps, without the recorded ones.
     """
 
@@ -69,6 +72,7 @@ class NativeExecutor:
         self.eager = eager
         self.arena = Arena()
         self.reason_against = ""
+        self.reason_against_adapters = ""
         self.num_replayed = 0
         self._model = model
         self._kv_pool = kv_pool
@@ -77,21 +81,23 @@ class NativeExecutor:
         self._slot_table = slot_table.req_to_token.numpy()
         self._max_tokens = max_tokens
         self._library = library
-        self._recordings: dict[int, _Recording] = {}
+        self._recordings: dict[tuple[int, bool], _Recording] = {}
 
     @property
     def recorded_sizes(self) -> list[int]:
-        """The numbers of tokens that have a recording, ascending."""
-        return sorted(self._recordings)
+        """The numbers of tokens that have a recording without adapters, ascending."""
+        return sorted(size for size, has_adapters in self._recordings if not has_adapters)
 
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Recording the first step of a size computes it."""
-        if not batch.samples_all or batch.num_tokens > self._max_tokens or self.reason_against:
+        has_adapters = batch.adapter_slots is not None
+        reason_against = self.reason_against_adapters if has_adapters else self.reason_against
+        if not batch.samples_all or batch.num_tokens > self._max_tokens or reason_against:
             return self.eager.run(batch)
         rows = batch.token_rows
         self._slot_table[rows, batch.positions] = batch.out_cache_loc
         input_ids = np.where(batch.input_ids < 0, self._last_ids[rows], batch.input_ids)
-        recording = self._recordings.get(batch.num_tokens)
+        recording = self._recordings.get((batch.num_tokens, has_adapters))
         if recording is None:
             return self._record(batch, input_ids)
         recording.numbers.take(batch, input_ids)
@@ -102,13 +108,18 @@ class NativeExecutor:
     def _record(self, batch: InputBatch, input_ids: Int64s) -> StepOutput:
         """Compute the step and keep its recording, if there is one."""
         started_s, size = time.perf_counter(), batch.num_tokens
-        numbers = _Numbers(size)
+        has_adapters = batch.adapter_slots is not None
+        numbers = _Numbers(size, has_adapters=has_adapters)
         numbers.take(batch, input_ids)
         recorded = record(self._library, self.arena, lambda: self._compute(numbers))
         program, logits = recorded.program, recorded.result
         if program is None:
-            self.reason_against = recorded.reason_against
-            logger.info("decode_recordings=none: not recordable: %s", recorded.reason_against)
+            if has_adapters:
+                self.reason_against_adapters = recorded.reason_against
+            else:
+                self.reason_against = recorded.reason_against
+            what = " of steps with adapters" if has_adapters else ""
+            logger.info("decode_recordings=none%s: not recordable: %s", what, recorded.reason_against)
             return numbers.output(batch, logits)
         if not self._recordings:
             logger.debug(
@@ -119,7 +130,7 @@ class NativeExecutor:
                 self.arena.num_bytes / (1 << 20),
                 (time.perf_counter() - started_s) * 1e3,
             )
-        self._recordings[size] = _Recording(numbers, program, logits)
+        self._recordings[size, has_adapters] = _Recording(numbers, program, logits)
         return numbers.output(batch, logits)
 
     def _compute(self, numbers: _Numbers) -> Tensor:
@@ -130,8 +141,10 @@ class NativeExecutor:
             kv_pool=self._kv_pool,
             out_cache_loc=numbers.out_cache_loc,
             attention=self._attention.repeatable_step(numbers.rows, numbers.prefix_lens, numbers.extend_lens),
+            adapters=numbers.adapters,
         )
-        return self._model.logits(self._model.forward(batch))
+        hidden = self._model.forward(batch)
+        return logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
 
 
 class _Numbers:
@@ -140,13 +153,18 @@ class _Numbers:
     Attributes:
         rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; 0 after the entries of the batch's requests.
         positions, out_cache_loc, input_ids: [T] int64.
+        adapters: None without adapters.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, has_adapters: bool = False) -> None:
         self._columns = np.zeros((6, size), dtype=np.int64)
         columns = torch.from_numpy(self._columns)
         self.rows, self.prefix_lens, self.extend_lens = columns[:3]
         self.positions, self.out_cache_loc, self.input_ids = columns[3:]
+        self.adapters: AdapterBatch | None = None
+        if has_adapters:
+            runs = AdapterRuns.recorded(recorded_plan(size))
+            self.adapters = AdapterBatch(runs, runs, runs)
 
     def take(self, batch: InputBatch, input_ids: Int64s) -> None:
         """Copy a step's inputs to the memory that its recording reads."""
@@ -159,6 +177,9 @@ class _Numbers:
         )
         columns[:3, num:] = 0
         columns[3], columns[4], columns[5] = batch.positions, batch.out_cache_loc, input_ids
+        if self.adapters is not None:
+            assert batch.adapter_slots is not None
+            write_plan(self.adapters.tokens.plan.numpy(), batch.adapter_slots)
 
     def output(self, batch: InputBatch, logits: Tensor) -> StepOutput:
         """The output of a step with these inputs, in which every request samples."""
@@ -167,7 +188,7 @@ class _Numbers:
 
 
 class _Recording(NamedTuple):
-    """The recording of one number of tokens.
+    """The recording of one number of tokens, with or without adapters.
 
     Attributes:
         numbers: the inputs that the program reads.

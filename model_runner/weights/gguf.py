@@ -107,7 +107,7 @@ class GGUFStore:
             raise ConfigError(f"{self._file.path}: {error}") from None
         num_heads = self._heads_out_of_order(name)
         if num_heads is not None:
-            out.copy_(_pairs_apart(out, num_heads))
+            out.copy_(pairs_apart(out, num_heads))
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
         """See `TensorStore`. For a part by outputs only the bytes of its rows are read."""
@@ -123,7 +123,7 @@ class GGUFStore:
         if num_heads is None:
             raw = raw[outputs]
         else:
-            raw = raw[_pairs_apart(torch.arange(len(raw)), num_heads)[outputs].numpy()]
+            raw = raw[pairs_apart(torch.arange(len(raw)), num_heads)[outputs].numpy()]
         weight = block_weight(raw, info.ggml_type)
         return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
 
@@ -139,7 +139,7 @@ class GGUFStore:
         return str(self._file.path)
 
 
-def _pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
+def pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of each head: even rows first, then odd rows. [heads * D, ...] -> the same shape."""
     by_pair = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return by_pair.transpose(1, 2).reshape(weight.shape)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.host_kv_pool import HostKVPool
@@ -67,6 +68,7 @@ class Request:
     prefix_len: int = 0
     announced: bool = False
     pooling: PoolingParams | None = None
+    adapter_slot: int = 0
 
     @property
     def output(self) -> list[int]:
@@ -108,11 +110,13 @@ class Driver:
         prompt_len: int | None = None,
         prefix: tuple[Request, int] | None = None,
         pooling: PoolingParams | None = None,
+        adapter_slot: int = 0,
     ) -> Request:
         """A new request; `prefix`: share the pages of another one's first tokens (whole pages of them)."""
         row = self.rows.pop(self.random.randrange(len(self.rows)))
         length = len(tokens) if prompt_len is None else prompt_len
         req = Request(row, list(tokens), length, sampling, pooling=pooling)
+        req.adapter_slot = adapter_slot
         if prefix is not None:
             donor, length = prefix
             assert length % self.capacity.page_size == 0 and donor.computed >= length
@@ -136,7 +140,7 @@ class Driver:
         """Compute so many more tokens of each request; extends must come first.
 
         Args:
-            pages: page_copies, swap_outs, swap_ins.
+            pages: page_copies, swap_outs, swap_ins, adapter_loads.
         """
         self.step_id += 1
         new_reqs, out_loc, samples, pools = [], [], [], []
@@ -155,6 +159,7 @@ class Driver:
                         prefix_loc,
                         req.sampling,
                         req.pooling,
+                        adapter_slot=req.adapter_slot,
                     )
                 )
                 req.announced = True
@@ -180,6 +185,7 @@ class Driver:
             swap_outs=tables.get("swap_outs", b""),
             swap_ins=tables.get("swap_ins", b""),
             pools=bytes(pools) if any(pools) else b"",
+            adapter_loads=tables.get("adapter_loads", b""),
         )
         self.finished = []
         return plan
@@ -201,10 +207,14 @@ class Driver:
         *,
         num: int,
         chunk: int = 1 << 30,
+        slots: Sequence[int] | None = None,
     ) -> list[list[int]]:
-        """All prompts in one batch, `num` tokens each."""
+        """All prompts in one batch, `num` tokens each; `slots`: their adapter slots."""
         params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else sampling
-        reqs = [self.start(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        reqs = [
+            self.start(prompt, one, adapter_slot=slot)
+            for prompt, one, slot in zip(prompts, params, slots or [0] * len(prompts), strict=True)
+        ]
         while any(len(req.output) < num for req in reqs):
             work = [
                 (req, min(chunk, len(req.tokens) - req.computed)) for req in reqs if len(req.output) < num
@@ -357,6 +367,7 @@ def make_driver() -> Callable[..., Driver]:
         speculative: SpeculativeName = "off",
         num_threads: int | None = None,
         max_recorded_bs: int | Literal["auto"] = "auto",
+        adapter_slots: SlotSizes | None = None,
     ) -> Driver:
         capacity = Capacity(max_model_len, num_pages, page_size, rows, spec.vocab_size, num_host_pages)
         config = ModelConfig(
@@ -373,7 +384,7 @@ def make_driver() -> Callable[..., Driver]:
         kernels = KernelConfig(deterministic=deterministic, max_recorded_bs=max_recorded_bs)
         scheduler = SchedulerConfig(speculative=speculative)
         whole = EngineConfig(model=config, cache=cache, kernels=kernels, scheduler=scheduler)
-        runner = load_model_runner(whole, source, spec, capacity)
+        runner = load_model_runner(whole, source, spec, capacity, adapter_slots=adapter_slots)
         if poison:  # whoever reads a slot that nobody wrote gets NaN
             for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
                 pool.fill_(torch.nan if pool.is_floating_point() else 0x7F)

@@ -76,6 +76,9 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "scale": ("", "pnf"),
     "add": ("", "ppni"),
     "widen": ("", "ppn"),
+    "lora_add": ("", "pnppppnpnppnnnii"),
+    "lora_gated": ("", "pnpppppnpnppnn"),
+    "lora_embed": ("", "pppppnppnni"),
     "run_program": ("", "pn"),
 }
 """Return and argument types of each function: p is a pointer, n an int64, f a float, i an int."""

@@ -13,6 +13,7 @@ import torch
 
 from engine.model_runner import load
 from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
 from engine.model_runner.weights import dummy
@@ -129,6 +130,7 @@ def launches(monkeypatch) -> Counter[str]:
         add=plain.add,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,
+        deltas=PlainDeltas(),
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)
     return counts

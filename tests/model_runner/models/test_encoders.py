@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.forward_program import ProgrammedForward
+from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.pooling import PoolingParams
 
 from .encoder_texts import WHOLE, Texts, make_encoder
@@ -121,6 +123,35 @@ def test_a_step_is_one_native_call_and_equals_the_calls_one_by_one(make_texts, n
     executor.forward = runner.runner.model.forward
     for one, other in zip(recorded, runner.states(texts), strict=True):
         assert torch.equal(one, other)
+
+
+def test_token_types_are_part_of_the_native_call(make_texts):
+    _, runner = make_texts("bert", "bfloat16")
+    executor = runner.inner
+    assert isinstance(executor, EagerExecutor) and isinstance(executor.forward, ProgrammedForward)
+    texts = texts_of((40, 20, 33))
+    params = [PoolingParams(all_tokens=True, second_start=second) for second in (13, 0, 32)]
+    recorded, recorded_plain = runner.states(texts, params), runner.states(texts)
+    executor.forward = runner.runner.model.forward
+    for one, other in zip(recorded, runner.states(texts, params), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(recorded_plain, runner.states(texts), strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(recorded[1], recorded_plain[1]) and not torch.equal(recorded[0], recorded_plain[0])
+
+
+def test_cls_pooling_computes_the_last_layer_for_the_first_token_only(tmp_path, make_driver):
+    encoder = make_encoder(tmp_path / "encoder", "bert")
+    pooling = PoolingSpec(task="embed", pooling="cls", size=64)
+    runner = Texts(make_driver(msgspec.structs.replace(encoder.spec, pooling=pooling), encoder.folder))
+    texts = texts_of()
+    result = runner.step(texts, [WHOLE] * len(texts))
+    assert len(runner.hidden[-1]) <= 2 * len(texts), (
+        "the first token, and the last one, which shows what is not finite"
+    )
+    for n, text in enumerate(texts):
+        vector = torch.frombuffer(bytearray(result.vectors[n]), dtype=torch.float32)
+        torch.testing.assert_close(vector, encoder.states(text)[0], rtol=1e-5, atol=2e-5)
 
 
 def test_a_pair_has_token_types_and_its_companions_have_their_own(make_texts):

@@ -1,0 +1,168 @@
+"""`AdapterLayers`: the layers of a model that adapters can change, with the memory of their slots.
+
+Layers are added while the model is built; afterwards each part of an adapter is looked up here by its module's name. A
+rank takes the part of the matrices that belongs to its part of the layer: of a layer cut by outputs the rows of B, of
+one cut by inputs the columns of A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch.nn.functional as F
+
+from ...runtime.model_files.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..layers.spans import Span
+    from ..model_context import ModelContext
+    from ..ops import EmbeddingDelta, LowRankDelta, PackedDelta
+
+
+class LowRank(NamedTuple):
+    """The matrices of one module: A [rank, inputs] and B [outputs, rank], which includes the adapter's scale."""
+
+    a: Tensor
+    b: Tensor
+
+
+class _Part(NamedTuple):
+    """The part of a module's matrices that a layer takes; `rows` of B may exceed its end, which is zeros then."""
+
+    name: str
+    rows: Span | None = None
+    columns: Span | None = None
+
+    def of(self, matrices: LowRank) -> LowRank:
+        a, b = matrices
+        if self.columns is not None:
+            a = a[:, slice(*self.columns)]
+        if self.rows is not None:
+            found = b[slice(*self.rows)]
+            b = F.pad(found, (0, 0, 0, len(self.rows) - len(found)))
+        return LowRank(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedLayer:
+    """One layer: the parts of modules whose outputs are stacked in it."""
+
+    delta: LowRankDelta | EmbeddingDelta
+    parts: tuple[_Part, ...]
+    scale: float = 1.0
+
+    def pack(self, modules: Mapping[str, LowRank]) -> PackedDelta | None:
+        """The layer's part of an adapter in the layout of its kernel; None if the adapter does not change it."""
+        found = [modules.get(part.name) for part in self.parts]
+        if not any(found):
+            return None
+        cut = [
+            None if matrices is None else part.of(matrices)
+            for part, matrices in zip(self.parts, found, strict=True)
+        ]
+        if self.scale != 1.0:
+            cut = [
+                None if matrices is None else LowRank(matrices.a, matrices.b * self.scale) for matrices in cut
+            ]
+        return self.delta.pack(cut)
+
+
+class AdapterLayers:
+    """The adapted layers of one model.
+
+    Attributes:
+        num_slots: slots with memory, and slot 0, the base model.
+        max_rank: the largest rank of an adapter.
+        layers: in the order in which they were added.
+        dtype: of the adapters' weights.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        *,
+        max_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        targets: Collection[str] | None = None,
+    ) -> None:
+        """Start without layers.
+
+        Args:
+            spec: the whole model.
+            max_slots: adapters that steps can use at the same time.
+            targets: last part of the names of the modules that get memory, such as "q_proj" and "lm_head"; None: all
+                linear layers without the head.
+        """
+        self.num_slots = max_slots + 1
+        self.max_rank = max_rank
+        self.dtype = dtype
+        self.layers: list[AdaptedLayer] = []
+        self._known = BaseModules(spec).by_name
+        self._targets = None if targets is None else frozenset(targets)
+
+    def has(self, name: str) -> bool:
+        """Whether a module of this name gets memory."""
+        if name not in self._known:  # such as a router
+            return False
+        if self._targets is None:
+            return name not in (EMBEDDING, HEAD)
+        return name.rpartition(".")[2] in self._targets
+
+    def linear(
+        self,
+        context: ModelContext,
+        names: Sequence[str],
+        in_features: int,
+        out_features: Sequence[int],
+        *,
+        rows: Sequence[Span] | None = None,
+        columns: Span | None = None,
+    ) -> LowRankDelta | None:
+        """Add a linear layer; None if none of its modules is adapted.
+
+        Args:
+            in_features, out_features: of the whole modules.
+            rows: the outputs of each module that the layer has; None: all.
+            columns: the inputs that it has; None: all.
+        """
+        if not any(map(self.has, names)):
+            return None
+        inputs = in_features if columns is None else len(columns)
+        outputs = tuple(out_features) if rows is None else tuple(map(len, rows))
+        delta = context.ops.deltas.linear(
+            inputs, outputs, self.num_slots, self.max_rank, self.dtype, context.device
+        )
+        spans: Sequence[Span | None] = [None] * len(names) if rows is None else rows
+        parts = tuple(_Part(name, span, columns) for name, span in zip(names, spans, strict=True))
+        self.layers.append(AdaptedLayer(delta, parts))
+        return delta
+
+    def embedding(
+        self, context: ModelContext, name: str, vocab_size: int, size: int, scale: float | None
+    ) -> EmbeddingDelta | None:
+        """Add the embedding; every rank has all of it. `scale`: a factor of the embedding's vectors."""
+        if not self.has(name):
+            return None
+        delta = context.ops.deltas.embedding(
+            vocab_size, size, self.num_slots, self.max_rank, self.dtype, context.device
+        )
+        self.layers.append(AdaptedLayer(delta, (_Part(name),), 1.0 if scale is None else scale))
+        return delta
+
+    @property
+    def module_names(self) -> set[str]:
+        """Names of the modules that adapters can change."""
+        return {part.name for layer in self.layers for part in layer.parts if self.has(part.name)}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(layer.delta.num_bytes for layer in self.layers)

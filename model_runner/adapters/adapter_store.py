@@ -1,0 +1,135 @@
+"""`AdapterStore`: adapters in host memory, packed for the kernels; read on a thread: steps never wait for a disk.
+
+event loop    read_later(store id, spec) ... done() -> results        drop(store id)
+thread                 read, check, pack
+runner        get(store id), when a plan moves the adapter into a slot (`AdapterSlots`)
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...runtime.errors import ConfigError
+from .adapter_weights import read_modules
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
+    from ..ops import PackedDelta
+    from .adapter_layers import AdapterLayers
+
+logger = logging.getLogger(__name__)
+
+
+class AdapterRead(NamedTuple):
+    """The end of a `read_later`; `error` says why the adapter could not be read, "" if it was."""
+
+    store_id: int
+    error: str = ""
+
+
+class StoredAdapter(NamedTuple):
+    """One adapter: for each of `AdapterLayers.layers` its part, None where it changes nothing."""
+
+    name: str
+    layers: tuple[PackedDelta | None, ...]
+
+
+class AdapterStore:
+    """The adapters by store id; all methods may be called on any thread."""
+
+    def __init__(self, layers: AdapterLayers) -> None:
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._adapters: dict[int, StoredAdapter] = {}
+        self._dropped: set[int] = set()
+        self._done: SimpleQueue[AdapterRead] = SimpleQueue()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def read(self, store_id: int, spec: AdapterSpec) -> None:
+        """Read an adapter now.
+
+        Raises:
+            ConfigError: its files are missing, changed or damaged, or it does not fit the slots' memory.
+        """
+        started_s = time.perf_counter()
+        if spec.rank > self._layers.max_rank:
+            raise ConfigError(
+                f"{spec.path}: the adapter has rank {spec.rank}, the maximum is {self._layers.max_rank}; "
+                "start the server with a larger --max-lora-rank"
+            )
+        known = self._layers.module_names
+        for module in spec.modules:
+            if module.name not in known:
+                raise ConfigError(
+                    f"{spec.path}: the adapter changes {module.name}, for which the server has no memory; start it "
+                    f"with {module.name.rpartition('.')[2]} in --lora-target-modules"
+                )
+        modules = read_modules(spec)
+        packed = StoredAdapter(spec.name, tuple(layer.pack(modules) for layer in self._layers.layers))
+        with self._lock:
+            self._adapters[store_id] = packed
+        logger.info(
+            "adapter=%s rank=%d modules=%d read_ms=%.0f",
+            spec.name,
+            spec.rank,
+            len(spec.modules),
+            (time.perf_counter() - started_s) * 1e3,
+        )
+
+    def read_later(self, store_id: int, spec: AdapterSpec) -> None:
+        """Read an adapter on the store's thread; the result is in `done` afterwards."""
+        with self._lock:
+            self._dropped.discard(store_id)
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+            self._thread.submit(self._read_and_tell, store_id, spec)
+
+    def _read_and_tell(self, store_id: int, spec: AdapterSpec) -> None:
+        error = ""
+        try:
+            self.read(store_id, spec)
+        except ConfigError as found:
+            error = str(found)
+        except Exception as found:  # a bug, or a file that changes while it is read: only this adapter fails
+            logger.exception("adapter %s", spec.name)
+            error = f"{spec.path}: cannot be read: {found!r}"
+        with self._lock:
+            if store_id in self._dropped:
+                self._dropped.discard(store_id)
+                self._adapters.pop(store_id, None)
+                return
+        self._done.put(AdapterRead(store_id, error))
+
+    def done(self) -> list[AdapterRead]:
+        """The reads that have ended since the last call; does not wait."""
+        found = []
+        while not self._done.empty():
+            found.append(self._done.get())
+        return found
+
+    def wait(self) -> AdapterRead:
+        """The next read that ends."""
+        return self._done.get()
+
+    def get(self, store_id: int) -> StoredAdapter:
+        """A stored adapter."""
+        with self._lock:
+            return self._adapters[store_id]
+
+    def drop(self, store_id: int) -> None:
+        """Forget an adapter, which may be unknown or still being read. Slots keep their copies."""
+        with self._lock:
+            if self._adapters.pop(store_id, None) is None:
+                self._dropped.add(store_id)
+
+    def close(self) -> None:
+        """End the thread after the read that it is in."""
+        with self._lock:
+            thread = self._thread
+        if thread is not None:
+            thread.shutdown(cancel_futures=True)

@@ -1,0 +1,253 @@
+"""Adapters by the C++ kernels for the CPU (`kernels/cpu/lora.cpp`): see `LowRankDelta`.
+
+All slots of a layer are one tensor; memory of slots that no adapter has used is not resident.
+"""
+
+# Shapes: T tokens, K inputs, N outputs, S slots, R the largest rank.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.nn.functional as F
+
+from ..ops import PackedDelta
+from .plain_delta import PlainDelta, PlainEmbeddingDelta, filled_up
+
+if TYPE_CHECKING:
+    import ctypes
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from ..adapters.adapter_runs import AdapterRuns
+    from ..ops import EmbeddingDelta, LowRankDelta
+
+_LANES: Final = 16
+_DTYPES: Final = (torch.bfloat16, torch.float32)
+
+
+class NativeDelta:
+    """A linear layer; K must be even in bfloat16. It is a `GatedDelta`."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        inputs: int,
+        outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """All slots are empty."""
+        self._library = library
+        self._inputs, self._dtype = inputs, dtype
+        self._outputs = torch.tensor(list(outputs), dtype=torch.int64)
+        self._width = sum(outputs)
+        self._columns = _columns(dtype)
+        rank = -(-max_rank // self._columns) * self._columns
+        self._low_stride = -(-len(outputs) * rank // _LANES) * _LANES
+        self._ranks = torch.zeros(num_slots, dtype=torch.int64)
+        self._a = torch.zeros((num_slots, self._low_stride * inputs), dtype=dtype)
+        self._b = torch.zeros((num_slots, sum(map(_padded, outputs)) * rank), dtype=dtype)
+
+    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
+        """See `LowRankDelta`."""
+        rank, filled = filled_up(parts, self._outputs.tolist(), self._inputs, self._columns)
+        a = torch.cat([a for a, _ in filled])
+        b = [_panels(b, self._columns).to(self._dtype).view(-1) for _, b in filled]
+        return PackedDelta(rank, _panels(a, self._columns).to(self._dtype).view(-1), torch.cat(b))
+
+    def put(self, slot: int, packed: PackedDelta | None) -> None:
+        """See `LowRankDelta`."""
+        self._ranks[slot] = 0 if packed is None else packed.rank
+        if packed is not None:
+            self._a[slot, : len(packed.a)] = packed.a
+            self._b[slot, : len(packed.b)] = packed.b
+
+    def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
+        """See `LowRankDelta`."""
+        num_tokens = self._check(x, runs)
+        assert y.shape == (num_tokens, self._width) and y.is_contiguous(), (y.shape, y.stride())
+        assert y.dtype in (x.dtype, torch.float32), y.dtype
+        x, low = self._inputs_of(x)
+        self._library.lora_add(
+            x.data_ptr(),
+            x.stride(0),
+            y.data_ptr(),
+            low.data_ptr(),
+            runs.plan.data_ptr(),
+            *self._matrices(),
+            self._outputs.data_ptr(),
+            len(self._outputs),
+            self._inputs,
+            self._low_stride,
+            x.dtype == torch.bfloat16,
+            y.dtype == torch.bfloat16,
+        )
+        return y
+
+    def add_gated(self, x: Tensor, paired: Tensor, runs: AdapterRuns) -> Tensor:
+        """See `GatedDelta`."""
+        num_tokens = self._check(x, runs)
+        gates, ups = self._outputs.tolist()
+        assert gates == ups and gates % _LANES == 0 and x.dtype == torch.bfloat16, (gates, ups, x.dtype)
+        assert paired.shape == (num_tokens, self._width) and paired.is_contiguous(), paired.shape
+        assert paired.dtype == torch.bfloat16, paired.dtype
+        x, low = self._inputs_of(x)
+        out = paired.new_empty((num_tokens, gates))
+        self._library.lora_gated(
+            x.data_ptr(),
+            x.stride(0),
+            paired.data_ptr(),
+            out.data_ptr(),
+            low.data_ptr(),
+            runs.plan.data_ptr(),
+            *self._matrices(),
+            self._outputs.data_ptr(),
+            self._inputs,
+            self._low_stride,
+        )
+        return out
+
+    def _check(self, x: Tensor, runs: AdapterRuns) -> int:
+        """Check what the kernel does not; returns T. Runs end at T by construction."""
+        assert x.dtype == self._dtype and x.dim() == 2 and x.shape[1] == self._inputs, (x.dtype, x.shape)
+        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous()
+        assert not runs.runs or runs.runs[-1].last == len(x), (runs.runs[-1], len(x))
+        return len(x)
+
+    def _inputs_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return x, x.new_empty((len(x), self._low_stride))
+
+    def _matrices(self) -> tuple[int, int, int, int, int]:
+        a, b, columns = self._a, self._b, self._columns
+        return (
+            a.data_ptr(),
+            a.stride(0) // columns,
+            b.data_ptr(),
+            b.stride(0) // columns,
+            self._ranks.data_ptr(),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """See `LowRankDelta`."""
+        return self._a.nbytes + self._b.nbytes
+
+
+class NativeEmbeddingDelta:
+    """The embedding."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        vocab_size: int,
+        size: int,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """All slots are empty."""
+        self._library = library
+        self._vocab_size, self._size, self._dtype = vocab_size, size, dtype
+        self._columns = _columns(dtype)
+        self._max_rank = -(-max_rank // self._columns) * self._columns
+        self._outputs = torch.tensor([size], dtype=torch.int64)
+        self._ranks = torch.zeros(num_slots, dtype=torch.int64)
+        self._table = torch.zeros((num_slots, vocab_size, self._max_rank), dtype=dtype)
+        self._b = torch.zeros((num_slots, _padded(size) * self._max_rank), dtype=dtype)
+
+    def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
+        """See `EmbeddingDelta`."""
+        rank, [(a, b)] = filled_up(parts, [self._size], self._vocab_size, self._columns)
+        return PackedDelta(
+            rank, a.T.to(self._dtype).contiguous(), _panels(b, self._columns).to(self._dtype).view(-1)
+        )
+
+    def put(self, slot: int, packed: PackedDelta | None) -> None:
+        """See `EmbeddingDelta`."""
+        self._ranks[slot] = 0 if packed is None else packed.rank
+        if packed is not None:
+            self._table[slot, :, : packed.rank] = packed.a
+            self._b[slot, : len(packed.b)] = packed.b
+
+    def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
+        """See `EmbeddingDelta`."""
+        assert token_ids.dtype == torch.int64 and token_ids.is_contiguous(), token_ids.dtype
+        assert y.shape == (len(token_ids), self._size) and y.is_contiguous() and y.dtype == self._dtype, (
+            y.shape
+        )
+        assert not runs.runs or runs.runs[-1].last == len(y), (runs.runs[-1], len(y))
+        self._library.lora_embed(
+            self._table.data_ptr(),
+            token_ids.data_ptr(),
+            y.data_ptr(),
+            runs.plan.data_ptr(),
+            self._b.data_ptr(),
+            self._b.stride(0) // self._columns,
+            self._ranks.data_ptr(),
+            self._outputs.data_ptr(),
+            self._vocab_size,
+            self._max_rank,
+            y.dtype == torch.bfloat16,
+        )
+        return y
+
+    @property
+    def num_bytes(self) -> int:
+        """See `EmbeddingDelta`."""
+        return self._table.nbytes + self._b.nbytes
+
+
+class NativeDeltas:
+    """`MakeDeltas` by the C++ kernels; layers that they do not take are in plain torch."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def linear(
+        self,
+        inputs: int,
+        outputs: Sequence[int],
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LowRankDelta:
+        """See `MakeDeltas`."""
+        if dtype not in _DTYPES or inputs % _columns(dtype):
+            return PlainDelta(inputs, outputs, num_slots, max_rank, dtype, device)
+        return NativeDelta(self._library, inputs, outputs, num_slots, max_rank, dtype)
+
+    def embedding(
+        self,
+        vocab_size: int,
+        size: int,
+        num_slots: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> EmbeddingDelta:
+        """See `MakeDeltas`."""
+        if dtype not in _DTYPES:
+            return PlainEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
+        return NativeEmbeddingDelta(self._library, vocab_size, size, num_slots, max_rank, dtype)
+
+
+def _columns(dtype: torch.dtype) -> int:
+    """Columns of a matrix that are stored together."""
+    return 2 if dtype == torch.bfloat16 else 1
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // _LANES) * _LANES
+
+
+def _panels(matrix: Tensor, columns: int) -> Tensor:
+    """[rows, K] as panels, [rows / 16, K / columns, 16, columns]; rows and columns are filled up with zeros."""
+    rows, inputs = matrix.shape
+    matrix = F.pad(matrix, (0, -inputs % columns, 0, -rows % _LANES))
+    return matrix.view(-1, _LANES, matrix.shape[1] // columns, columns).transpose(1, 2).contiguous()

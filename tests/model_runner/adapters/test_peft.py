@@ -1,0 +1,88 @@
+"""Adapters on tiny models against peft, through the real runner: chunks of prompts, then decodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.runtime.model_files.adapters.adapter_spec import read_adapter
+from tests.model_runner.conftest import SeeingExecutor
+
+from .peft_adapters import ALL_LINEAR, PHI3_LINEAR, make_adapter
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 16,
+            "num_hidden_layers": 7,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("phi3", {"tie_word_embeddings": False}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "r": 9},
+    "patterns": {
+        "rank_pattern": {"o_proj": 7, r"layers\.0\.mlp\.down_proj": 2},
+        "alpha_pattern": {"o_proj": 3, "down_proj": 11},
+        "layers_to_transform": [0],
+    },
+    "head": {"target_modules": ["o_proj", "lm_head"]},
+    "embed": {"target_modules": ["embed_tokens", "o_proj"]},
+}
+TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, "embed_tokens", "lm_head"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_peft(make_tiny_model, make_driver, tmp_path, name, kind):
+    model_type, options = MODELS[name]
+    tiny = make_tiny_model(model_type, **options)
+    linear = PHI3_LINEAR if name == "phi3" else ALL_LINEAR
+    if name == "qwen3_moe":
+        linear = ALL_LINEAR[:4]
+    adapter = make_adapter(
+        tiny.reference, tmp_path / "adapter", **{"target_modules": linear, **KINDS[kind], "seed": 3}
+    )
+    spec = read_adapter(adapter.folder, "one", tiny.spec)
+    driver = make_driver(tiny.spec, tiny.folder, adapter_slots=SlotSizes(2, 16, TARGETS))
+    driver.runner.adapters.store.read(5, spec)
+    seen = SeeingExecutor(driver)
+
+    prompt = [5, 60, 33, 7, 71, 12, 44, 8, 90]
+    with_adapter, base = driver.start(prompt, adapter_slot=2), driver.start(prompt[:3])
+    driver.step([(with_adapter, 4), (base, 3)], adapter_loads=[(2, 5)])
+    driver.step([(with_adapter, 5), (base, 1)])
+    for _ in range(3):
+        driver.step([(with_adapter, 1), (base, 1)])
+
+    wanted = adapter.logits(with_adapter.tokens)[len(prompt) - 1 : -1]
+    found = torch.stack([seen.logits[1][0], *(logits[0] for logits in seen.logits[2:])])
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+    assert (wanted - tiny_logits(tiny, with_adapter.tokens)[len(prompt) - 1 : -1]).abs().max() > 0.01
+    torch.testing.assert_close(
+        torch.stack([seen.logits[0][0], *(logits[1] for logits in seen.logits[1:])]),
+        tiny_logits(tiny, base.tokens)[2:-1],
+        atol=2e-5,
+        rtol=2e-5,
+    )
+
+
+@torch.inference_mode()
+def tiny_logits(tiny: Any, tokens: list[int]) -> torch.Tensor:
+    logits: torch.Tensor = tiny.reference(torch.tensor([tokens])).logits[0].float()
+    return logits
