@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from engine import LLM, EngineDeadError, RequestError
+from engine.runtime.config.config_sources import from_arguments, merge
+from engine.runtime.resolve.prepare import Prepared
 from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder, make_reranker
 
 TEXTS = ["the quick brown fox", "a cat and a kitten", "stock market", "one " * 40]
@@ -320,6 +322,17 @@ def test_a_wrong_argument_of_label_probabilities_is_named(generator, prompts, la
 
 
 # ---------------------------------------------------------------- the engine below
+
+
+def test_a_model_can_be_refused_before_its_weights_are_read(folder):
+    def refuse(prepared: Prepared) -> None:
+        assert prepared.spec.pooling is not None
+        raise RequestError("not this one")
+
+    steps: list[str] = []
+    with pytest.raises(RequestError, match="not this one"):
+        LLM.from_config(merge(from_arguments({"model": folder})), on_step=steps.append, check=refuse)
+    assert steps == ["model files"]
 
 
 def test_a_call_fails_when_the_engine_ends(folder):
