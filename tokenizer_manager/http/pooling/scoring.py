@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ....runtime.errors import RequestError
 from ...pooling.scoring import Pair, joined_inputs, scores_of, text_inputs, uses_pairs
 from ...pooling.task import check_task
 from ..exchange import Exchange
@@ -66,5 +67,8 @@ async def score_pairs(
         id_prefix=id_prefix,
         add_special_tokens=inputs.add_special_tokens,
     )
-    answer = await run_pooled(exchange, services, request)
+    try:
+        answer = await run_pooled(exchange, services, request)
+    except RequestError as error:
+        raise inputs.located(error, param) from None
     return ScoredPairs(answer.id, scores_of(pooling, inputs, answer.vectors), answer.usage)

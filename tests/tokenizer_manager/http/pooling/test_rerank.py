@@ -150,3 +150,15 @@ def test_other_models_say_what_they_do(serve: Serve):
     )
     classifier = serve(LENGTH, pooling=PoolingSpec(task="score", pooling="cls", size=3))
     assert "/v1/score" in classifier.client.post("/v1/rerank", json=body_for()).json()["error"]["message"]
+
+
+def test_an_error_of_an_embedder_names_the_document_and_not_its_vector(serve: Serve):
+    served = serve(say_vectors(lambda _: [1.0]), pooling=EMBEDDER)
+    for query, documents, param in (
+        ("q", ["a", "a", "x" * 10_000], "documents[2]"),
+        ("x" * 10_000, ["a", "b"], "query"),
+    ):
+        reply = served.client.post("/v1/rerank", json={"query": query, "documents": documents})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, param)
+        assert error["message"].removeprefix("the ").startswith(f"{param} has ")
