@@ -24,6 +24,7 @@ from ...runtime.request_checks import shown
 from ..generation import Prompt
 from .embedding import embedding_params, prompt_text
 
+_ITEM: Final = re.compile(r"(\w+)\[(\d+)\]")
 _NAME: Final = re.compile(r"\{(instruction|query|document)\}")
 
 Pair = tuple[str, str]
