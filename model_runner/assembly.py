@@ -12,7 +12,7 @@ import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from ..runtime.kv_size import KV_SCALE_BYTES
-from .adapters.adapter_runs import runs_or_none
+from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
-    from .adapters.adapter_runs import AdapterRuns
+    from .adapter_runs import AdapterRuns
     from .adapters.adapter_slots import AdapterSlots
     from .attention.backend import AttentionBackend
     from .distributed.tp_group import TPGroup
@@ -151,7 +151,7 @@ def _make_pooler(loaded: LoadedModel, states: RequestStates, buffers: InputBuffe
     pooling = loaded.spec.pooling
 
     def adapters_of(rows: Sequence[int]) -> AdapterRuns | None:
-        return runs_or_none(states.adapter_slot[list(rows)], buffers)
+        return runs_or_none(states.adapter_slot[list(rows)], buffers.put)
 
     return Pooler(
         loaded.model,
@@ -224,4 +224,5 @@ def _make_executor(
         relay=relay,
         slot_table=slot_table,
         make_device=partial(CudaGraphDevice, loaded.device),
+        records_adapters=loaded.adapters is not None and loaded.adapters.layers.are_recordable,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .adapters.adapter_runs import AdapterBatch
+    from .adapter_runs import AdapterBatch
     from .attention.backend import StepAttention
     from .memory.kv_pool import KVPool
 

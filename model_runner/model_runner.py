@@ -21,7 +21,7 @@ from msgspec import structs
 
 from ..runtime.messages import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
-from .adapters.adapter_runs import runs_or_none
+from .adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom
 from .models.registry import logits_of
@@ -334,7 +334,7 @@ class ModelRunner:
         for done in range(0, len(span.targets), _PROMPT_LOGPROB_ROWS):
             targets = span.targets[done : done + _PROMPT_LOGPROB_ROWS]
             start = span.start + done
-            adapters = runs_or_none(np.full(len(targets), slot), self._buffers)
+            adapters = runs_or_none(np.full(len(targets), slot), self._buffers.put)
             logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
             finite.append(logits.sum().isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))

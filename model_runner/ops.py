@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
-    from .adapters.adapter_runs import AdapterRuns
+    from .adapter_runs import AdapterRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
 """`gelu` is the exact one, by the error function."""

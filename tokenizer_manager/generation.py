@@ -41,6 +41,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         prompt_param, length_param: the fields that errors name.
         probe: a health check, admitted even if the queue is full.
         arrival_s: by the manager's clock, if the request has waited before it is started; None: it arrives now.
+        received_s: when its body had arrived, by the manager's clock, and the time limit of its grammars began; None:
+            it arrives now.
         grammar: what the answers are constrained to; None: free text.
         grammar_param: the field that errors about the grammar name.
         keep_special_ids: see `TextOptions`.
@@ -59,6 +61,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     length_param: str = "max_tokens"
     probe: bool = False
     arrival_s: float | None = None
+    received_s: float | None = None
     grammar: GrammarUse | None = None
     grammar_param: str = "response_format"
     keep_special_ids: tuple[int, ...] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 
 from ...runtime.model_files.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+from ..kernels.plain_delta import PlainDelta, PlainEmbeddingDelta
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..layers.spans import Span
-    from ..model_context import ModelContext
-    from ..ops import EmbeddingDelta, LowRankDelta, PackedDelta
+    from ..ops import EmbeddingDelta, LowRankDelta, MakeDeltas, PackedDelta
+
+    Span = tuple[int, int]
 
 
 class LowRank(NamedTuple):
@@ -46,8 +47,13 @@ class _Part(NamedTuple):
             a = a[:, slice(*self.columns)]
         if self.rows is not None:
             found = b[slice(*self.rows)]
-            b = F.pad(found, (0, 0, 0, len(self.rows) - len(found)))
+            b = F.pad(found, (0, 0, 0, _length(self.rows) - len(found)))
         return LowRank(a, b)
+
+
+def _length(span: Span) -> int:
+    start, stop = span
+    return stop - start
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +97,7 @@ class AdapterLayers:
         max_slots: int,
         max_rank: int,
         dtype: torch.dtype,
+        device: torch.device,
         targets: Collection[str] | None = None,
     ) -> None:
         """Start without layers.
@@ -104,6 +111,7 @@ class AdapterLayers:
         self.num_slots = max_slots + 1
         self.max_rank = max_rank
         self.dtype = dtype
+        self._device = device
         self.layers: list[AdaptedLayer] = []
         self._known = BaseModules(spec).by_name
         self._targets = None if targets is None else frozenset(targets)
@@ -118,7 +126,7 @@ class AdapterLayers:
 
     def linear(
         self,
-        context: ModelContext,
+        make: MakeDeltas,
         names: Sequence[str],
         in_features: int,
         out_features: Sequence[int],
@@ -130,30 +138,26 @@ class AdapterLayers:
 
         Args:
             in_features, out_features: of the whole modules.
-            rows: the outputs of each module that the layer has; None: all.
-            columns: the inputs that it has; None: all.
+            rows: (start, stop) of the outputs of each module that the layer has; None: all.
+            columns: of the inputs that it has; None: all.
         """
         if not any(map(self.has, names)):
             return None
-        inputs = in_features if columns is None else len(columns)
-        outputs = tuple(out_features) if rows is None else tuple(map(len, rows))
-        delta = context.ops.deltas.linear(
-            inputs, outputs, self.num_slots, self.max_rank, self.dtype, context.device
-        )
+        inputs = in_features if columns is None else _length(columns)
+        outputs = tuple(out_features) if rows is None else tuple(map(_length, rows))
+        delta = make.linear(inputs, outputs, self.num_slots, self.max_rank, self.dtype, self._device)
         spans: Sequence[Span | None] = [None] * len(names) if rows is None else rows
         parts = tuple(_Part(name, span, columns) for name, span in zip(names, spans, strict=True))
         self.layers.append(AdaptedLayer(delta, parts))
         return delta
 
     def embedding(
-        self, context: ModelContext, name: str, vocab_size: int, size: int, scale: float | None
+        self, make: MakeDeltas, name: str, vocab_size: int, size: int, scale: float | None
     ) -> EmbeddingDelta | None:
         """Add the embedding; every rank has all of it. `scale`: a factor of the embedding's vectors."""
         if not self.has(name):
             return None
-        delta = context.ops.deltas.embedding(
-            vocab_size, size, self.num_slots, self.max_rank, self.dtype, context.device
-        )
+        delta = make.embedding(vocab_size, size, self.num_slots, self.max_rank, self.dtype, self._device)
         self.layers.append(AdaptedLayer(delta, (_Part(name),), 1.0 if scale is None else scale))
         return delta
 
@@ -161,6 +165,11 @@ class AdapterLayers:
     def module_names(self) -> set[str]:
         """Names of the modules that adapters can change."""
         return {part.name for layer in self.layers for part in layer.parts if self.has(part.name)}
+
+    @property
+    def are_recordable(self) -> bool:
+        """Whether no layer reads on the host which tokens use which slot."""
+        return not any(isinstance(layer.delta, PlainDelta | PlainEmbeddingDelta) for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels.plain import store_kv
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..attention.backend import StepAttention
     from ..forward_batch import ForwardBatch
     from ..memory.kv_pool import KVPool

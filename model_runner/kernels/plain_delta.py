@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..ops import EmbeddingDelta, LowRankDelta
 
 

@@ -16,7 +16,7 @@ from .row_selection import SelectRows, all_rows, kept_adapters
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops import AddOp, TakeRows

@@ -15,7 +15,7 @@ from ..weights.reader import Slice
 from .spans import padded_span
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
     from ..ops import EmbeddingDelta, LinearWeight, LowRankDelta, TakeRows
 
@@ -46,7 +46,7 @@ class Embedding:
         self._span = padded_span(vocab_size, context.group)
         self.delta: EmbeddingDelta | None = None
         if context.adapters is not None:
-            self.delta = context.adapters.embedding(context, name, vocab_size, size, factor)
+            self.delta = context.adapters.embedding(context.ops.deltas, name, vocab_size, size, factor)
 
     def __call__(self, token_ids: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[T] int64 -> [T, size]; `adapters`: see `Linear`."""
@@ -87,7 +87,9 @@ class OutputHead:
             size, rows = context.spec.hidden_size, None
             if context.group.size > 1:
                 rows = [padded_span(self._vocab_size, context.group)]
-            self.delta = context.adapters.linear(context, ["lm_head"], size, [self._vocab_size], rows=rows)
+            self.delta = context.adapters.linear(
+                context.ops.deltas, ["lm_head"], size, [self._vocab_size], rows=rows
+            )
 
     def __call__(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[n, size] -> [n, vocab] float32; `adapters`: see `Linear`."""

@@ -18,7 +18,7 @@ from .spans import equal_span
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ExpertsSpec
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
 
 _Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]

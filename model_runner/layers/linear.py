@@ -15,7 +15,7 @@ from ..weights.reader import Slice
 from .spans import Span, equal_span
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
     from ..ops import LowRankDelta
 
@@ -51,7 +51,9 @@ class Linear:
             )
         self.delta: LowRankDelta | None = None
         if context.adapters is not None:
-            self.delta = context.adapters.linear(context, names, in_features, out_features, rows=outputs)
+            self.delta = context.adapters.linear(
+                context.ops.deltas, names, in_features, out_features, rows=outputs
+            )
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[T, in] -> [T, sum of outputs]; `adapters`: of the T tokens, None: all use the base model."""
@@ -83,7 +85,7 @@ class RowLinear:
         if context.adapters is not None:
             columns = None if group.size == 1 else equal_span(in_features, group)
             self.delta = context.adapters.linear(
-                context, [name], in_features, [out_features], columns=columns
+                context.ops.deltas, [name], in_features, [out_features], columns=columns
             )
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:

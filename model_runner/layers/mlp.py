@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
     from ..ops import GatedActivation
 

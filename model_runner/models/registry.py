@@ -11,7 +11,7 @@ from ...runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
 

@@ -20,7 +20,7 @@ from ...runtime.pooling import PoolingKind, PoolingParams
 
 if TYPE_CHECKING:
     from ...runtime.model_files.pooling_spec import PoolingType
-    from ..adapters.adapter_runs import AdapterRuns
+    from ..adapter_runs import AdapterRuns
     from .pooled_chunk import PooledChunk
 
 _TINY: Final = 1e-12

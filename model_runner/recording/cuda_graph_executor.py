@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ..adapter_runs import AdapterBatch, AdapterRuns
 from ..forward_batch import ForwardBatch
+from ..models.registry import logits_of
 from .decode_inputs import DecodeInputMemory, DecodeInputs
 from .executor import StepExecutor, StepOutput
 from .graph_device import Replay
@@ -83,11 +85,13 @@ class CudaGraphExecutor:
         slot_table: SlotTable,
         sizes: Sequence[int],
         device: GraphDevice,
+        records_adapters: bool = False,
     ) -> None:
         """Record the decodes.
 
         Args:
             sizes: ascending; see `batch_sizes`.
+            records_adapters: also record each size with adapters; otherwise such steps run eagerly.
         """
         self.eager = eager
         self.num_replayed = 0
@@ -97,6 +101,7 @@ class CudaGraphExecutor:
         self._relay = relay
         self._slot_table = slot_table.req_to_token.view(-1)
         self._sizes = list(sizes)
+        self._records_adapters = records_adapters
         num_rows, width = slot_table.req_to_token.shape
         self._inputs = DecodeInputMemory(
             self._sizes,
@@ -104,6 +109,7 @@ class CudaGraphExecutor:
             table_width=width,
             device=slot_table.req_to_token.device,
             graph_device=device,
+            has_adapters=records_adapters,
         )
         self._has_told = False
         self._graphs, self.recorded_bytes = self._record(device)
@@ -111,14 +117,19 @@ class CudaGraphExecutor:
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Attention is recorded for one token per request, so drafts are verified eagerly."""
         num = batch.num_tokens
-        if not batch.samples_all or batch.drafts is not None or batch.adapter_slots is not None:
+        if not batch.samples_all or batch.drafts is not None:
+            return self.eager.run(batch)
+        slots = batch.adapter_slots
+        if slots is not None and not self._records_adapters:
             return self.eager.run(batch)
         if num > self._sizes[-1]:
             self._tell_of_larger_steps(num)
             return self.eager.run(batch)
         size = self._sizes[bisect_left(self._sizes, num)]
-        self._inputs.upload(size, batch.token_rows, batch.positions, batch.out_cache_loc, batch.input_ids)
-        graph = self._graphs[size]
+        self._inputs.upload(
+            size, batch.token_rows, batch.positions, batch.out_cache_loc, batch.input_ids, slots
+        )
+        graph = self._graphs[size, slots is not None]
         graph.replay()
         self.num_replayed += 1
         return StepOutput(graph.logits[:num], graph.inputs.rows[:num])
@@ -133,16 +144,19 @@ class CudaGraphExecutor:
             )
 
     @torch.inference_mode()
-    def _record(self, device: GraphDevice) -> tuple[dict[int, _Graph], list[int]]:
+    def _record(self, device: GraphDevice) -> tuple[dict[tuple[int, bool], _Graph], list[int]]:
         """The recordings, and the device memory that each took."""
         free_bytes, started_s = [device.free_bytes()], time.perf_counter()
         largest = self._sizes[-1]
         # One result for all sizes: the other recordings could not reuse the memory of a recording's own result.
         all_logits = torch.empty_like(self._compute(self._inputs.upload_padding(largest)))
-        graphs: dict[int, _Graph] = {}
+        graphs: dict[tuple[int, bool], _Graph] = {}
         for size in reversed(self._sizes):  # smaller recordings reuse the memory of the largest
-            inputs, logits = self._inputs.upload_padding(size), all_logits[:size]
-            graphs[size] = _Graph(inputs, device.capture(partial(self._fill, logits, inputs)), logits)
+            logits = all_logits[:size]
+            for has_adapters in (True, False) if self._records_adapters else (False,):
+                inputs = self._inputs.upload_padding(size, has_adapters=has_adapters)
+                replay = device.capture(partial(self._fill, logits, inputs, has_adapters=has_adapters))
+                graphs[size, has_adapters] = _Graph(inputs, replay, logits)
             free_bytes.append(device.free_bytes())
         recorded_bytes = [before - after for before, after in pairwise(free_bytes)]
         logger.info(
@@ -155,21 +169,27 @@ class CudaGraphExecutor:
         )
         return graphs, recorded_bytes
 
-    def _fill(self, logits: Tensor, inputs: DecodeInputs[Tensor]) -> None:
+    def _fill(self, logits: Tensor, inputs: DecodeInputs[Tensor], *, has_adapters: bool) -> None:
         """The recorded computation."""
-        logits.copy_(self._compute(inputs))
+        logits.copy_(self._compute(inputs, has_adapters=has_adapters))
 
-    def _compute(self, inputs: DecodeInputs[Tensor]) -> Tensor:
+    def _compute(self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False) -> Tensor:
         """[n, V] logits of a step. The recording depends only on the shapes of the host's arrays."""
         self._slot_table.index_copy_(0, inputs.table_indices, inputs.slots)
+        adapters = None
+        if has_adapters:
+            runs = AdapterRuns.recorded(inputs.adapter_plan)
+            adapters = AdapterBatch(runs, runs, runs)
         batch = ForwardBatch(
             input_ids=self._relay.input_ids(inputs.known_ids, inputs.rows),
             positions=inputs.positions,
             kv_pool=self._kv_pool,
             out_cache_loc=inputs.out_cache_loc,
             attention=self._attention.decode_step(inputs.rows, inputs.seq_lens),
+            adapters=adapters,
         )
-        return self._model.logits(self._model.forward(batch))
+        hidden = self._model.forward(batch)
+        return logits_of(self._model, hidden, None if adapters is None else adapters.sampled)
 
 
 def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:
@@ -189,6 +209,7 @@ def cuda_graph_executor(
     relay: TokenRelay,
     slot_table: SlotTable,
     make_device: Callable[[], GraphDevice],
+    records_adapters: bool = False,
 ) -> StepExecutor:
     """Record decodes of these batch sizes if the attention can be recorded; otherwise `eager` runs all steps."""
     attention = eager.attention.capturable()
@@ -211,4 +232,5 @@ def cuda_graph_executor(
         slot_table=slot_table,
         sizes=sizes,
         device=make_device(),
+        records_adapters=records_adapters,
     )

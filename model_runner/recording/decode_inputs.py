@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..adapter_runs import write_plan
 from ..memory.io_buffers import layout, views
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
         table_indices: int64, index of the new token in the flat slot table.
         slots: int32, `out_cache_loc` in the table's dtype.
         seq_lens: int32, tokens of the request, including the new one.
+        adapter_plan: [1 + 3 * n] int64, see `AdapterRuns`; empty in a server without adapters.
     """
 
     rows: _Column
@@ -51,15 +53,17 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
     table_indices: _Column
     slots: _Column
     seq_lens: _Column
+    adapter_plan: _Column
 
 
 class _Staging:
     """One of the two host buffers."""
 
-    def __init__(self, memory: Tensor, sizes: Sequence[int]) -> None:
+    def __init__(self, memory: Tensor, sizes: Sequence[int], *, has_adapters: bool) -> None:
         self.memory = memory
         self.inputs: dict[int, DecodeInputs[npt.NDArray[Any]]] = {
-            size: DecodeInputs(*(view.numpy() for view in _views(memory, size))) for size in sizes
+            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, has_adapters)))
+            for size in sizes
         }
         self.wait_until_read: Callable[[], None] = lambda: None
 
@@ -79,28 +83,42 @@ class DecodeInputMemory:
         table_width: int,
         device: torch.device,
         graph_device: GraphDevice,
+        has_adapters: bool = False,
     ) -> None:
         """Allocate the memory.
 
         Args:
             dummy_row: the row for padding; its slots are in the dummy page.
             table_width: positions per row of the slot table.
+            has_adapters: steps may have adapters.
         """
         self._dummy_row = dummy_row
         self._table_width = table_width
         self._graph_device = graph_device
-        self._num_bytes = {size: layout(_templates(size))[1] for size in sizes}
+        self._num_bytes = {size: layout(_templates(size, has_adapters))[1] for size in sizes}
         most_bytes = max(self._num_bytes.values())
         self._memory = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
-        self._staging = [_Staging(graph_device.staging(most_bytes), sizes) for _ in range(2)]
+        self._staging = [
+            _Staging(graph_device.staging(most_bytes), sizes, has_adapters=has_adapters) for _ in range(2)
+        ]
         self.on_device: dict[int, DecodeInputs[Tensor]] = {
-            size: DecodeInputs(*_views(self._memory, size)) for size in sizes
+            size: DecodeInputs(*_views(self._memory, size, has_adapters)) for size in sizes
         }
 
     def upload(
-        self, size: int, rows: Int64s, positions: Int64s, out_cache_loc: Int64s, known_ids: Int64s
+        self,
+        size: int,
+        rows: Int64s,
+        positions: Int64s,
+        out_cache_loc: Int64s,
+        known_ids: Int64s,
+        adapter_slots: Int64s | None = None,
     ) -> DecodeInputs[Tensor]:
-        """Queue the upload of a step's inputs, [B] each; returns the device tensors, padded to `size`."""
+        """Queue the upload of a step's inputs, [B] each; returns the device tensors, padded to `size`.
+
+        Args:
+            adapter_slots: see `InputBatch`; padding uses the base model.
+        """
         staging = self._staging.pop(0)
         self._staging.append(staging)
         staging.wait_until_read()  # its copy of two steps ago has ended, unless more steps are in flight
@@ -116,24 +134,31 @@ class DecodeInputMemory:
         ):
             column[:num] = values
             column[num:] = padding
+        if adapter_slots is not None:
+            padded = np.zeros(size, dtype=np.int64)
+            padded[:num] = adapter_slots
+            write_plan(host.adapter_plan, padded)
         num_bytes = self._num_bytes[size]
         staging.wait_until_read = self._graph_device.upload(
             self._memory[:num_bytes], staging.memory[:num_bytes]
         )
         return self.on_device[size]
 
-    def upload_padding(self, size: int) -> DecodeInputs[Tensor]:
+    def upload_padding(self, size: int, *, has_adapters: bool = False) -> DecodeInputs[Tensor]:
         """The same for a step with padding only."""
         nothing = np.empty(0, dtype=np.int64)
-        return self.upload(size, nothing, nothing, nothing, nothing)
+        return self.upload(
+            size, nothing, nothing, nothing, nothing, adapter_slots=nothing if has_adapters else None
+        )
 
 
-def _templates(size: int) -> list[npt.NDArray[Any]]:
+def _templates(size: int, has_adapters: bool) -> list[npt.NDArray[Any]]:
     """Arrays with the dtypes and shapes of `DecodeInputs`; their values are not read."""
-    return [np.empty(size, dtype=dtype) for dtype in _DTYPES]
+    plan = np.empty(1 + 3 * size if has_adapters else 0, dtype=np.int64)
+    return [*(np.empty(size, dtype=dtype) for dtype in _DTYPES), plan]
 
 
-def _views(memory: Tensor, size: int) -> list[Tensor]:
-    templates = _templates(size)
+def _views(memory: Tensor, size: int, has_adapters: bool) -> list[Tensor]:
+    templates = _templates(size, has_adapters)
     starts, num_bytes = layout(templates)
     return views(memory[:num_bytes], templates, starts)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from ..adapters.adapter_runs import batch_of
+from ..adapter_runs import batch_of
 from ..forward_batch import ForwardBatch
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
@@ -19,7 +19,7 @@ from ..models.registry import logits_of
 from .executor import StepOutput
 
 if TYPE_CHECKING:
-    from ..adapters.adapter_runs import AdapterBatch
+    from ..adapter_runs import AdapterBatch
     from ..attention.backend import AttentionBackend
     from ..input_batch import InputBatch
     from ..memory.io_buffers import InputBuffers
@@ -124,4 +124,4 @@ class EagerExecutor:
     def _adapters(self, batch: InputBatch) -> AdapterBatch | None:
         if batch.adapter_slots is None:
             return None
-        return batch_of(batch.adapter_slots, batch.logits_indices, batch.sample_indices, self._buffers)
+        return batch_of(batch.adapter_slots, batch.logits_indices, batch.sample_indices, self._buffers.put)

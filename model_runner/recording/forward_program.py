@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters.adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
+from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library

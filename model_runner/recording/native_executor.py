@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapters.adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
+from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
 from ..models.registry import logits_of

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
@@ -120,6 +122,7 @@ class Services:
         """
         with self.body_budget.reserve() as reservation:
             body = await exchange.body(int(self.config.server.max_body_mb * 2**20), reservation)
+            exchange.received_s = self.manager.now_s()
             return await self.body_reader.read(
                 b"{}" if optional and not body else body,
                 self.config.limits,
@@ -139,7 +142,7 @@ class Services:
         """As `TokenizerManager.start`; the response has the queue position in a header."""
         if not request.poolings:
             check_task(self.spec, "generate")
-        generation = await self.manager.start(request)
+        generation = await self.manager.start(replace(request, received_s=exchange.received_s))
         exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation

@@ -24,10 +24,8 @@ from ...runtime.request_checks import shown
 from ..generation import Prompt
 from .embedding import embedding_params, prompt_text
 
-DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-"""Of Qwen3-Reranker's model card."""
-
 _ITEM: Final = re.compile(r"(\w+)\[(\d+)\]")
+_NAME: Final = re.compile(r"\{(instruction|query|document)\}")
 
 Pair = tuple[str, str]
 """A query and a document."""
@@ -45,7 +43,7 @@ class ScoredInputs(NamedTuple):
 
     prompts: list[Prompt]
     poolings: list[PoolingParams]
-    pairs: list[tuple[int, ...]]
+    pairs: Sequence[tuple[int, ...]]
     add_special_tokens: bool = True
 
     def located(self, error: RequestError, param: str) -> RequestError:
@@ -61,7 +59,7 @@ class ScoredInputs(NamedTuple):
 
 def uses_pairs(pooling: PoolingSpec) -> bool:
     """Whether the tokenizer must join the two texts of a pair (`Tokenizer.encode_pairs`)."""
-    return pooling.task == "score" and not pooling.label_tokens
+    return pooling.task == "score" and not pooling.template
 
 
 def joined_inputs(pooling: PoolingSpec, encoded: Sequence[tuple[list[int], int]]) -> ScoredInputs:
@@ -81,18 +79,23 @@ def text_inputs(
     """The inputs of all other models."""
     if pooling.task == "embed":
         return _vector_inputs(pooling, pairs)
-    label_ids = tuple(label_id(tokenizer, text, "label_tokens") for text in pooling.label_tokens)
-    instruction = DEFAULT_INSTRUCTION if instruction is None else instruction
+    if pooling.label_tokens:
+        label_ids = tuple(label_id(tokenizer, text, "label_tokens") for text in pooling.label_tokens)
+        params = PoolingParams(PoolingKind.LABELS, label_ids=label_ids)
+    else:
+        params = PoolingParams(PoolingKind.SCORE, all_tokens=pooling.pooling != "last")
+    words = {"instruction": pooling.instruction if instruction is None else instruction}
     prompts = [
-        pooling.template.replace("{instruction}", instruction)
-        .replace("{query}", query)
-        .replace("{document}", document)
-        for query, document in pairs
+        _filled(pooling.template, words | {"query": query, "document": document}) for query, document in pairs
     ]
-    params = PoolingParams(PoolingKind.LABELS, label_ids=label_ids)
     return ScoredInputs(
         list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))], add_special_tokens=False
     )
+
+
+def _filled(template: str, words: dict[str, str]) -> str:
+    """The template with its names replaced, all at once: what replaces a name is not looked at again."""
+    return _NAME.sub(lambda name: words[name[1]], template)
 
 
 def _vector_inputs(pooling: PoolingSpec, pairs: Sequence[Pair]) -> ScoredInputs:

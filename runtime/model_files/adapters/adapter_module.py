@@ -58,8 +58,10 @@ def check_shapes(
         if shape == wanted and rank > 0:
             continue
         swapped = ""
-        if shape == wanted[::-1] or (a_shape[::-1], b_shape[::-1]) == (b_shape, a_shape):
-            swapped = " (it looks transposed, or A and B are swapped)"
+        if a_shape == (base.outputs, rank) and b_shape == (rank, base.inputs):
+            swapped = " (A and B are swapped)"
+        elif shape == wanted[::-1]:
+            swapped = " (it is transposed)"
         raise ConfigError(
             f"{path}: tensor {name!r} has the shape {list(shape)}, but {base.name} of this model with rank {rank} "
             f"needs {list(wanted)}{swapped}; the adapter belongs to another model, or its file is damaged"

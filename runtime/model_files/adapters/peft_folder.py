@@ -57,6 +57,24 @@ _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga", "mica")
 """Initializations after which the adapter fits only a base model with changed weights."""
 
 
+def check_files(folder: Path) -> None:
+    """Check that the folder has its two files.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    if not (folder / WEIGHTS_FILE).exists() and (folder / "adapter_model.bin").exists():
+        raise ConfigError(
+            f"{folder}: holds adapter_model.bin, which can run code when it is read; save the adapter again with "
+            "safe_serialization=True"
+        )
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if not (folder / name).exists():
+            raise ConfigError(
+                f"{folder}: there is no {name}; give a folder that peft's save_pretrained wrote"
+            )
+
+
 def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
     """Read and check the configuration and the header.
 
@@ -66,11 +84,6 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
     fields = Fields(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     _check_kind(fields)
     path = folder / WEIGHTS_FILE
-    if not path.exists() and (folder / "adapter_model.bin").exists():
-        raise ConfigError(
-            f"{folder}: holds adapter_model.bin, which can run code when it is read; save the adapter again with "
-            "safe_serialization=True"
-        )
     entries = {_canonical(name): (name, entry) for name, entry in read_header(path).entries.items()}
     targets, ranks = Targets(fields, base), compiled_patterns(fields, "rank_pattern")
     alphas = compiled_patterns(fields, "alpha_pattern")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.adapters.adapter_runs import AdapterRuns, Run, plan_of, runs_of
+from engine.model_runner.adapter_runs import AdapterRuns, Run, plan_of, runs_of
 from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.native_delta import NativeDeltas
 from engine.model_runner.kernels.native_linear import NativeLinear
@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 
 def runs(slots: list[int]) -> AdapterRuns:
-    return runs_of(np.array(slots, dtype=np.int64), BUFFERS)
+    return runs_of(np.array(slots, dtype=np.int64), BUFFERS.put)
 
 
 def random_parts(inputs, outputs, rank, seed, missing=()):

@@ -73,7 +73,20 @@ def test_numbers_arrive_with_padding_behind_them_in_one_copy():
     assert inputs.table_indices.tolist() == [307, 11, 500, DUMMY_ROW * WIDTH]
     assert inputs.slots.tolist() == [40, 41, 8, 0]
     assert inputs.seq_lens.tolist() == [8, 12, 1, 1]
-    assert [tensor.dtype for tensor in inputs] == [torch.int64] * 5 + [torch.int32] * 2
+    assert [tensor.dtype for tensor in inputs] == [torch.int64] * 5 + [torch.int32] * 2 + [torch.int64]
+    assert not len(inputs.adapter_plan)
+
+
+def test_padding_behind_adapters_uses_the_base_model():
+    device = SlowCopies()
+    memory = DecodeInputMemory(
+        [2, 4], dummy_row=DUMMY_ROW, table_width=WIDTH, device=CPU, graph_device=device, has_adapters=True
+    )
+    three = int64(1, 2, 3)
+    inputs = memory.upload(4, three, three, three, three, int64(2, 2, 1))
+    device.run_until(1)
+    assert inputs.adapter_plan.tolist()[:10] == [3, 2, 0, 2, 1, 2, 3, 0, 3, 4]
+    assert len(inputs.adapter_plan) == 13
 
 
 def test_every_size_has_its_place_for_good():

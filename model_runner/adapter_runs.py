@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -14,9 +15,9 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..memory.io_buffers import InputBuffers
-
 Int64s = npt.NDArray[np.int64]
+Put = Callable[[Int64s], "Tensor"]
+"""Uploads an array: see `InputBuffers`."""
 
 MAX_RUN_TOKENS: Final = 32
 """Longer runs are cut: a run is the unit of work of a kernel."""
@@ -93,15 +94,13 @@ def write_plan(plan: Int64s, slots: Int64s) -> None:
     plan[: len(made)] = made
 
 
-def runs_of(slots: Int64s, buffers: InputBuffers) -> AdapterRuns:
+def runs_of(slots: Int64s, put: Put) -> AdapterRuns:
     """The runs for the slots of some rows, uploaded."""
     plan = plan_of(slots)
-    return AdapterRuns(tuple(Run(*run) for run in plan[1:].reshape(-1, 3).tolist()), buffers.put(plan))
+    return AdapterRuns(tuple(Run(*run) for run in plan[1:].reshape(-1, 3).tolist()), put(plan))
 
 
-def batch_of(
-    slots: Int64s, kept: Int64s | None, sampled: Int64s | None, buffers: InputBuffers
-) -> AdapterBatch:
+def batch_of(slots: Int64s, kept: Int64s | None, sampled: Int64s | None, put: Put) -> AdapterBatch:
     """The runs of a step.
 
     Args:
@@ -109,18 +108,18 @@ def batch_of(
         kept: [W] indices of tokens; None: all.
         sampled: [R] indices among the W; None: all.
     """
-    tokens = runs_of(slots, buffers)
+    tokens = runs_of(slots, put)
     kept_runs, kept_slots = tokens, slots
     if kept is not None:
         kept_slots = slots[kept]
-        kept_runs = runs_of(kept_slots, buffers)
-    sampled_runs = kept_runs if sampled is None else runs_of(kept_slots[sampled], buffers)
+        kept_runs = runs_of(kept_slots, put)
+    sampled_runs = kept_runs if sampled is None else runs_of(kept_slots[sampled], put)
     return AdapterBatch(tokens, kept_runs, sampled_runs)
 
 
-def runs_or_none(slots: Int64s, buffers: InputBuffers) -> AdapterRuns | None:
+def runs_or_none(slots: Int64s, put: Put) -> AdapterRuns | None:
     """The runs for the slots of some rows; None if all use the base model."""
-    return runs_of(slots, buffers) if slots.any() else None
+    return runs_of(slots, put) if slots.any() else None
 
 
 def recorded_plan(num_tokens: int) -> Tensor:
