@@ -187,7 +187,10 @@ def test_one_bad_input_of_2048_fails_with_its_number(server):
 
 
 @pytest.mark.slow
-def test_10_000_inputs_of_five_clients_at_once(server, folder):
+def test_10_000_inputs_of_five_clients_at_once(start_serve: StartServe, folder):
+    server = start_serve(
+        str(folder), "--dtype", "float32", "--max-queued-requests", "10000"
+    ).wait_until_ready()
     parts = [[f"client {n} {text}" for text in many(2000)] for n in range(5)]
     answers: list[Any] = [None] * 5
 
