@@ -122,18 +122,22 @@ class ServerBackend:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        for attempt in range(_ATTEMPTS):
-            try:
-                response = self._client.post(f"{self._base}{path}", json=body)
-            except httpx.HTTPError as error:
-                raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
-            if response.status_code != httpx.codes.TOO_MANY_REQUESTS or attempt == _ATTEMPTS - 1:
+        response = self._answer(path, body)
+        for _ in range(_ATTEMPTS - 1):
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
                 break
             time.sleep(_wait_s(response))
+            response = self._answer(path, body)
         if response.status_code != httpx.codes.OK:
             raise error_of(response)
         answer: dict[str, Any] = response.json()
         return answer
+
+    def _answer(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._client.post(f"{self._base}{path}", json=body)
+        except httpx.HTTPError as error:
+            raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
 
     def _find_model(self, model: str | None) -> Mapping[str, Any]:
         try:
