@@ -163,13 +163,14 @@ class PooledCalls:
         check_task(self._spec, "labels")
         check_flag("among_labels", among_labels)
         items, _ = as_prompts(prompts)
-        if isinstance(labels, str) or not isinstance(labels := plain_items(labels), Sequence):
+        each = plain_items(labels)
+        if not isinstance(each, tuple):
             raise wrong_type("labels", labels, "a list of texts or token ids", has_default=False)
         ids = [
             label_id(self._tokenizer, label, "labels")
             if isinstance(label, str)
             else check_integer("labels", plain(label), 0, self._spec.vocab_size - 1)
-            for label in labels
+            for label in each
         ]
         if not ids:
             raise RequestError("labels is empty; pass at least one", param="labels", code="invalid_value")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -26,6 +27,9 @@ _START_ONE: Final = "start one with `engine serve minilm`, or leave out --url to
 _TEXTS_PER_REQUEST: Final = 32
 """The smallest limit of the known servers (Text Embeddings Inference)."""
 _REQUESTS_AT_ONCE: Final = 8
+_ATTEMPTS: Final = 20
+"""Of a request that a full queue refuses."""
+_MAX_WAIT_S: Final = 30.0
 _DOES: Final = {"generate": "generates text", "embed": "makes vectors of texts", "score": "scores texts"}
 _SUITABLE: Final[Mapping[str, tuple[str, ...]]] = {"embed": ("embed",), "score": ("score", "embed")}
 
@@ -118,14 +122,22 @@ class ServerBackend:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        try:
-            response = self._client.post(f"{self._base}{path}", json=body)
-        except httpx.HTTPError as error:
-            raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
+        response = self._answer(path, body)
+        for _ in range(_ATTEMPTS - 1):
+            if response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                break
+            time.sleep(_wait_s(response))
+            response = self._answer(path, body)
         if response.status_code != httpx.codes.OK:
             raise error_of(response)
         answer: dict[str, Any] = response.json()
         return answer
+
+    def _answer(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return self._client.post(f"{self._base}{path}", json=body)
+        except httpx.HTTPError as error:
+            raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
 
     def _find_model(self, model: str | None) -> Mapping[str, Any]:
         try:
@@ -146,6 +158,14 @@ class ServerBackend:
             )
         found: Mapping[str, Any] = entries[model] if model is not None else next(iter(entries.values()))
         return found
+
+
+def _wait_s(response: httpx.Response) -> float:
+    """How long to wait before a request is sent again."""
+    try:
+        return min(max(float(response.headers.get("retry-after", "1")), 0.0), _MAX_WAIT_S)
+    except ValueError:  # a date
+        return 1.0
 
 
 def _vectors(data: Sequence[Mapping[str, Any]], count: int) -> Vectors:

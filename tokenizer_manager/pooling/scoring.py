@@ -110,7 +110,9 @@ def _vector_inputs(pooling: PoolingSpec, pairs: Sequence[Pair]) -> ScoredInputs:
     prompts: list[Prompt] = [before_document + document for document in documents]
     prompts += [before_query + query for query in queries]
     params = embedding_params(pooling, normalize=True)
-    numbers = [(documents[document], len(documents) + queries[query]) for query, document in pairs]
+    numbers: list[tuple[int, ...]] = [
+        (documents[document], len(documents) + queries[query]) for query, document in pairs
+    ]
     return ScoredInputs(prompts, [params] * len(prompts), numbers)
 
 

@@ -15,6 +15,7 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.embed import opening
 from engine.cli.embed.backend import EmbedOptions, PartError
+from engine.cli.embed.in_process import InProcessBackend
 from engine.cli.embed.server import ServerBackend
 from engine.runtime.child.server_record import ServerRecord
 from engine.runtime.errors import ConfigError, RequestError, ServerError
@@ -59,6 +60,7 @@ def server() -> Iterator[ScriptedServer]:
             data = json.dumps(document).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
+            self.send_header("retry-after", "0")
             self.end_headers()
             self.wfile.write(data)
 
@@ -112,7 +114,8 @@ def test_a_refusal_tells_where_its_part_begins(server):
     def refuse(path: str, body: dict[str, Any]) -> Answer:
         if "bad" in body["input"]:
             return 400, {"error": {"message": "input[3] has 9 tokens"}}
-        return server.usual(path, body)
+        answer: Answer = server.usual(path, body)
+        return answer
 
     server.answer = refuse
     with pytest.raises(PartError, match=r"input\[3\]") as caught:
@@ -135,6 +138,20 @@ def test_a_refusal_tells_where_its_part_begins(server):
 def test_an_answer_of_another_form_is_an_error_of_the_server(server, document):
     server.answer = lambda _path, _body: (200, document)
     with pytest.raises(ServerError, match="check --url"):
+        list(connect(server).embed(["a"], EmbedOptions()))
+
+
+def test_a_full_queue_is_asked_again(server):
+    def full_at_first(path: str, body: dict[str, Any]) -> Answer:
+        full = len(server.bodies) <= 3
+        answer: Answer = (429, {"error": {"message": "5 wait"}}) if full else server.usual(path, body)
+        return answer
+
+    server.answer = full_at_first
+    (vectors,) = connect(server).embed(["a"], EmbedOptions())
+    assert vectors.tolist() == [[1.0, 1.0]] and len(server.bodies) == 4
+    server.answer = lambda _path, _body: (429, {"error": {"message": "5 wait"}})
+    with pytest.raises(RequestError, match="5 wait"):
         list(connect(server).embed(["a"], EmbedOptions()))
 
 
@@ -166,7 +183,7 @@ def in_process(monkeypatch):
     def start(*_args: object) -> None:
         raise ConfigError("a model is loaded here")
 
-    monkeypatch.setattr(opening.InProcessBackend, "start", start)
+    monkeypatch.setattr(InProcessBackend, "start", start)
 
 
 @pytest.fixture
