@@ -120,6 +120,7 @@ def _run(merged: MergedConfig) -> int:
             make_nodes=make_nodes,
             crash_reports=CrashReports(config, _decision_lines),
             started_requests=_started_requests,
+            adapters=prepared.adapters,
         )
         outcome = supervisor.run()
         logger.info("stopped exit_code=%d after_s=%.1f", outcome.exit_code, time.monotonic() - _STARTED_S)

@@ -14,6 +14,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ..runtime.messages import (
+    AdapterDone,
     BatchTextOutput,
     BatchTokenOutput,
     DetokenizerInput,
@@ -71,7 +72,7 @@ class Detokenizer:
                 return batch if batch.outputs else None
             case SchedulerReport():
                 return replace(message, detokenizer_reqs=self.num_live_reqs)
-            case FlushCacheDone() | PinDone() | Explanation() | RequestList():
+            case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
                 return message
             case _:
                 assert_never(message)

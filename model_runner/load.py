@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
 from ..runtime.kv_size import kv_dtype_of
+from ..runtime.resolve.adapters import adapted_names
 from ..runtime.resolve.measured_pool import fit_pool
 from ..runtime.resolve.pool_size import largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
@@ -81,8 +82,7 @@ def load_model_runner(
         spec: the model's architecture.
         capacity: the planned capacity.
         place: the ranks that share the model, and the device of this rank.
-        adapter_slots: the memory for adapters; None: the server has none, and its steps are as if there were no such
-            thing.
+        adapter_slots: the memory for adapters; None: what the configuration and the capacity say.
 
     Raises:
         ConfigError: the checkpoint is incomplete, damaged, or of another architecture; memory does not suffice; the
@@ -99,9 +99,13 @@ def load_model_runner(
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
     started_s = time.perf_counter()
+    slot_sizes = adapter_slots or _slot_sizes(config, spec, capacity.num_adapter_slots)
     layers = None
-    if adapter_slots is not None:
-        layers = _adapter_layers(config, spec, dtype, device, adapter_slots)
+    if slot_sizes is not None:
+        max_slots, max_rank, targets = slot_sizes
+        layers = AdapterLayers(
+            spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
+        )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
         model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
     if device.type == "cpu":
@@ -131,18 +135,13 @@ def load_model_runner(
         return assemble_runner(loaded, capacity, sizes)
 
 
-def _adapter_layers(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, sizes: SlotSizes
-) -> AdapterLayers:
-    if config.model.model_impl == "transformers":
-        raise ConfigError(
-            f"a model of type {spec.model_type} is computed by transformers, which applies no LoRA adapters here; "
-            "start the server without adapters"
-        )
-    max_slots, max_rank, targets = sizes
-    return AdapterLayers(
-        spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
-    )
+def _slot_sizes(config: EngineConfig, spec: ModelSpec, num_slots: int) -> SlotSizes | None:
+    """The memory for adapters; None: the server has none, and its steps are as if there were no such thing."""
+    if not num_slots:
+        return None
+    max_rank = config.adapters.max_lora_rank
+    assert max_rank != "auto", "the configuration is not resolved"
+    return SlotSizes(num_slots, max_rank, adapted_names(config.adapters, spec))
 
 
 def _measured_capacity(

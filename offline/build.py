@@ -12,6 +12,7 @@ from ..detokenizer.manager import Detokenizer
 from ..runtime.child.openmp import shorten_spinning
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
+from ..runtime.messages import LoadAdapter
 from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 
@@ -68,7 +69,17 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         overlap = config.scheduler.overlap
         assert overlap != "auto"
         faulty = with_chaos(runner, config.scheduler, capacity.page_size)
-        pipeline = Pipeline(scheduler, faulty, recorder, time.monotonic, overlap=overlap, grammars=grammars)
+        pipeline = Pipeline(
+            scheduler,
+            faulty,
+            recorder,
+            time.monotonic,
+            overlap=overlap,
+            grammars=grammars,
+            adapters=None if runner.adapters is None else runner.adapters.store,
+        )
+        for adapter in prepared.adapters:
+            pipeline.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
         return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -250,7 +250,7 @@ class _Loop:
         if not advanced:
             parts.pipeline.idle()
             wait = wait_s(parts.scheduler, time.monotonic())
-            if parts.pipeline.is_building_grammars:
+            if parts.pipeline.is_preparing:
                 wait = _MIN_WAIT_S  # the thread that compiles them does not wake this one
             for message in self._take_messages(wait):
                 parts.pipeline.handle(message)

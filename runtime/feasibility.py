@@ -29,6 +29,7 @@ class Capacity(Record, frozen=True):
         vocab_size: token ids are below it.
         num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
         kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
+        num_adapter_slots: LoRA adapters that may run at the same time; 0 without adapters.
     """
 
     max_model_len: int
@@ -38,6 +39,7 @@ class Capacity(Record, frozen=True):
     vocab_size: int
     num_host_pages: int = 0
     kv_token_bytes: int = 0
+    num_adapter_slots: int = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -63,6 +65,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         vocab_size=spec.vocab_size,
         num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
         kv_token_bytes=token_bytes,
+        num_adapter_slots=config.scheduler.max_loras_per_batch if config.adapters.is_enabled else 0,
     )
 
 

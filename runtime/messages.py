@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from .grammar_use import GrammarUse
+from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
@@ -182,7 +183,7 @@ class GenerateRequest(Message, frozen=True):
         priority: larger is scheduled earlier, under policies that use it.
         extra_key: namespace of the prefix cache (cache salt, adapter): equal tokens match only under equal keys.
         tenant: the request is accounted to it (API key or `user` field).
-        lora_id: the adapter to run it with; "" for the model itself.
+        lora_id: fingerprint of the LoRA adapter to run it with; "" for the model itself.
         needs_grammar: the request is not scheduled until `GrammarReady` arrives; the scheduler's process sets it.
         group: parallel samples (n > 1) share one group, not "", and one prompt: one computes it, all share its pages.
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
@@ -284,6 +285,34 @@ class FlushCache(Message, frozen=True):
     flush_id: int
 
 
+class LoadAdapter(Message, frozen=True):
+    """Read a LoRA adapter into host memory; answered by `AdapterDone` with the same `call_id` unless that is 0.
+
+    Requests for it may be sent from now on: they wait until it is read, and fail if it cannot be.
+
+    Attributes:
+        store_id: of the adapter, above 0; made by the tokenizer manager, one for each fingerprint.
+    """
+
+    call_id: int
+    store_id: int
+    adapter: AdapterSpec
+
+
+class AdapterRead(Message, frozen=True):
+    """The scheduler's process has read an adapter, or cannot: `error` says why."""
+
+    store_id: int
+    error: str = ""
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Forget an adapter; requests that still use it end with an error. Answered as `LoadAdapter` is."""
+
+    call_id: int
+    store_id: int
+
+
 SchedulerInput = (
     GenerateRequest
     | AbortRequest
@@ -293,6 +322,9 @@ SchedulerInput = (
     | PinPrefix
     | Explain
     | ListRequests
+    | LoadAdapter
+    | AdapterRead
+    | UnloadAdapter
 )
 
 
@@ -443,7 +475,16 @@ class RequestList(Message, frozen=True):
     last_pass: dict[str, int] = {}
 
 
-DetokenizerInput = BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList
+class AdapterDone(Message, frozen=True):
+    """Answer to `LoadAdapter` and `UnloadAdapter`; `error` is "" if it was done."""
+
+    call_id: int
+    error: str = ""
+
+
+DetokenizerInput = (
+    BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
+)
 
 
 # ---------------------------------------------------------------- detokenizer -> tokenizer manager
@@ -480,6 +521,8 @@ class BatchTextOutput(Message, frozen=True):
     outputs: list[TextOutput]
 
 
-ManagerInput = BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList
+ManagerInput = (
+    BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
+)
 
 HEARTBEAT_INTERVAL_S = 0.5

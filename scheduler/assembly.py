@@ -12,9 +12,10 @@ from functools import partial
 from ..runtime.config.chaos_spec import parse_chaos
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity, pages_for
+from .adapters.adapter_slots import AdapterSlots
+from .adapters.adapter_table import AdapterTable
 from .admission.admission import Admission
 from .admission.admission_pass import AdmissionParts
-from .admission.constraints import MaxLoras
 from .admission.parallel_samples import ParallelSamples
 from .admission.prefix_dedup import InBatchPrefixDedup, NoPrefixDedup
 from .admission.reservations import Reservations
@@ -77,6 +78,8 @@ class SchedulerParts:
     explainer: Explainer
     answers: Answers
     stats: SchedulerStats
+    adapters: AdapterTable
+    adapter_slots: AdapterSlots
 
 
 def assemble(
@@ -107,12 +110,14 @@ def assemble(
         return Load(num_rows - pool.num_free_rows, num_rows, taken)
 
     policy = make_policy(config, PolicyParts(kv.known_matches, page_size, load))
-    parallel_samples, max_loras = ParallelSamples(states), MaxLoras(config.max_loras_per_batch)
+    parallel_samples = ParallelSamples(states)
+    adapters = AdapterTable(is_enabled=capacity.num_adapter_slots > 0)
+    adapter_slots = AdapterSlots(capacity.num_adapter_slots, adapters)
     limits = StepLimits.of(config)
     caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
     grammar_drafts = GrammarDrafts(states)
     speculation = make_speculation(config, limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
-    requests = Requests(kv, policy, (parallel_samples, max_loras, speculation))
+    requests = Requests(kv, policy, (parallel_samples, adapter_slots, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(
         requests,
@@ -132,7 +137,7 @@ def assemble(
             preemption=preemption,
             reservations=Reservations(requests, states, estimator, page_size),
             parallel_samples=parallel_samples,
-            constraints=(max_loras,),
+            constraints=(adapter_slots,),
             memory=memory,
             look_ahead=limits.look_ahead,
         ),
@@ -192,6 +197,8 @@ def assemble(
         explainer=Explainer(decisions, requests.by_id),
         answers=answers,
         stats=stats,
+        adapters=adapters,
+        adapter_slots=adapter_slots,
     )
 
 

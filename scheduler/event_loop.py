@@ -15,6 +15,7 @@ from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
+from .adapters.adapter_reader import AdapterReader
 from .grammar.grammar_builder import GrammarQueue
 from .journal.recorder import NoRecorder, Recorder
 from .pipeline import Pipeline
@@ -24,8 +25,9 @@ from .step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_POLL_S: Final = 1e-3
-"""While grammars are compiled and there is nothing else to do, the loop looks this often whether one is ready."""
+PREPARING_POLL_S: Final = 1e-3
+"""While a grammar is compiled or an adapter read, and there is nothing else to do, the loop looks this often whether it
+is ready."""
 
 
 class EventLoop:
@@ -45,6 +47,7 @@ class EventLoop:
         idle_work: Callable[[int], bool],
         overlap: bool = False,
         grammars: GrammarQueue | None = None,
+        adapters: AdapterReader | None = None,
     ) -> None:
         """Take the parts.
 
@@ -52,7 +55,7 @@ class EventLoop:
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
             idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
                 of work for later steps and returns whether there is more to do.
-            overlap, grammars: see `Pipeline`.
+            overlap, grammars, adapters: see `Pipeline`.
         """
         self._scheduler = scheduler
         self._inbox = inbox
@@ -62,13 +65,17 @@ class EventLoop:
         self._clock = clock
         self._recorder: Recorder = recorder if recorder is not None else NoRecorder()
         self._pipeline = Pipeline(
-            scheduler, runner, self._recorder, clock, overlap=overlap, grammars=grammars
+            scheduler, runner, self._recorder, clock, overlap=overlap, grammars=grammars, adapters=adapters
         )
         self._idle_work = idle_work
         self._idle = False
         self._has_idle_work = False
         self._num_decisions = 0  # already logged
         self._next_report_s = clock()
+
+    def handle(self, message: SchedulerInput) -> None:
+        """Take a message of this process's own."""
+        self._pipeline.handle(message)
 
     def run(self) -> None:
         """Loop until the supervisor requests a stop."""
@@ -108,8 +115,8 @@ class EventLoop:
         """Seconds to wait for messages before the next iteration."""
         if not self._idle or self._has_idle_work:
             return 0.0
-        if self._pipeline.is_building_grammars:
-            return GRAMMAR_POLL_S
+        if self._pipeline.is_preparing:
+            return PREPARING_POLL_S
         until_s = self._next_report_s
         wake_s = self._scheduler.wake_s()
         if wake_s is not None:

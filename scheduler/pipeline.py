@@ -28,8 +28,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..runtime.messages import SchedulerInput, SchedulerReport
+from ..runtime.messages import AdapterRead, LoadAdapter, SchedulerInput, SchedulerReport, UnloadAdapter
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
+from .adapters.adapter_reader import AdapterReader, NoAdapterReader
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
 from .grammar.step_masks import MaskMeter, StepMasks
@@ -57,14 +58,22 @@ class Pipeline:
         *,
         overlap: bool,
         grammars: GrammarQueue | None = None,
+        adapters: AdapterReader | None = None,
     ) -> None:
-        """Take the parts; `grammars`: the scheduler's `MatcherSource`. None: no request has a grammar."""
+        """Take the parts.
+
+        Args:
+            grammars: the scheduler's `MatcherSource`; None: no request has a grammar.
+            adapters: reads the weights of adapters; None: there is no memory for any.
+        """
         self._scheduler = scheduler
         self._runner = runner
         self._recorder = recorder
         self._clock = clock
         self._max_left_in_flight = 1 if overlap else 0
         self._grammars = grammars if grammars is not None else NoGrammars()
+        self._adapters = adapters if adapters is not None else NoAdapterReader()
+        self._num_reads = 0  # of adapters, that have not ended
         self._in_flight: deque[InFlight] = deque()
         self._mask_meter = MaskMeter(clock)
 
@@ -79,11 +88,23 @@ class Pipeline:
         self._recorder.received(message, now_s)
         self._scheduler.handle(message, now_s)
         self._grammars.clear()
+        match message:
+            case LoadAdapter() if self._scheduler.is_reading(message.store_id):
+                self._num_reads += 1
+                self._adapters.read_later(message.store_id, message.adapter)
+            case UnloadAdapter():
+                self._adapters.drop(message.store_id)
 
     @property
-    def is_building_grammars(self) -> bool:
-        """Whether a request will become ready without a further message."""
-        return self._grammars.is_building
+    def is_preparing(self) -> bool:
+        """Whether a request will become ready without a further message: a grammar is built, or an adapter read."""
+        return self._grammars.is_building or self._num_reads > 0
+
+    def _take_adapters(self) -> None:
+        """Tell the scheduler of adapters that have been read."""
+        for read in self._adapters.done() if self._num_reads else ():
+            self._num_reads -= 1
+            self._handle(AdapterRead(read.store_id, read.error))
 
     def advance(self, has_news: Callable[[], bool]) -> bool:
         """Plan and launch a step if there is one, and settle a step if it must be; whether anything was done.
@@ -98,6 +119,7 @@ class Pipeline:
         for ready in self._grammars.take_ready():
             self._grammars.stage(ready, self._scheduler.waiting_grammar)
             self._handle(ready)
+        self._take_adapters()
         now_s = self._clock()
         self._recorder.planning(now_s)
         batch = self._scheduler.next_batch(now_s)

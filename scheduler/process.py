@@ -19,7 +19,7 @@ from ..model_runner.distributed.ranked_runner import OtherRanks, RankedRunner
 from ..model_runner.load import load_model_runner
 from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
-from ..runtime.messages import SchedulerInput
+from ..runtime.messages import LoadAdapter, SchedulerInput
 from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
@@ -88,7 +88,10 @@ def main(child: Child) -> None:
         idle_work=_idle_work(own_runner.kv_pool),
         overlap=overlap,
         grammars=grammars,
+        adapters=None if own_runner.adapters is None else own_runner.adapters.store,
     )
+    for adapter in settings.adapters:
+        loop.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
     load_s = f"{time.monotonic() - started_s:.2f}"
     child.ready(capacity=capacity, load_s=load_s, **build_facts(own_runner))

@@ -37,6 +37,8 @@ from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
+    AdapterDone,
+    AdapterRead,
     DetokenizerInput,
     Explain,
     Explanation,
@@ -47,9 +49,11 @@ from ..runtime.messages import (
     GenerateRequest,
     GrammarReady,
     ListRequests,
+    LoadAdapter,
     PinPrefix,
     SchedulerInput,
     SchedulerReport,
+    UnloadAdapter,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import BoolArray
@@ -69,7 +73,7 @@ from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req
 from .stall import StallAction
-from .step_planner import plan_step
+from .step_planner import by_adapter, plan_step
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +157,12 @@ class Scheduler:
                 self._answer(self._parts.explainer.ask(message))
             case ListRequests():
                 self._answers.message(list_requests(self._requests, self.decisions, message, now_s))
+            case LoadAdapter():
+                self._answer_calls([self._parts.adapters.load(message)])
+            case AdapterRead():
+                self._take_adapter(message, now_s)
+            case UnloadAdapter():
+                self._unload_adapter(message, now_s)
             case _:
                 assert_never(message)
 
@@ -171,7 +181,9 @@ class Scheduler:
             return
         status = 400
         try:
-            reason = reason_to_refuse(message, self._capacity)
+            reason = reason_to_refuse(message, self._capacity) or self._parts.adapters.reason_against(
+                message.lora_id
+            )
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
             reason, status = "the request could not be checked; the server's log has the cause", 500
@@ -233,6 +245,31 @@ class Scheduler:
         finish = resume(req)
         if finish is not None:
             self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})
+
+    def _take_adapter(self, message: AdapterRead, now_s: float) -> None:
+        """An adapter is read. If it could not be, the requests that wait for it fail."""
+        fingerprint, answers = self._parts.adapters.read(message.store_id, message.error)
+        self._answer_calls(answers)
+        if message.error and fingerprint:
+            self._end_users_of(fingerprint, message.error, now_s)
+
+    def _unload_adapter(self, message: UnloadAdapter, now_s: float) -> None:
+        fingerprint = self._parts.adapters.remove(message.store_id)
+        if fingerprint:
+            self._end_users_of(fingerprint, "the LoRA adapter of the request was unloaded", now_s)
+            self._parts.adapter_slots.unloaded(fingerprint)
+        self._answer_calls([AdapterDone(message.call_id)])
+
+    def _answer_calls(self, answers: Sequence[AdapterDone | None]) -> None:
+        for answer in answers:
+            if answer is not None and answer.call_id:
+                self._answers.message(answer)
+
+    def _end_users_of(self, fingerprint: str, error: str, now_s: float) -> None:
+        finish = Finish(FinishKind.ERROR, message=error, status=400)
+        users = [req for req in self._requests.by_id.values() if req.lora_id == fingerprint]
+        if users:
+            self._end([(req, finish) for req in users], now_s)
 
     def _answer(self, explanation: Explanation | None) -> None:
         if explanation is not None:
@@ -303,10 +340,13 @@ class Scheduler:
         return self._parts.memory.pool.has_left_rows and none_runs and not state.gave_memory_back
 
     def _make_batch(self, work: Work) -> ScheduleBatch:
+        if len(self._parts.adapters):
+            work = by_adapter(work, self._parts.memory)
         drafts = self._parts.speculation.plan(work)
         num_rounds = self._parts.multi_step.plan(work, drafts)
         self._last_step_id += 1
-        batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds)
+        loads = self._parts.adapter_slots.take_loads()
+        batch = plan_step(self._last_step_id, work, self._parts.memory, drafts, num_rounds, loads)
         if batch.plan.mode is not ForwardMode.IDLE:
             self._stats.num_steps += 1
             self._parts.sentinel.progress()
@@ -341,6 +381,10 @@ class Scheduler:
                 vectors={idx: vector_digest(vector) for idx, vector in result.vectors.items()},
             )
         )
+
+    def is_reading(self, store_id: int) -> bool:
+        """Whether an adapter's weights are still to be read; False if they are, or if it was refused."""
+        return self._parts.adapters.is_reading(store_id)
 
     def waiting_grammar(self, rid: str) -> GrammarUse | None:
         """The grammars of a request that waits for them; None for any other rid."""
@@ -392,7 +436,7 @@ class Scheduler:
             self._parts.ledger.check_idle()
             self._parts.estimator.reset()
             return
-        if self._parts.out_of_memory.hold_until_s is not None:
+        if self._parts.out_of_memory.hold_until_s is not None or self._parts.adapters.num_reading:
             sentinel.progress()
             return
         if self._requests.num_with_row:
@@ -407,11 +451,12 @@ class Scheduler:
             self._parts.estimator.reset()
 
     def audit(self) -> None:
-        """Check every page, lock and row. For tests: the cost grows with their number.
+        """Check every page, lock, row and adapter slot. For tests: the cost grows with their number.
 
         Raises:
-            LedgerError: the message says what is wrong.
+            LedgerError, SlotError: the message says what is wrong.
         """
+        self._parts.adapter_slots.audit(self._requests.with_row)
         self._parts.ledger.audit(self._requests.with_row, self._requests.swapped)
 
     def report(self, now_s: float) -> SchedulerReport:

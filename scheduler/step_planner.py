@@ -49,7 +49,12 @@ class _Tokens(NamedTuple):
 
 
 def plan_step(
-    step_id: int, work: Work, memory: RowMemory, drafts: Drafts = NO_DRAFTS, num_rounds: int = 1
+    step_id: int,
+    work: Work,
+    memory: RowMemory,
+    drafts: Drafts = NO_DRAFTS,
+    num_rounds: int = 1,
+    adapter_loads: bytes = b"",
 ) -> ScheduleBatch:
     """Make the step's batch; advance `num_computed` and take what the runner must be told. Call once per step.
 
@@ -62,6 +67,7 @@ def plan_step(
         memory: the rows and pages of the requests.
         drafts: draft tokens of the decodes.
         num_rounds: inner steps; above 1 only for a step of decodes alone, without drafts.
+        adapter_loads: see `StepPlan`.
     """
     chunks, decode_rows = work.chunks, work.decode_rows
     pool, kv, host = memory.pool, memory.kv, memory.host
@@ -98,6 +104,7 @@ def plan_step(
         draft_ids=drafts.token_ids.tobytes(),
         num_rounds=num_rounds,
         pools=tokens.pools,
+        adapter_loads=adapter_loads,
     )
     return ScheduleBatch(
         plan=plan,
@@ -110,6 +117,18 @@ def plan_step(
         sampled=sampled,
         has_grammar=bool(memory.states.has_grammar[tokens.rows[sampled]].any()),
     )
+
+
+def by_adapter(work: Work, memory: RowMemory) -> Work:
+    """The same work, with the requests of an adapter side by side: kernels read an adapter once for a run of them."""
+    slots = memory.states.adapter_slot[work.decode_rows]
+    chunks = work.chunks
+    if any(chunk.req.adapter_slot for chunk in chunks):
+        chunks = sorted(chunks, key=lambda chunk: chunk.req.adapter_slot)
+    if not slots.any():
+        return work._replace(chunks=chunks)
+    order = np.argsort(slots, kind="stable")
+    return Work(chunks, work.decode_rows[order], [work.decode_reqs[idx] for idx in order.tolist()])
 
 
 def _decode_tokens(work: Work, memory: RowMemory, drafts: Drafts) -> _Tokens:
@@ -176,4 +195,5 @@ def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:
         prefix_loc=pool.slots(req.row, 0, chunk.start).tobytes(),
         sampling=req.sampling,
         pooling=req.pooling,
+        adapter_slot=req.adapter_slot,
     )

@@ -26,6 +26,7 @@ from ..runtime.child.control import (
     PeerDied,
     Ready,
     Role,
+    SetAdapters,
     SetLogLevel,
     Settings,
     StartProfile,
@@ -36,7 +37,7 @@ from ..runtime.child.control import (
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.logs import set_log_level
 from .child_process import ChildProcess
-from .runtime_overrides import RuntimeOverrides
+from .runtime_overrides import RuntimeOverrides, described
 from .signal_queue import SignalQueue
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class ChildWatch:
         self._overrides.take(order)
         if isinstance(order, SetLogLevel):
             set_log_level(order.level)  # this process's own
-        logger.info("for all processes: %s", order)
+        logger.info("for all processes: %s", described(order))
         for child in self.children:
             child.pass_on(order)
         if self.nodes is not None:
@@ -256,7 +257,7 @@ class ChildWatch:
             case Failed():
                 child.traceback = message.traceback
                 raise ChildFailure(f"{child.name} failed: {message.message}", child=child)
-            case SetLogLevel() | StartProfile() | StopProfile():
+            case SetLogLevel() | StartProfile() | StopProfile() | SetAdapters():
                 self.pass_on(message)
             case Heartbeat():
                 pass

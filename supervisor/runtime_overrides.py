@@ -8,7 +8,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from ..runtime.child.control import ForAll, SetLogLevel, Settings, StartProfile, StopProfile
+from ..runtime.child.control import ForAll, SetAdapters, SetLogLevel, Settings, StartProfile, StopProfile
 from ..runtime.config.engine_config import LogLevel
 from ..runtime.logs import with_log_level
 
@@ -21,6 +21,7 @@ class RuntimeOverrides:
         self._log_level: LogLevel | None = None
         self._profile: StartProfile | None = None
         self._profile_end_s = 0.0
+        self._adapters: SetAdapters | None = None
 
     def take(self, order: ForAll) -> None:
         """Record an order."""
@@ -32,6 +33,8 @@ class RuntimeOverrides:
                 self._profile_end_s = self._clock() + order.duration_s
             case StopProfile():
                 self._profile = None
+            case SetAdapters():
+                self._adapters = order
             case _:
                 assert_never(order)
 
@@ -39,7 +42,16 @@ class RuntimeOverrides:
         """The settings of a process that starts now, with the recorded orders applied."""
         if self._log_level is not None:
             settings = replace(settings, config=with_log_level(settings.config, self._log_level))
+        if self._adapters is not None:
+            settings = replace(settings, adapters=self._adapters.adapters)
         left_s = self._profile_end_s - self._clock()
         if self._profile is not None and left_s > 0:
             settings = replace(settings, profile=replace(self._profile, duration_s=left_s))
         return settings
+
+
+def described(order: ForAll) -> str:
+    """An order for the log."""
+    if isinstance(order, SetAdapters):
+        return "adapters " + (", ".join(adapter.spec.name for adapter in order.adapters) or "none")
+    return str(order)

@@ -22,6 +22,7 @@ from ..runtime.child.server_record import ServerRecord, write_record
 from ..runtime.child.socket_dir import SocketDir
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.feasibility import Capacity
+from ..runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ..runtime.model_files.model_spec import ModelSpec
 from ..runtime.model_files.source import ModelSource
 from .child_process import ChildProcess
@@ -65,6 +66,7 @@ class Supervisor:
         crash_reports: writes a report when a failure ends the engine.
         started_requests: requests that a scheduler has started, from the files in the engine's private directory; None
             if unknown.
+        adapters: the LoRA adapters of the start.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Supervisor:
         make_nodes: Callable[[EngineConfig, ModelSpec], Nodes] | None = None,
         crash_reports: CrashReports | None = None,
         started_requests: Callable[[Path], Collection[str] | None] = lambda folder: None,
+        adapters: tuple[LoadedAdapter, ...] = (),
     ) -> None:
         self._config = config
         self._source = source
@@ -86,6 +89,7 @@ class Supervisor:
         self._make_nodes = make_nodes or _listen_for_nodes
         self._crash_reports = crash_reports
         self._started_requests = started_requests
+        self._adapters = adapters
         self._signals = SignalQueue()
 
     def run(self) -> Outcome:
@@ -157,7 +161,7 @@ class Supervisor:
         processes = [(role, 0) for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)]
         processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
         settings = [
-            Settings(role, self._config, self._source, self._spec, endpoints, rank)
+            Settings(role, self._config, self._source, self._spec, endpoints, rank, adapters=self._adapters)
             for role, rank in processes
         ]
         _, _, manager, *_ = (watch.start(self._rooms[each.role], each) for each in settings)

@@ -12,16 +12,20 @@ from typing import Final, TypeVar, assert_never
 
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import (
+    AdapterDone,
     Explain,
     Explanation,
     FlushCache,
     FlushCacheDone,
     ListRequests,
+    LoadAdapter,
     PinDone,
     PinPrefix,
     RequestList,
     SchedulerInput,
+    UnloadAdapter,
 )
+from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
 from .admission.feasibility_check import check_may_fit
 from .engine_state import EngineState
 from .generation import Prompt
@@ -29,10 +33,11 @@ from .prompt_encoder import PromptEncoder
 from .request_log import RequestLog
 
 _ANSWER_TIMEOUT_S: Final = 10.0
+_ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
 
-Answer = FlushCacheDone | PinDone | Explanation | RequestList
-A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList)
+Answer = FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
+A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList, AdapterDone)
 
 
 class PendingCalls:
@@ -49,8 +54,13 @@ class PendingCalls:
         """How many wait for an answer."""
         return len(self._pending)
 
-    async def call(self, make: Callable[[int], SchedulerInput], kind: type[A]) -> A:
+    async def call(
+        self, make: Callable[[int], SchedulerInput], kind: type[A], timeout_s: float | None = None
+    ) -> A:
         """Send the message that `make` returns for a new id, and wait for its answer, which is of this kind.
+
+        Args:
+            timeout_s: if the answer may take longer than usual.
 
         Raises:
             EngineDeadError: no answer in time, or the engine is lost.
@@ -61,10 +71,11 @@ class PendingCalls:
         self._pending[call_id] = future
         try:
             self._send(make(call_id))
-            async with asyncio.timeout(self._timeout_s):
+            timeout_s = self._timeout_s if timeout_s is None else timeout_s
+            async with asyncio.timeout(timeout_s):
                 answer = await future
         except TimeoutError:
-            raise EngineDeadError(f"the scheduler did not answer within {self._timeout_s:g} s") from None
+            raise EngineDeadError(f"the scheduler did not answer within {timeout_s:g} s") from None
         finally:
             del self._pending[call_id]
         assert isinstance(answer, kind), f"{type(answer).__name__} answers a call for {kind.__name__}"
@@ -120,6 +131,8 @@ class Control:
                 self._calls.resolve(answer.explain_id, answer)
             case RequestList():
                 self._calls.resolve(answer.list_id, answer)
+            case AdapterDone():
+                self._calls.resolve(answer.call_id, answer)
             case _:
                 assert_never(answer)
 
@@ -135,6 +148,26 @@ class Control:
         """
         self._engine.check_answering()
         return await self._calls.call(FlushCache, FlushCacheDone)
+
+    async def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
+        """Have the scheduler's process read an adapter, which takes as long as its disk needs.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        return await self._calls.call(
+            lambda call_id: LoadAdapter(call_id, store_id, adapter), AdapterDone, _ADAPTER_TIMEOUT_S
+        )
+
+    async def unload_adapter(self, store_id: int) -> AdapterDone:
+        """Have the scheduler forget an adapter.
+
+        Raises:
+            EngineDeadError: the scheduler does not answer.
+        """
+        self._engine.check_answering()
+        return await self._calls.call(lambda call_id: UnloadAdapter(call_id, store_id), AdapterDone)
 
     async def explain(self, request_id: str) -> Explanation:
         """Why a request waited, was retracted or missed the cache; also an ended one that the scheduler remembers.

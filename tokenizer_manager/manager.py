@@ -25,6 +25,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbortRequest,
+    AdapterDone,
     BatchTextOutput,
     Explanation,
     FinishKind,
@@ -195,7 +196,7 @@ class TokenizerManager:
                 self._limiter.reported(message)
                 self._overload.reported()
                 self._aborter.fail_slow_readers()
-            case FlushCacheDone() | PinDone() | Explanation() | RequestList():
+            case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
                 self.control.resolve(message)
             case _:
                 assert_never(message)

@@ -59,6 +59,7 @@ from .control import (
     PeersReady,
     Ready,
     Role,
+    SetAdapters,
     SetLogLevel,
     Settings,
     StartProfile,
@@ -219,6 +220,8 @@ class Child:
                     self._start_profile(message)
                 case StopProfile():
                     self._stop_profile()
+                case SetAdapters(adapters=adapters):
+                    self.settings = replace(self.settings, adapters=adapters)
                 case Settings():
                     raise ValueError("the supervisor sent a second Settings")
                 case _:

@@ -1,7 +1,7 @@
 """The control channel: the messages between supervisor and child, over one inherited socket pair per child.
 
     supervisor --Settings, PeersReady, PeersLost, PeerDied, Stop--> child --Ready, Failed, Heartbeat--> supervisor
-    tokenizer manager --SetLogLevel, StartProfile, StopProfile--> supervisor --the same--> all children
+    tokenizer manager --SetLogLevel, StartProfile, StopProfile, SetAdapters--> supervisor --the same--> all children
 
 It is separate from the ZMQ sockets so that it works before they exist and while they are stuck. The kernel closes it
 with the process: end of file means that the other side is dead, immediately and without a timeout.
@@ -25,6 +25,7 @@ import msgspec
 from ..config.engine_config import EngineConfig, LogLevel
 from ..feasibility import Capacity
 from ..messages import Message, Record
+from ..model_files.adapters.loaded_adapter import LoadedAdapter
 from ..model_files.model_spec import ModelSpec
 from ..model_files.source import ModelSource
 
@@ -93,7 +94,13 @@ class StopProfile(Message, frozen=True):
     """End the profile that `StartProfile` began, and write it."""
 
 
-ForAll = SetLogLevel | StartProfile | StopProfile
+class SetAdapters(Message, frozen=True):
+    """The LoRA adapters that are loaded now; for processes that are started later."""
+
+    adapters: tuple[LoadedAdapter, ...]
+
+
+ForAll = SetLogLevel | StartProfile | StopProfile | SetAdapters
 
 # ---------------------------------------------------------------- supervisor -> child
 
@@ -110,6 +117,7 @@ class Settings(Message, frozen=True):
         rank: of a model runner, in its tensor-parallel group; the scheduler has 0.
         life: 0 for processes that start with the engine, above 0 for one that replaces a lost process.
         profile: a profile that is running when the process starts.
+        adapters: the LoRA adapters that are loaded when the process starts.
     """
 
     role: Role
@@ -120,6 +128,7 @@ class Settings(Message, frozen=True):
     rank: int = 0
     life: int = 0
     profile: StartProfile | None = None
+    adapters: tuple[LoadedAdapter, ...] = ()
 
 
 class PeersReady(Message, frozen=True):

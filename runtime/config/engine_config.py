@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..model_files.pooling_spec import PoolingType, TaskChoice, TaskName
 from ..model_files.quantization import Quantization
 from ..sampling_defaults import SamplingDefaultsName
+from .adapter_config import AdapterConfig
 from .answer_config import AnswerConfig
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
@@ -298,7 +299,11 @@ class SchedulerConfig:
         "KV of a preempted or retracted request: recompute it, swap it to the host, or choose the "
         "lower cost.",
     ] = "cost"
-    max_loras_per_batch: Annotated[int, "Different LoRA adapters that may run at the same time."] = 8
+    max_loras_per_batch: Annotated[
+        int,
+        "Different LoRA adapters that may run at the same time: their slots in the device's memory.",
+        Alias("max_loras"),
+    ] = 8
     overlap: Annotated[
         bool | Auto,
         "Plan and launch a step while the previous one runs; the end of an output is seen one step late.",
@@ -429,5 +434,6 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
     answers: AnswerConfig = field(default_factory=AnswerConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log: LogConfig = field(default_factory=LogConfig)

@@ -22,7 +22,6 @@ _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
-_NO_ADAPTERS: Final = "LoRA adapters are not supported; merge the adapter into the weights"
 _ONE_SERVER: Final = f"{_ALWAYS}: one server computes prompts and answers"
 
 ANSWERS: Final[Mapping[str, str]] = {
@@ -107,10 +106,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "allowed_local_media_path": _TEXT_ONLY,
     "mmproj": _TEXT_ONLY,
     "limit_mm_per_prompt": _TEXT_ONLY,
-    "enable_lora": _NO_ADAPTERS,
-    "lora_modules": _NO_ADAPTERS,
-    "lora_paths": _NO_ADAPTERS,
-    "lora": _NO_ADAPTERS,
     "speculative_config": "use --speculative ngram; draft models are not supported",
     "speculative_algorithm": "use --speculative ngram; draft models are not supported",
     "model_draft": "use --speculative ngram; draft models are not supported",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from ..errors import ConfigError
-from .built_in.models import find_built_in
+from .built_in.models import DEFAULT_MODEL
 from .model_spec import ModelSpec
 from .pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from .source import ModelSource
@@ -36,9 +36,12 @@ def load_spec(source: ModelSource, file: GGUFFile | None = None, choice: TaskCho
         from .gguf.gguf_file import GGUFFile
 
         spec = read_gguf_spec(file or GGUFFile(source.path))
-        built_in = find_built_in(source.name)
-        if built_in is not None and built_in.sampling and not spec.sampling_defaults.values():
-            spec = structs.replace(spec, sampling_defaults=built_in.sampling)
+        if (
+            source.name == DEFAULT_MODEL.name
+            and DEFAULT_MODEL.sampling
+            and not spec.sampling_defaults.values()
+        ):
+            spec = structs.replace(spec, sampling_defaults=DEFAULT_MODEL.sampling)
         return _with_task(source, spec, choice)
     from .hf.hf_config import read_hf_spec
 

@@ -135,7 +135,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def known_positions(self) -> int:
         """Positions that the model can use: files with yarn added often still name the length before it."""
         scaling = self.rope_scaling
-        if scaling.kind != "yarn":
+        if (
+            scaling.kind != "yarn" or self.pooling is not None
+        ):  # an embedder's files may allow less than the model
             return self.max_position_embeddings
         return max(self.max_position_embeddings, int(scaling.original_max_position * scaling.factor))
 

@@ -68,11 +68,13 @@ class Tokenizer:
         bos_token_id: int | None = None,
         chat_templates: Mapping[str, str],
         encode_only: bool = False,
+        pair_types: bool = True,
     ) -> None:
         """Wrap a tokenizer of the `tokenizers` library.
 
         Args:
             encode_only: of a model that generates no text.
+            pair_types: the model gets the types of a pair's tokens.
 
         Raises:
             ConfigError: its decoder is of a kind that cannot map tokens to bytes (WordPiece and others), which a model
@@ -86,6 +88,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(eos_token_ids)
         self.bos_token_id = bos_token_id
         self.chat_templates = dict(chat_templates)
+        self._pair_types = pair_types
         added = core.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._token_bytes = TokenBytes(core)
@@ -134,6 +137,7 @@ class Tokenizer:
                 bos_token_id=core.token_to_id(special.named.get("bos_token", "")),
                 chat_templates=templates,
                 encode_only=encode_only,
+                pair_types=_gives_types(config),
             )
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -209,7 +213,8 @@ class Tokenizer:
             RequestError: a text has a lone surrogate.
         """
         with _encoding_errors(text for pair in pairs for text in pair):
-            return encode_pairs(self._core, pairs, max_length)
+            encoded = encode_pairs(self._core, pairs, max_length)
+        return encoded if self._pair_types else [pair._replace(second_start=0) for pair in encoded]
 
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of the number of tokens of `text`, without tokenizing it; 0 if no bound is certain."""
@@ -328,6 +333,14 @@ def _no_tokenizer(folder: Path) -> str:
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
             )
     return f"{folder}: there is no tokenizer.json; copy it from the model's page into this folder"
+
+
+def _gives_types(config: Fields) -> bool:
+    """Whether transformers gives the model the types of tokens; its plain tokenizer stopped that with version 5."""
+    names = config.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return config.get("tokenizer_class") != "TokenizersBackend"
 
 
 def _add_lower_case(core: CoreTokenizer, settings: Fields) -> None:

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..feasibility import pages_for
-from ..kv_size import GIB
+from ..kv_size import BYTES_OF_DTYPE, GIB
+from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
 from .swap_space import SwapSpace
 
@@ -162,6 +163,8 @@ class PoolSize:
             tp=self._config.parallel.tp,
             kv_cache_dtype=self._config.cache.kv_cache_dtype,
         )
+        adapters = adapter_bytes(self._config, self._spec, BYTES_OF_DTYPE[self._device.dtype])
+        budget = replace(budget, weights_bytes=budget.weights_bytes + adapters)
         return self._swap.beside(budget)
 
     def _pool(self, budget: MemoryBudget) -> int:

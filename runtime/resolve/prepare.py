@@ -15,11 +15,13 @@ from ..config.config_fields import SECRETS, config_fields
 from ..config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ..config.engine_config import EngineConfig
 from ..config.presets import preset_reasons
+from ..model_files.adapters.loaded_adapter import LoadedAdapter
 from ..model_files.download_progress import Progress
 from ..model_files.model_spec import ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource
 from ..sampling_defaults import SamplingDefaults, effective_defaults
+from .adapters import resolve_adapters
 from .host_facts import HostFacts, read_host_facts
 from .model_resolution import find_model, read_model
 from .resolve import resolve
@@ -36,12 +38,14 @@ class Prepared:
         source: the model's files.
         spec: the model's architecture.
         notes: setting -> reason for its value, if it was computed or comes from a preset.
+        adapters: those of `--lora`.
     """
 
     config: EngineConfig
     source: ModelSource
     spec: ModelSpec
     notes: Mapping[str, str]
+    adapters: tuple[LoadedAdapter, ...] = ()
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -77,10 +81,16 @@ def prepare(
     step("model files")
     source = find_model(config.model, progress=on_download)
     spec = read_model(config.model, source).spec
+    adapters = resolve_adapters(config, spec)
+    config = dataclasses.replace(config, adapters=adapters.config)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_quantization(spec, model.quantization)
-    notes = {**preset_reasons(config.scheduler.preset, merged.origins), **resolved.notes}
+    notes = {
+        **preset_reasons(config.scheduler.preset, merged.origins),
+        **adapters.notes,
+        **resolved.notes,
+    }
     if model.served_model_name is None:
         notes["served_model_name"] = "the model's own name"
         model = dataclasses.replace(model, served_model_name=source.name)
@@ -91,7 +101,8 @@ def prepare(
         notes["sampling_defaults"] = spec.sampling_defaults.described()
     if model.quantization == "none" and "quantization" in notes:
         logger.info("weights are dequantized: %s", notes["quantization"])
-    return Prepared(dataclasses.replace(resolved.config, model=model), source, spec, notes)
+    config = dataclasses.replace(resolved.config, model=model)
+    return Prepared(config, source, spec, notes, adapters.adapters)
 
 
 def log_config(prepared: Prepared, origins: Mapping[str, str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
+from ..config.adapter_config import AdapterConfig
 from ..config.device_config import ParallelConfig
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
@@ -109,6 +110,7 @@ class _Resolver:
                 kv_cache_dtype=self.kv_cache_dtype(dtype, device),
                 swap_space=pool.swap_gib,
             ),
+            adapters=self.adapters(model_impl),
             kernels=replace(
                 self.config.kernels,
                 record_steps=self.record_steps(device, model_impl),
@@ -247,6 +249,15 @@ class _Resolver:
         return decision
 
     # ---------------------------------------------------------------- model and kernels
+
+    def adapters(self, model_impl: str) -> AdapterConfig:
+        group = self.config.adapters
+        if group.is_enabled and model_impl == "transformers":
+            raise ConfigError(
+                f"lora is set, but {self.spec.model_type} is computed by transformers, which applies no adapters here; "
+                "merge the adapter into the model (peft: merge_and_unload)"
+            )
+        return replace(group, max_lora_rank=1) if group.max_lora_rank == "auto" else group
 
     def model_impl(self) -> Any:
         asked, model_type = self.config.model.model_impl, self.spec.model_type

@@ -40,6 +40,7 @@ class Reason(enum.StrEnum):
     PREFIX_COMING = "prefix_coming"
     SIBLING_PREFILLS = "sibling_prefills"
     LORA_LIMIT = "lora_limit"
+    ADAPTER_LOADING = "adapter_loading"
     GRAMMAR_PENDING = "grammar_pending"
     ONE_AT_A_TIME = "one_at_a_time"
     BATCH_FORMING = "batch_forming"
@@ -79,7 +80,8 @@ _TEXTS: Final = {
     Reason.BEHIND: "the pass ended before it",
     Reason.PREFIX_COMING: "another request is computing the beginning of its prompt, which it will share",
     Reason.SIBLING_PREFILLS: "its sibling computes the prompt, which it will share",
-    Reason.LORA_LIMIT: "the limit of adapters in use is reached",
+    Reason.LORA_LIMIT: "it waits for an adapter slot: all are in use",
+    Reason.ADAPTER_LOADING: "its adapter is being read",
     Reason.GRAMMAR_PENDING: "its grammar is being compiled",
     Reason.ONE_AT_A_TIME: "the policy runs one request at a time, and one runs",
     Reason.BATCH_FORMING: "the policy waits until the batch is full",

@@ -70,6 +70,7 @@ class Req:
         status: see `ReqStatus`; only `enter` changes it.
         entered_s: when each status was entered for the first time.
         row: pool row in PREFILL and DECODE, else -1.
+        adapter_slot: slot of its LoRA adapter while it has a row; 0 without an adapter.
         lease: the request's lock in the prefix cache while it has a row.
         host_pages: pages of the host's KV pool that hold its first `host_len` tokens while it is SWAPPED, else None.
         match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
@@ -88,6 +89,7 @@ class Req:
     """
 
     __slots__ = (
+        "adapter_slot",
         "answered",
         "arrival_s",
         "cached_tokens",
@@ -150,6 +152,7 @@ class Req:
         self.status = ReqStatus.WAITING_GRAMMAR if message.needs_grammar else ReqStatus.WAITING
         self.entered_s: dict[ReqStatus, float] = {self.status: now_s}
         self.row = -1
+        self.adapter_slot = 0
         self.lease: Lease | None = None
         self.host_pages: IntArray | None = None
         self.host_len = 0

@@ -43,18 +43,18 @@ def chain(previous: int, token: int) -> int:
     return (previous * 1_000_003 + token + 1) & MASK
 
 
-def chains(tokens: list[int]) -> list[int]:
-    """The hash of each prefix of a sequence."""
-    result, value = [], 7
+def chains(tokens: list[int], store_id: int = 0) -> list[int]:
+    """The hash of each prefix of a sequence, by the model with an adapter."""
+    result, value = [], 7 + store_id
     for token in tokens:
         value = chain(value, token)
         result.append(value)
     return result
 
 
-def remembered(tokens: list[int], memory: int | None) -> int:
+def remembered(tokens: list[int], memory: int | None, store_id: int = 0) -> int:
     """What a model that sees the last `memory` tokens alone (None: all) makes of a sequence."""
-    return chains(tokens if memory is None else tokens[-memory:])[-1]
+    return chains(tokens if memory is None else tokens[-memory:], store_id)[-1]
 
 
 def next_token(
@@ -85,9 +85,10 @@ def expected_output(
     vocab_size: int,
     memory: int | None = None,
     grammar: ToyGrammar | None = None,
+    store_id: int = 0,
 ) -> tuple[list[int], FinishKind]:
     """What a request generates alone. ERROR: its grammar fails after these tokens."""
-    state = remembered(prompt, memory)
+    state = remembered(prompt, memory, store_id)
     output: list[int] = []
     stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else eos)
     assert sampling.max_new_tokens is not None
@@ -105,12 +106,12 @@ def expected_output(
             return output, FinishKind.STOP
         if len(output) >= sampling.max_new_tokens:
             return output, FinishKind.LENGTH
-        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory)
+        state = chain(state, token) if memory is None else remembered([*prompt, *output], memory, store_id)
 
 
-def expected_vector(prompt: list[int]) -> bytes:
+def expected_vector(prompt: list[int], store_id: int = 0) -> bytes:
     """The result of a pooling request."""
-    return np.int64(chains(prompt)[-1]).tobytes()
+    return np.int64(chains(prompt, store_id)[-1]).tobytes()
 
 
 def expected_overruled(
@@ -121,12 +122,13 @@ def expected_overruled(
     grammar: ToyGrammar,
     memory: int | None = None,
     start: int = 0,
+    store_id: int = 0,
 ) -> list[Overruled]:
     """The tokens of an output, from `start` on, that are there because the grammar refused others."""
     found = []
     for position in range(start, len(output)):
         before = output[:position]
-        state = remembered([*prompt, *before], memory)
+        state = remembered([*prompt, *before], memory, store_id)
         wanted = next_token(state, sampling, position, eos, VOCAB_SIZE)
         if not grammar.is_free(position) and wanted not in grammar.accepted(before):
             found.append(Overruled(position, wanted, output[position]))
@@ -144,6 +146,8 @@ class Row:
     sampled: int | None = None  # the token of the last step, when it is beyond `tokens`
     lost: bool = False  # a step of it ran out of memory: what it computes since is garbage, and may be
     states: list[int] = field(default_factory=list)
+    adapter_slot: int = 0
+    store_id: int = 0
     pooling: PoolingParams | None = None
     num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
 
@@ -172,6 +176,7 @@ class FakeRunner:
         self.rows: dict[int, Row] = {}
         self.fail_next: set[str] = set()  # rids whose next sampling step reports an error
         self.rids: dict[int, str] = {}
+        self.adapters: dict[int, int] = {}  # slot -> store id
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
@@ -189,6 +194,10 @@ class FakeRunner:
         self.copy_pages(plan)
         for row in ints(plan.finished_rows):
             del self.rows[row]
+        for slot, store_id in pairs(plan.adapter_loads):
+            assert slot > 0 and store_id > 0
+            assert all(row.adapter_slot != slot for row in self.rows.values()), "a slot in use is written"
+            self.adapters[slot] = store_id
         for new in plan.new_reqs:
             assert new.row not in self.rows, f"row {new.row} is still taken"
             slots = np.full(self.max_model_len, -1, dtype=np.int64)
@@ -196,8 +205,16 @@ class FakeRunner:
             slots[: len(prefix)] = prefix
             tokens = ints(new.input_ids)
             assert len(prefix) < len(tokens)
+            store_id = self.adapters[new.adapter_slot] if new.adapter_slot else 0
             self.rows[new.row] = Row(
-                new.sampling, new.prompt_len, tokens, slots, states=chains(tokens), pooling=new.pooling
+                new.sampling,
+                new.prompt_len,
+                tokens,
+                slots,
+                states=chains(tokens, store_id),
+                adapter_slot=new.adapter_slot,
+                store_id=store_id,
+                pooling=new.pooling,
             )
             self.rids[new.row] = new.rid
             self.check_prefix(new.row, len(prefix))
@@ -429,7 +446,7 @@ class FakeRunner:
         for draft in drafts:
             state = chain(state, draft)
         if self.memory is not None:
-            state = remembered([*row.tokens, *drafts], self.memory)
+            state = remembered([*row.tokens, *drafts], self.memory, row.store_id)
         output_len = len(row.tokens) + len(drafts) - row.prompt_len
         return next_token(state, row.sampling, output_len, self.eos, self.vocab_size, allowed)
 

@@ -12,6 +12,8 @@ from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
+    AdapterDone,
+    AdapterRead,
     BatchTokenOutput,
     Delivered,
     Finish,
@@ -19,9 +21,12 @@ from engine.runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    LoadAdapter,
     TokenOutput,
+    UnloadAdapter,
     Usage,
 )
+from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks
@@ -62,8 +67,10 @@ class Answer:
         sampling: SamplingParams,
         delivered: Sequence[int] = (),
         pooling: PoolingParams | None = None,
+        store_id: int = 0,
     ) -> None:
         self.pooling = pooling
+        self.store_id = store_id
         self.prompt = prompt
         self.sampling = sampling
         self.rows: list[TokenOutput] = []
@@ -127,7 +134,11 @@ class Harness:
             VOCAB_SIZE,
             num_host_pages=num_host_pages,
             kv_token_bytes=1024,
+            num_adapter_slots=config.get("max_loras_per_batch", 8),
         )
+        self.store_ids: dict[str, int] = {}  # of adapters, by fingerprint
+        self._num_loaded = 0
+        self.adapter_answers: dict[int, AdapterDone] = {}
         self.eos = frozenset(eos)
         self.memory = memory
         self.matchers = ToyMatchers()
@@ -182,8 +193,9 @@ class Harness:
             prompt = [int(token) for token in self.rng.integers(1, VOCAB_SIZE, prompt_len)]
         sampling.setdefault("max_new_tokens", 4 if pooling is None else 1)
         params = SamplingParams(ignore_eos=ignore_eos, seed=1, **sampling)
-        self.answers[rid] = Answer(prompt, params, delivered, pooling)
         ids, fields = np.array(prompt, dtype=np.int32).tobytes(), {"pooling": pooling, **(message or {})}
+        store_id = self.load_adapter(fields["lora_id"]) if fields.get("lora_id") else 0
+        self.answers[rid] = Answer(prompt, params, delivered, pooling, store_id)
         if grammar is not None:
             self.matchers.grammars[rid] = grammar
             fields["grammar"] = grammar.use
@@ -193,6 +205,24 @@ class Harness:
         self.scheduler.handle(GenerateRequest(rid, ids, params, extra_key=extra_key, **fields), self.now_s)
         self.collect()
         return rid
+
+    def load_adapter(self, fingerprint: str, *, read: bool = True) -> int:
+        """Load an adapter unless it is loaded, and let it be read; returns its store id."""
+        if fingerprint not in self.store_ids:
+            self._num_loaded += 1
+            self.store_ids[fingerprint] = store_id = self._num_loaded
+            spec = AdapterSpec(f"name of {fingerprint}", "", fingerprint, 8, 0)
+            self.scheduler.handle(LoadAdapter(store_id, store_id, spec), self.now_s)
+            if read:
+                self.scheduler.handle(AdapterRead(store_id), self.now_s)
+            self.collect()
+        return self.store_ids[fingerprint]
+
+    def unload_adapter(self, fingerprint: str) -> None:
+        store_id = self.store_ids.pop(fingerprint)
+        self.scheduler.handle(UnloadAdapter(1000 + store_id, store_id), self.now_s)
+        self.collect()
+        self.scheduler.audit()
 
     def abort(self, rid: str, reason: str = "aborted by request") -> None:
         self.scheduler.handle(AbortRequest(rid, reason), self.now_s)
@@ -309,6 +339,10 @@ class Harness:
             if isinstance(message, FlushCacheDone):
                 self.flushes.append(message)
                 continue
+            if isinstance(message, AdapterDone):
+                assert message.call_id not in self.adapter_answers, "a call is answered twice"
+                self.adapter_answers[message.call_id] = message
+                continue
             assert isinstance(message, BatchTokenOutput)
             assert len({row.rid for row in message.outputs}) == len(message.outputs), (
                 "two rows of one request"
@@ -373,7 +407,7 @@ class Harness:
                 continue
             grammar = self.matchers.grammars.get(rid)
             tokens, kind = expected_output(
-                answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar
+                answer.prompt, answer.sampling, self.eos, VOCAB_SIZE, self.memory, grammar, answer.store_id
             )
             num_right = len(answer.tokens)
             if answer.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
@@ -392,7 +426,7 @@ class Harness:
         assert row.finish is not None and not row.token_ids, rid
         assert row.finish.kind in (FinishKind.STOP, FinishKind.ERROR, FinishKind.ABORT), rid
         answered = row.finish.kind is FinishKind.STOP
-        assert row.vector == (expected_vector(answer.prompt) if answered else b""), rid
+        assert row.vector == (expected_vector(answer.prompt, answer.store_id) if answered else b""), rid
 
     def check_overruled(self, rid: str, answer: Answer, grammar: ToyGrammar | None) -> None:
         """The usage of a whole answer counts what its grammar refused, once."""
@@ -408,6 +442,7 @@ class Harness:
             grammar,
             self.memory,
             start=answer.num_delivered,
+            store_id=answer.store_id,
         )
         assert usage is not None, rid
         assert usage.overruled_tokens == len(expected), rid

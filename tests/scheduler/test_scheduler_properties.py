@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_prefill_steps_in_a_row=st.integers(1, 3),
         schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
         decode_burst_ms=st.sampled_from([0.0, 25.0, 1e9]),
+        max_loras_per_batch=st.sampled_from([1, 2, 8]),
         news=st.randoms(use_true_random=False),
     )
     def make(self, overlap: int, decode_burst_ms: float, news: random.Random, **config: Any) -> None:
@@ -58,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_new_tokens=st.integers(0, 4),
         ignore_eos=st.booleans(),
         extra_key=st.sampled_from(["", "", "salt"]),
+        message=st.sampled_from([{}, {}, {"lora_id": "a"}, {"lora_id": "b"}, {"lora_id": "c"}]),
         logprobs=st.sampled_from([None, None, None, 0]),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         stop_token_ids=st.sampled_from([(), (), (3, 5)]),
@@ -98,6 +100,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 60))
     def fail(self, which: int) -> None:
         self.harness.runner.fail_next.add(f"r{which}")
+
+    @rule(fingerprint=st.sampled_from("abc"))
+    def unload(self, fingerprint: str) -> None:
+        """Its requests end with an error, in whatever state; a later request loads it again."""
+        if fingerprint in self.harness.store_ids:
+            self.harness.unload_adapter(fingerprint)
 
     @rule()
     def flush(self) -> None:

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ...errors import ConfigError
-from ..gguf.gguf_file import is_gguf
 from .adapter_module import AdapterModule
 from .base_modules import BaseModules
-from .gguf_adapter import gguf_modules
 from .peft_folder import CONFIG_FILE, WEIGHTS_FILE, check_files, peft_modules
 
 if TYPE_CHECKING:
@@ -74,6 +72,9 @@ def read_adapter(
         ConfigError: a file is missing, truncated or damaged; or the adapter is of a kind or shape that cannot be
             applied to this model. The message has tensor or field, value, rule and a fix.
     """
+    from ..gguf.gguf_file import is_gguf  # with numpy: not needed by processes that only pass adapters on
+    from .gguf_adapter import gguf_modules
+
     check_name(name)
     found = _inside(Path(path), root)
     modules_of = BaseModules(base)

@@ -14,6 +14,7 @@ from typing import Final
 from msgspec import structs
 
 from ...errors import ConfigError
+from ..encoder_spec import ENCODER_MODEL_TYPES
 from ..fields import Fields
 from ..pooling_spec import MAX_DENSE_LAYERS, DenseSpec, HeadActivation, PoolingSpec, PoolingType, TaskChoice
 from .modules_json import MODULES, Module, Modules, part_fields
@@ -217,9 +218,10 @@ def _with_dimensions(
 
 def _is_decoder(fields: Fields) -> bool:
     """As sentence-transformers decides it: a decoder was trained to predict the next token."""
-    return (architecture_of(fields) or CAUSAL[0]).endswith(CAUSAL) and fields.boolean(
-        "is_causal", default=True
-    )
+    architecture = architecture_of(fields)
+    if not architecture:
+        return fields.get("model_type") not in ENCODER_MODEL_TYPES
+    return architecture.endswith(CAUSAL) and fields.boolean("is_causal", default=True)
 
 
 def _modes(fields: Fields) -> tuple[str, Sequence[str]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from ...errors import ConfigError
+from ..encoder_spec import ENCODER_MODEL_TYPES
 from ..fields import Fields
 from ..pooling_spec import TaskChoice
 from .modules_json import MODULES, Modules, read_modules
@@ -98,6 +99,9 @@ def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:
     reason = f"its architecture is {architecture}"
     if architecture.endswith(CLASSIFIER):
         return FoundTask("score", reason)
+    model_type = fields.get("model_type")
+    if model_type in ENCODER_MODEL_TYPES:  # older files have no architectures
+        return FoundTask("embed", f"its model_type is {model_type}")
     if architecture.endswith(_BODY) and not architecture.endswith(CAUSAL):
         return FoundTask("embed", reason)
     return FoundTask("generate", reason if architecture else "its files do not say otherwise")

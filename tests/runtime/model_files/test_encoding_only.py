@@ -91,7 +91,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp(request.param)
     core = word_piece() if request.param == "word-piece" else unigram()
     core.enable_truncation(16)  # of the training script
-    PreTrainedTokenizerFast(tokenizer_object=core, **NAMED[request.param]).save_pretrained(path)
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, model_input_names=names, **NAMED[request.param]
+    ).save_pretrained(path)
     return path
 
 
@@ -150,6 +153,27 @@ def test_a_model_that_generates_needs_exact_bytes(folder: Path) -> None:
 def test_a_lone_surrogate_is_an_error_of_the_request(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="lone surrogate at character 1"):
         tokenizer.encode_pairs([("a", "b\ud800")])
+
+
+@pytest.mark.parametrize(
+    ("config", "start"),
+    [
+        ({"tokenizer_class": "BertTokenizer"}, 3),
+        ({"tokenizer_class": "TokenizersBackend"}, 0),
+        ({"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]}, 3),
+        ({"model_input_names": ["input_ids", "attention_mask"]}, 0),
+        ({}, 3),
+    ],
+)
+def test_types_are_given_as_transformers_gives_them(
+    tmp_path: Path, config: dict[str, object], start: int
+) -> None:
+    word_piece().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+
+    (pair,) = Tokenizer.from_folder(tmp_path, encode_only=True).encode_pairs([("a", "b")])
+
+    assert pair.second_start == start
 
 
 @pytest.mark.parametrize("wanted", [True, False])

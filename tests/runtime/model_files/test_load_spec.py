@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.built_in.models import DEFAULT_MODEL
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.pooling_spec import TaskChoice
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.resolve.model_resolution import read_model
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
@@ -41,3 +43,30 @@ def test_sampling_in_the_file_has_precedence_over_the_card(
     path = str(make_gguf(METADATA | {"general.sampling.temp": 0.5}))
 
     assert read(ModelSource("gguf", path, DEFAULT_MODEL.name)).sampling_defaults.temperature == 0.5
+
+
+def test_a_gguf_file_embeds_if_the_user_says_so(make_gguf: MakeGGUF) -> None:
+    source = ModelSource("gguf", str(make_gguf(METADATA)), "tiny")
+
+    spec = load_spec(source, choice=TaskChoice("embed", "mean", any_dimensions=True))
+
+    assert spec.pooling is not None
+    assert (spec.pooling.pooling, spec.pooling.size, spec.pooling.normalize) == (
+        "mean",
+        spec.hidden_size,
+        True,
+    )
+    assert spec.pooling.any_dimensions
+    assert load_spec(source, choice=TaskChoice("generate")).pooling is None
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        (TaskChoice("score"), "the task is score, but rerankers are read from folders only"),
+        (TaskChoice("auto", "cls"), "pooling is cls, but the task is generate"),
+    ],
+)
+def test_what_a_gguf_file_cannot_do_is_refused(make_gguf: MakeGGUF, choice: TaskChoice, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_spec(ModelSource("gguf", str(make_gguf(METADATA)), "tiny"), choice=choice)

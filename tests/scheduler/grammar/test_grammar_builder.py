@@ -106,8 +106,8 @@ class Built:
 
     def run(self) -> None:
         """Until no request and no grammar is left."""
-        while self.advance() or self.pipeline.is_building_grammars:
-            if self.pipeline.is_building_grammars:
+        while self.advance() or self.pipeline.is_preparing:
+            if self.pipeline.is_preparing:
                 self.builder._done.put(self.builder._done.get(timeout=WAIT_S))
         self.pipeline.idle()
         self.harness.check_answers()
@@ -131,7 +131,7 @@ def test_a_proved_grammar_is_compiled_on_the_thread_while_others_run(built):
     built.cache.may_compile.clear()
     built.submit("guided", ToyGrammar(length=5), max_new_tokens=20)
     built.harness.submit("free", max_new_tokens=6)
-    assert built.pipeline.is_building_grammars
+    assert built.pipeline.is_preparing
     while built.finish_of("free") is None:
         assert built.advance()
     assert built.finish_of("guided") is None
@@ -155,10 +155,10 @@ def test_a_cached_grammar_needs_no_wait(built):
 
 def test_one_that_is_not_proved_waits_for_the_proof(built):
     built.submit("a", ToyGrammar(length=5), proved=False, max_new_tokens=20)
-    assert not built.pipeline.is_building_grammars
+    assert not built.pipeline.is_preparing
     assert not built.advance()
     built.ready("a")
-    assert built.pipeline.is_building_grammars
+    assert built.pipeline.is_preparing
     built.run()
     assert built.finish_of("a").matched == "grammar"
 

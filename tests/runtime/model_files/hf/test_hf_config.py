@@ -387,3 +387,14 @@ def test_attention_in_both_directions_concerns_images_only(tmp_path: Path) -> No
     assert read(tmp_path, **gemma) == read(tmp_path, **GEMMA3)
     with pytest.raises(ConfigError, match="use_bidirectional_attention is True, only attention to earlier"):
         read(tmp_path, **GEMMA3 | {"use_bidirectional_attention": True})
+
+
+def test_the_limit_of_an_embedder_s_files_is_below_that_of_yarn(tmp_path: Path) -> None:
+    scaling = {"rope_scaling": YARN}
+    assert read(tmp_path, **scaling).known_positions == 1024
+
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 100}')
+    spec = read(tmp_path, architectures=["LlamaModel"], **scaling)
+
+    assert spec.pooling is not None
+    assert (spec.known_positions, spec.max_position_embeddings, spec.tie_word_embeddings) == (100, 100, True)

@@ -76,6 +76,7 @@ class TestTask:
         [
             (BERT, "embed"),
             (BERT | {"architectures": ["BertForMaskedLM"]}, "embed"),
+            ({"model_type": "bert"}, "embed"),
             (QWEN3 | {"architectures": ["Qwen3Model"]}, "embed"),
             (BERT | {"architectures": ["BertForSequenceClassification"]}, "score"),
             (QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}, "score"),

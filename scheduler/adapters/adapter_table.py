@@ -1,0 +1,96 @@
+"""`AdapterTable`: the adapters that requests may ask for. Their weights are with the model runner."""
+
+from __future__ import annotations
+
+from ...runtime.messages import AdapterDone, LoadAdapter
+
+
+class Adapter:
+    """One adapter.
+
+    Attributes:
+        store_id: its number with the runner.
+        name: for errors.
+        is_ready: its weights are in host memory.
+        calls: calls that wait for the end of the read.
+    """
+
+    __slots__ = ("calls", "is_ready", "name", "store_id")
+
+    def __init__(self, store_id: int, name: str) -> None:
+        self.store_id = store_id
+        self.name = name
+        self.is_ready = False
+        self.calls: list[int] = []
+
+
+class AdapterTable:
+    """The adapters by fingerprint. An adapter is being read or ready; one that cannot be read is forgotten."""
+
+    __slots__ = ("_adapters", "_is_enabled")
+
+    def __init__(self, *, is_enabled: bool) -> None:
+        """`is_enabled`: whether the runner has slots for adapters."""
+        self._is_enabled = is_enabled
+        self._adapters: dict[str, Adapter] = {}
+
+    def __len__(self) -> int:
+        return len(self._adapters)
+
+    def get(self, fingerprint: str) -> Adapter | None:
+        """The adapter with this fingerprint; None if there is none."""
+        return self._adapters.get(fingerprint)
+
+    @property
+    def num_reading(self) -> int:
+        """Adapters that are still being read."""
+        return sum(not adapter.is_ready for adapter in self._adapters.values())
+
+    def is_reading(self, store_id: int) -> bool:
+        """Whether an adapter is still being read."""
+        adapter = self._adapters.get(self.fingerprint_of(store_id))
+        return adapter is not None and not adapter.is_ready
+
+    def reason_against(self, fingerprint: str) -> str | None:
+        """Why no request can run with this adapter; None if one can, at once or when it is read."""
+        if not fingerprint or fingerprint in self._adapters:
+            return None
+        if not self._is_enabled:
+            return "the server runs without LoRA adapters; start it with --enable-lora"
+        return "the LoRA adapter of the request is not loaded any more; send it again"
+
+    def load(self, message: LoadAdapter) -> AdapterDone | None:
+        """Take an adapter that is about to be read; returns the answer if there is nothing to wait for."""
+        if not self._is_enabled:
+            error = "the server runs without LoRA adapters; start it with --enable-lora"
+            return AdapterDone(message.call_id, error)
+        adapter = self._adapters.get(message.adapter.fingerprint)
+        if adapter is None:
+            adapter = Adapter(message.store_id, message.adapter.name)
+            self._adapters[message.adapter.fingerprint] = adapter
+        elif adapter.is_ready:
+            return AdapterDone(message.call_id)
+        adapter.calls.append(message.call_id)
+        return None
+
+    def read(self, store_id: int, error: str) -> tuple[str, list[AdapterDone]]:
+        """An adapter is read, or cannot be; returns its fingerprint ("" if it is unknown), and the answers."""
+        fingerprint = self.fingerprint_of(store_id)
+        if not fingerprint:
+            return "", []
+        adapter = self._adapters[fingerprint]
+        if error:
+            del self._adapters[fingerprint]
+        adapter.is_ready = True
+        calls, adapter.calls = adapter.calls, []
+        return fingerprint, [AdapterDone(call_id, error) for call_id in calls]
+
+    def remove(self, store_id: int) -> str:
+        """Forget an adapter; returns its fingerprint, "" if it is unknown."""
+        fingerprint = self.fingerprint_of(store_id)
+        self._adapters.pop(fingerprint, None)
+        return fingerprint
+
+    def fingerprint_of(self, store_id: int) -> str:
+        """The fingerprint of the adapter with this number; "" if there is none."""
+        return next((f for f, adapter in self._adapters.items() if adapter.store_id == store_id), "")
