@@ -1,7 +1,11 @@
 from __future__ import annotations
 
-from engine.runtime.child.control import SetLogLevel, StartProfile, StopProfile
-from engine.supervisor.runtime_overrides import RuntimeOverrides
+from msgspec.structs import replace
+
+from engine.runtime.child.control import SetAdapters, SetLogLevel, StartProfile, StopProfile
+from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
+from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
+from engine.supervisor.runtime_overrides import RuntimeOverrides, described
 from tests.runtime.child.test_child import SETTINGS
 
 
@@ -40,3 +44,24 @@ def test_a_profile_that_was_ended_is_over():
     orders.take(StartProfile("profile-1", 100.0, 60.0))
     orders.take(StopProfile())
     assert orders.applied_to(SETTINGS).profile is None
+
+
+def test_who_starts_later_has_the_adapters_that_are_loaded_now():
+    one, two = (
+        LoadedAdapter(number, AdapterSpec(name, f"/{name}", name * 32, 4, 100))
+        for number, name in enumerate("ab", start=1)
+    )
+    of_the_start = replace(SETTINGS, adapters=(one,))
+    orders = RuntimeOverrides()
+    assert orders.applied_to(of_the_start).adapters == (one,)
+    orders.take(SetAdapters((one, two)))
+    assert orders.applied_to(of_the_start).adapters == (one, two)
+    orders.take(SetAdapters(()))
+    assert orders.applied_to(of_the_start).adapters == ()
+    assert orders.applied_to(of_the_start).config == SETTINGS.config
+
+
+def test_the_log_has_names_instead_of_specs():
+    adapters = tuple(LoadedAdapter(1, AdapterSpec(name, "/x", "f", 4, 100)) for name in ("a", "b"))
+    assert described(SetAdapters(adapters)) == "adapters a, b"
+    assert described(SetAdapters(())) == "adapters none"
