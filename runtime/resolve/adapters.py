@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -35,13 +36,18 @@ class ResolvedAdapters(NamedTuple):
     notes: dict[str, str]
 
 
-def resolve_adapters(config: EngineConfig, spec: ModelSpec) -> ResolvedAdapters:
+def resolve_adapters(config: EngineConfig, spec: ModelSpec, model_name: str = "") -> ResolvedAdapters:
     """Read the headers of all adapters, and check each against the model.
+
+    Args:
+        model_name: of the base model in the API, which no adapter may have.
 
     Raises:
         ConfigError: one is missing, broken, of another model, or above the largest rank; or the model has no adapters.
     """
     group = config.adapters
+    if group.lora_root is not None and not Path(group.lora_root).expanduser().is_dir():
+        raise ConfigError(f"lora_root is {group.lora_root!r}, but there is no such folder; create it first")
     if not group.is_enabled:
         return ResolvedAdapters((), group, {})
     if spec.encoder is not None:
@@ -53,6 +59,11 @@ def resolve_adapters(config: EngineConfig, spec: ModelSpec) -> ResolvedAdapters:
     adapters: list[LoadedAdapter] = []
     store_ids: dict[str, int] = {}
     for name, path in group.named_paths:
+        if name == model_name:
+            raise ConfigError(
+                f"lora names an adapter {name!r}, which is the name of the model; choose another one, or set "
+                "served_model_name"
+            )
         adapter = read_adapter(Path(path).expanduser(), name, spec, max_rank=max_rank)
         store_id = store_ids.setdefault(adapter.fingerprint, len(store_ids) + 1)
         adapters.append(LoadedAdapter(store_id, adapter, pinned=True))
@@ -70,9 +81,19 @@ def resolve_adapters(config: EngineConfig, spec: ModelSpec) -> ResolvedAdapters:
         notes["lora_target_modules"] = "what the adapters change" + (
             ", and all linear layers for later ones" if group.can_load_more else ""
         )
-    return ResolvedAdapters(
-        tuple(adapters), replace(group, max_lora_rank=max_rank, lora_target_modules=targets), notes
-    )
+    resolved = replace(group, max_lora_rank=max_rank, lora_target_modules=targets)
+    _check_targets(adapters, adapted_names(resolved, spec))
+    return ResolvedAdapters(tuple(adapters), resolved, notes)
+
+
+def _check_targets(adapters: Iterable[LoadedAdapter], targets: frozenset[str]) -> None:
+    for adapter in adapters:
+        for module in adapter.spec.modules:
+            if (last := module.name.rpartition(".")[2]) not in targets:
+                raise ConfigError(
+                    f"the adapter {adapter.spec.name!r} changes {module.name}, but lora_target_modules is "
+                    f"{', '.join(sorted(targets))}; add {last}, or leave the setting out"
+                )
 
 
 def adapted_names(config: AdapterConfig, spec: ModelSpec) -> frozenset[str]:

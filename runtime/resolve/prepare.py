@@ -81,7 +81,7 @@ def prepare(
     step("model files")
     source = find_model(config.model, progress=on_download)
     spec = read_model(config.model, source).spec
-    adapters = resolve_adapters(config, spec)
+    adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))
     config = dataclasses.replace(config, adapters=adapters.config)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model

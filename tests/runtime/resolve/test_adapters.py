@@ -130,6 +130,13 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path):
     assert "has the shape [4, 16]" in refusal(other, lora=[f"x={a}"])
     shallow = msgspec.structs.replace(BASE, num_layers=1)
     assert "the adapter belongs to another model" in refusal(shallow, lora=[f"x={a}"])
+    assert refusal(lora=[f"x={a}"], lora_target_modules=["o_proj"]) == (
+        "the adapter 'x' changes model.layers.0.self_attn.q_proj, but lora_target_modules is o_proj; add q_proj, or "
+        "leave the setting out"
+    )
+    assert "there is no such folder; create it first" in refusal(lora_root=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="lora names an adapter 'x', which is the name of the model"):
+        resolve_adapters(config_of(lora=[f"x={a}"]), BASE, "x")
     file = a / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:100])
     assert str(file) in refusal(lora=[f"x={a}"])
