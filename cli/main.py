@@ -29,6 +29,8 @@ PROG_NAME: Final = "engine"
 COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
+    "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
+    "rerank": (".embed.rerank", "Sort documents by their relevance to a query."),
     "bench": (".bench.commands", "Measure throughput and latency."),
     "pull": (".models.pull", "Download a model, for starts that need no network."),
     "list": (".models.list", "List the models on this machine."),
@@ -49,6 +51,7 @@ EXAMPLES: Final = """Examples:
   engine serve --print-config          every setting, and where it came from
   engine chat                          chat with the default model, no server
   engine chat "Why is the sky blue?"   one question; stdout is the answer
+  engine embed < lines > vectors.npy   a vector for each line
 
 Every command takes --help, and works without a model: the default is small."""
 
@@ -156,7 +159,13 @@ def _command_path(arguments: Sequence[str]) -> str:
 
 def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """What to use instead of an option of another engine; "" if the error is another one."""
-    if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in ("serve", "chat", "doctor"):
+    if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in (
+        "serve",
+        "chat",
+        "doctor",
+        "embed",
+        "rerank",
+    ):
         return ""
     wrong = getattr(error, "option_name", "")
     for argument in arguments:

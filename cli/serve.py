@@ -11,7 +11,7 @@ import shlex
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import typer
 
@@ -21,6 +21,7 @@ from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.environment import doubtful_variables
 from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
 from ..runtime.counted import counted
+from ..runtime.model_files.pooling_spec import PoolingSpec
 from ..runtime.progress.startup_display import StartupDisplay
 from .options import (
     CONTEXT_SETTINGS,
@@ -42,6 +43,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 _STARTED_S: Final = time.monotonic()  # of this import; the interpreter has run for 0.1 s by then
 _TITLE: Final = "engine: supervisor"
 _QUESTION: Final = "Why is the sky blue?"
+_DOCUMENTS: Final = ("Air scatters blue light.", "Cats sleep a lot.")
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
@@ -102,7 +104,7 @@ def _run(merged: MergedConfig) -> int:
 
     def on_ready(ready: EngineReady) -> None:
         setproctitle.setproctitle(f"{_TITLE} {ready.url}")
-        typer.echo(ready_text(prepared.config, ready.url))
+        typer.echo(ready_text(prepared.config, ready.url, prepared.spec.pooling))
         report_ready(f"{prepared.config.model.served_model_name} at {ready.url}")
 
     with ExitStack() as stack:
@@ -180,13 +182,15 @@ def address_to_open(url: str) -> str:
     return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
-def ready_text(config: EngineConfig, url: str) -> str:
-    """The ready message: an address that can be opened, the capacity, the page and an example request."""
+def ready_text(config: EngineConfig, url: str, pooling: PoolingSpec | None = None) -> str:
+    """The ready message: an address that can be opened, the capacity, the page and an example request.
+
+    `pooling`: of the model; None for one that generates text.
+    """
     model, cache, scheduler = config.model, config.cache, config.scheduler
     name = str(model.served_model_name)
-    body = json.dumps(
-        {"model": name, "messages": [{"role": "user", "content": _QUESTION}]}, ensure_ascii=False
-    )
+    path, fields, page = _example(pooling)
+    body = json.dumps({"model": name, **fields}, ensure_ascii=False)
     key = ' -H "Authorization: Bearer $ENGINE_API_KEY"' if config.server.needs_key else ""
     here = address_to_open(url)
     where = (
@@ -194,21 +198,46 @@ def ready_text(config: EngineConfig, url: str) -> str:
         if model.device == "cpu"
         else str(model.device)
     )
+    length = counted(model.max_model_len, "token")
+    context = (
+        f"context {length}, KV pool {counted(cache.max_total_tokens, 'token')}"
+        if pooling is None
+        else f"texts of at most {length}"
+    )
     return "\n".join(
         [
             "",
             f"Ready after {time.monotonic() - _STARTED_S:.1f} s: {name} at {here}",
             *([f"  Listens on every address of this machine ({url})."] if here != url else []),
-            f"  {model.dtype} on {where}; context {counted(model.max_model_len, 'token')}, KV pool "
-            f"{counted(cache.max_total_tokens, 'token')}, {counted(scheduler.max_running_requests, 'request')} at once",
-            *(
-                [f"  In a browser, {here}/ is a chat, with settings and live requests."]
-                if config.server.page
-                else []
-            ),
+            *([f"  {_does(pooling)}"] if pooling is not None else []),
+            f"  {model.dtype} on {where}; {context}, {counted(scheduler.max_running_requests, 'request')} at once",
+            *([f"  In a browser, {here}/ {page}."] if config.server.page else []),
             "  Try:",
-            f"  curl {here}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+            f"  curl {here}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
             "  Stop with Ctrl-C.",
             "",
         ]
     )
+
+
+def _example(pooling: PoolingSpec | None) -> tuple[str, dict[str, Any], str]:
+    """The path and the fields of an example request, and what the page is."""
+    if pooling is None:
+        fields: dict[str, Any] = {"messages": [{"role": "user", "content": _QUESTION}]}
+        return "/v1/chat/completions", fields, "is a chat, with settings and live requests"
+    compares = "compares texts, and shows live requests"
+    if pooling.task == "embed":
+        return "/v1/embeddings", {"input": list(_DOCUMENTS)}, compares
+    if pooling.size > 1:
+        return "/v1/score", {"text_1": _QUESTION, "text_2": list(_DOCUMENTS)}, "shows live requests"
+    return "/v1/rerank", {"query": _QUESTION, "documents": list(_DOCUMENTS)}, compares
+
+
+def _does(pooling: PoolingSpec) -> str:
+    """What the model does, in a line."""
+    if pooling.task == "embed":
+        ending = ", of length 1" if pooling.normalize else ""
+        return f"It makes vectors of {counted(pooling.size, 'number')} ({pooling.pooling} pooling{ending})."
+    if pooling.size > 1:
+        return f"It gives texts {counted(pooling.size, 'score')}."
+    return "It scores how relevant a document is to a query."

@@ -22,7 +22,7 @@ from ..runtime.model_files.download_progress import DownloadState, Progress
 from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.progress.startup_display import StartupDisplay
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
-from ..runtime.resolve.prepare import prepare
+from ..runtime.resolve.prepare import Prepared, prepare
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.pooling.task import check_task
@@ -100,10 +100,14 @@ class LLM:
         *,
         on_step: Callable[[str], None] | None = None,
         on_download: Progress | None = None,
+        check: Callable[[Prepared], None] | None = None,
     ) -> Self:
-        """Load a model with a configuration from another source (the command line); shows nothing by itself."""
+        """Load a model with a configuration from another source (the command line); shows nothing by itself.
+
+        `check` may refuse the model, before its weights are read.
+        """
         llm = cls.__new__(cls)
-        llm._start(merged, on_step, on_download)
+        llm._start(merged, on_step, on_download, check)
         return llm
 
     def _start(
@@ -111,9 +115,12 @@ class LLM:
         merged: MergedConfig,
         on_step: Callable[[str], None] | None,
         on_download: Progress | None,
+        check: Callable[[Prepared], None] | None = None,
     ) -> None:
         step = on_step or (lambda _name: None)
         prepared = prepare(merged, on_step=step, on_download=on_download)
+        if check is not None:
+            check(prepared)
         self.config = prepared.config
         self.model_name = prepared.model_name
         step("tokenizer")

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import FinishKind, GenerateRequest
-from ..runtime.request_checks import check_integer, plain, wrong_type
+from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
 from ..tokenizer_manager.admission.feasibility_check import check_pooled_length, truncated
 from ..tokenizer_manager.pooling.embedding import embedding_params, prompt_text, with_prompt
@@ -84,9 +84,16 @@ class PooledCalls:
     ) -> Vectors:
         """See `LLM.embed`."""
         pooling = self._pooling("embed")
-        items, is_single = as_prompts(inputs)
+        check_flag("truncate", truncate)
+        check_flag("progress_bar", progress_bar)
+        if dimensions is not None:
+            dimensions = check_integer("dimensions", plain(dimensions), 1, MAX_COUNT)
+        if normalize is not None:
+            check_flag("normalize", normalize)
+        _check_texts(prompt_name=prompt_name, input_type=input_type)
+        items, is_single = as_prompts(inputs, "inputs")
         prompts = [
-            self._prompt(item, f"input {n}" if len(items) > 1 else "input") for n, item in enumerate(items)
+            self._prompt(item, f"input[{n}]" if len(items) > 1 else "input") for n, item in enumerate(items)
         ]
         params = embedding_params(pooling, dimensions=dimensions, normalize=normalize)
         text = prompt_text(pooling, prompt_name=prompt_name, input_type=input_type)
@@ -108,8 +115,10 @@ class PooledCalls:
         progress_bar: bool,
     ) -> list[RankedDocument]:
         """See `LLM.rerank`."""
-        texts = _texts("documents", documents)
+        if not isinstance(query, str):
+            raise wrong_type("query", query, "a text", has_default=False)
         [query] = _texts("query", query)
+        texts = _texts("documents", documents)
         top_n = len(texts) if top_n is None else check_integer("top_n", plain(top_n), 0, MAX_COUNT)
         scores = self._scores(
             [(query, text) for text in texts], scheduling, instruction, truncate, progress_bar
@@ -152,12 +161,16 @@ class PooledCalls:
     ) -> list[list[float]]:
         """See `LLM.label_probabilities`."""
         check_task(self._spec, "labels")
+        check_flag("among_labels", among_labels)
         items, _ = as_prompts(prompts)
+        each = plain_items(labels)
+        if not isinstance(each, tuple):
+            raise wrong_type("labels", labels, "a list of texts or token ids", has_default=False)
         ids = [
             label_id(self._tokenizer, label, "labels")
             if isinstance(label, str)
             else check_integer("labels", plain(label), 0, self._spec.vocab_size - 1)
-            for label in labels
+            for label in each
         ]
         if not ids:
             raise RequestError("labels is empty; pass at least one", param="labels", code="invalid_value")
@@ -175,10 +188,10 @@ class PooledCalls:
         if isinstance(item, str):
             if not item:
                 raise RequestError(
-                    f"{name} is empty; it has at least one token", param="input", code="empty_prompt"
+                    f"{name} is empty; it has at least one token", param=name, code="empty_prompt"
                 )
             return item
-        return checked_token_ids(item, self._spec.vocab_size)
+        return checked_token_ids(item, self._spec.vocab_size, name)
 
     def _scores(
         self,
@@ -189,12 +202,20 @@ class PooledCalls:
         progress_bar: bool,
     ) -> list[list[float]]:
         pooling = self._pooling("score")
+        check_flag("truncate", truncate)
+        check_flag("progress_bar", progress_bar)
+        _check_texts(instruction=instruction)
         if uses_pairs(pooling):
             most = self._engine.capacity.max_model_len if truncate else None
             inputs = joined_inputs(pooling, self._tokenizer.encode_pairs(pairs, most))
         else:
             inputs = text_inputs(pooling, self._tokenizer, pairs, instruction)
-        vectors = self._run(inputs, scheduling, param="pair", truncate=truncate, progress_bar=progress_bar)
+        try:
+            vectors = self._run(
+                inputs, scheduling, param="pair", truncate=truncate, progress_bar=progress_bar
+            )
+        except RequestError as error:
+            raise inputs.located(error, "pair") from None
         return scores_of(pooling, inputs, vectors)
 
     def _run(
@@ -226,7 +247,10 @@ class PooledCalls:
                         message = row.finish.message or "it was aborted"
                         name = _name(param, number, len(requests))
                         raise RequestError(
-                            f"{name}: {message}", code="generation_failed", status=row.finish.status
+                            f"{name}: {message}",
+                            param=name,
+                            code="generation_failed",
+                            status=row.finish.status,
                         )
                     vectors[number] = row.vector
                     advance(row.usage.prompt_tokens)
@@ -274,12 +298,21 @@ def _name(param: str, number: int, total: int) -> str:
     return f"{param}[{number}]" if total > 1 else param
 
 
+def _check_texts(**values: object) -> None:
+    """Check arguments that are texts or None."""
+    for name, value in values.items():
+        if value is not None:
+            check_text(name, plain(value))
+
+
 def _texts(name: str, value: Any) -> list[str]:
     """The texts of an argument: one text, or several."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, Sequence) and all(isinstance(text, str) for text in value):
-        if value:
-            return list(value)
+    texts = [value] if isinstance(value, str) else value
+    if isinstance(texts, Sequence) and all(isinstance(text, str) for text in texts):
+        if texts:
+            _check_texts(
+                **{name if len(texts) == 1 else f"{name}[{n}]": text for n, text in enumerate(texts)}
+            )
+            return list(texts)
         raise RequestError(f"{name} is empty; pass at least one text", param=name, code="invalid_value")
     raise wrong_type(name, value, "a text or a list of texts", has_default=False)

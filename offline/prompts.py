@@ -17,7 +17,7 @@ _NO_LISTS: Final = (str, bytes, bytearray, memoryview, Mapping, set, frozenset)
 """Can be iterated over, and are no lists of prompts or token ids. Bytes would pass as token ids."""
 
 
-def as_prompts(prompts: object) -> tuple[list[object], bool]:
+def as_prompts(prompts: object, name: str = "prompts") -> tuple[list[object], bool]:
     """The prompts of a call, not yet looked at one by one, and whether the caller passed one and not a list.
 
     A list or an array of integers is one prompt; an array of two dimensions has one prompt in each row.
@@ -29,13 +29,13 @@ def as_prompts(prompts: object) -> tuple[list[object], bool]:
         return [prompts], True
     items = _as_list(prompts)
     if items is None:
-        raise wrong_type("prompts", prompts, _PROMPTS + _hint(prompts), has_default=False)
+        raise wrong_type(name, prompts, _PROMPTS + _hint(prompts), has_default=False)
     if items and isinstance(plain(items[0]), int):
         return [items], True
     return items, False
 
 
-def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
+def checked_token_ids(prompt: object, vocab_size: int, name: str = "prompt") -> list[int]:
     """The token ids of one prompt that is no text.
 
     Raises:
@@ -43,13 +43,13 @@ def checked_token_ids(prompt: object, vocab_size: int) -> list[int]:
     """
     items = _as_list(prompt)
     if items is None:
-        raise wrong_type("prompt", prompt, _PROMPT + _hint(prompt), has_default=False)
+        raise wrong_type(name, prompt, _PROMPT + _hint(prompt), has_default=False)
     token_ids = items if are_plain(items) else [plain(item) for item in items]
     checked: list[int] = []
     for token_id in token_ids:
         if type(token_id) is not int or not 0 <= token_id < vocab_size:
-            message = f"prompt holds {shown(token_id)}, but a prompt is {_PROMPT} in [0, {vocab_size})"
-            raise RequestError(message, param="prompt", code="invalid_value")
+            message = f"{name} holds {shown(token_id)}, but it must be {_PROMPT} in [0, {vocab_size})"
+            raise RequestError(message, param=name, code="invalid_value")
         checked.append(token_id)
     return checked
 

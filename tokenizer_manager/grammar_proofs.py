@@ -21,7 +21,7 @@ from ..runtime.errors import RequestError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import GrammarReady, SchedulerInput
 from .aborter import Aborter
-from .generation import Generation
+from .generation import Generation, GenerationRequest
 from .request_log import LoggedRequest, RequestLog
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,12 @@ class GrammarProver(Protocol):
         """Whether all grammars are known to compile."""
         ...
 
-    async def prove(self, use: GrammarUse) -> None:
+    async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
         """Compile the grammars that are not known.
+
+        Args:
+            use: of the request.
+            waited_s: what the request has used of the time limit.
 
         Raises:
             GrammarError: one of them cannot be compiled, or not in time.
@@ -59,7 +63,7 @@ class TrustingProver:
         """See `GrammarProver`."""
         return True
 
-    async def prove(self, use: GrammarUse) -> None:
+    async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
         """See `GrammarProver`."""
 
     async def measure(self, use: GrammarUse) -> list[ProofResult]:
@@ -97,10 +101,11 @@ class GrammarProofs:
         """See `GrammarProver`."""
         return await self._prover.measure(use)
 
-    def begin(self, generation: Generation, use: GrammarUse | None, param: str) -> None:
-        """Prove the grammars of a generation that has just been sent; `param`: the field that errors name."""
-        if use is not None and not use.proved:
-            task = asyncio.get_running_loop().create_task(self._prove(generation, use, param))
+    def begin(self, generation: Generation, request: GenerationRequest) -> None:
+        """Prove the grammars of a generation that has just been sent for a request."""
+        if request.grammar is not None and not request.grammar.proved:
+            proof = self._prove(generation, request, request.grammar)
+            task = asyncio.get_running_loop().create_task(proof)
             self._tasks[generation.id] = task
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
@@ -113,10 +118,12 @@ class GrammarProofs:
             if task is not None:
                 task.cancel()
 
-    async def _prove(self, generation: Generation, use: GrammarUse, param: str) -> None:
+    async def _prove(self, generation: Generation, request: GenerationRequest, use: GrammarUse) -> None:
         error: RequestError | None = None
+        param = request.grammar_param
+        received_s = generation.arrival_s if request.received_s is None else request.received_s
         try:
-            await self._prover.prove(use)
+            await self._prover.prove(use, self._clock() - received_s)
         except GrammarError as refused:
             error = RequestError(refused.message, param=param, code=refused.code)
         except RequestError as refused:

@@ -105,10 +105,15 @@ def _p99(samples: Samples) -> Samples:
     return np.asarray(np.percentile(samples, 99, axis=-1))
 
 
+def _of_first_token(figure: str) -> Callable[[Run], float | None]:
+    """Of TTFT; vectors come in one piece, and have E2E only."""
+    return lambda run: getattr(run.summary.ttft_ms, figure) if run.summary.vector_rate is None else None
+
+
 METRICS = (
     Metric("output tok/s (steady)", True, _steady_tok_s, _blocks, _mean),
-    Metric("TTFT mean", False, lambda r: r.summary.ttft_ms.mean, _request_values("ttft_s"), _mean),
-    Metric("TTFT P99", False, lambda r: r.summary.ttft_ms.p99, _request_values("ttft_s"), _p99),
+    Metric("TTFT mean", False, _of_first_token("mean"), _request_values("ttft_s"), _mean),
+    Metric("TTFT P99", False, _of_first_token("p99"), _request_values("ttft_s"), _p99),
     Metric("TPOT mean", False, lambda r: r.summary.tpot_ms.mean, _request_values("tpot_s"), _mean),
     Metric("E2E mean", False, lambda r: r.summary.e2e_ms.mean, _request_values("e2e_s"), _mean),
     Metric("E2E P99", False, lambda r: r.summary.e2e_ms.p99, _request_values("e2e_s"), _p99),
@@ -116,12 +121,16 @@ METRICS = (
 WHOLE_RUN_THROUGHPUT = Metric(
     "output tok/s (whole run)", True, lambda r: r.summary.output_tok_s, lambda _: [], _mean
 )
+VECTOR_THROUGHPUT = Metric("texts/s (whole run)", True, lambda r: r.summary.vector_rate, lambda _: [], _mean)
 
 
 def compare(runs_a: Sequence[Run], runs_b: Sequence[Run], seed: int = 0) -> list[Comparison]:
     """Every metric that both sides measured."""
     rng = np.random.default_rng(seed)
-    found = (_compare_metric(metric, runs_a, runs_b, rng) for metric in (WHOLE_RUN_THROUGHPUT, *METRICS))
+    found = (
+        _compare_metric(metric, runs_a, runs_b, rng)
+        for metric in (VECTOR_THROUGHPUT, WHOLE_RUN_THROUGHPUT, *METRICS)
+    )
     return [comparison for comparison in found if comparison is not None]
 
 

@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 
 from ...runtime.errors import EngineDeadError, RequestError
-from ...runtime.feasibility import reason_against
+from ...runtime.feasibility import reason_against, reason_against_pooling
 from ...runtime.messages import GenerateRequest, TextOutput
+from ...runtime.pooling import PoolingParams
 from ...runtime.sampling_params import SamplingParams
 from .records import BenchRequest, RequestRecord
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ...runtime.config.config_sources import MergedConfig
 
 TOKEN_ID_BYTES = 4
+POOLING_SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=1, seed=0)
 
 
 class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
@@ -35,8 +37,14 @@ class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
     """
 
     def __init__(
-        self, engine: EngineThread, tokenizer: WorkloadTokenizer, sampling: SamplingSettings
+        self,
+        engine: EngineThread,
+        tokenizer: WorkloadTokenizer,
+        sampling: SamplingSettings,
+        pooling: PoolingParams | None = None,
     ) -> None:
+        """`pooling`: of vectors, for workloads of texts."""
+        self._pooling = pooling
         self._engine = engine
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -58,6 +66,9 @@ class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
     async def run(self, request: BenchRequest, record: RequestRecord) -> None:
         """Answer one request; see `load.Target`."""
         assert self._loop is not None
+        if request.texts:
+            await self._run_texts(request, record)
+            return
         token_ids = (
             self._tokenizer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
         )
@@ -84,6 +95,37 @@ class OfflineTarget(AbstractAsyncContextManager["OfflineTarget"]):
             await done
         except (EngineDeadError, RequestError) as error:
             record.error = str(error)
+
+    async def _run_texts(self, request: BenchRequest, record: RequestRecord) -> None:
+        """Vectors of texts; they are requests of their own."""
+        assert self._loop is not None and self._pooling is not None
+        parts: list[tuple[RequestRecord, asyncio.Future[None]]] = []
+        for token_ids in self._tokenizer.encode_texts(request.texts):
+            reason = reason_against_pooling(len(token_ids), self._engine.capacity)
+            if reason is not None:
+                record.error, record.refused = reason, True
+                return
+            part = RequestRecord(sent_s=record.sent_s, due_s=record.due_s)
+            rid = f"bench-{self._num_requests}"
+            self._num_requests += 1
+            done: asyncio.Future[None] = self._loop.create_future()
+            with self._lock:
+                self._open[rid] = (part, done)
+            parts.append((part, done))
+            input_ids = np.asarray(token_ids, dtype="<i4").tobytes()
+            message = GenerateRequest(
+                rid, input_ids, POOLING_SAMPLING, arrival_s=time.monotonic(), pooling=self._pooling
+            )
+            self._engine.submit(message, self._rows)
+        try:
+            await asyncio.gather(*(done for _, done in parts))
+        except (EngineDeadError, RequestError) as error:
+            record.error = str(error)
+            return
+        record.arrivals.append((time.monotonic(), 0))
+        record.num_vectors = len(parts)
+        record.prompt_tokens = sum(part.prompt_tokens for part, _ in parts)
+        record.error = next((part.error for part, _ in parts if part.error), None)
 
     def _read_rows(self) -> None:
         """Write every row into its record, until the engine has stopped."""
@@ -122,16 +164,20 @@ def run_offline(
     from ...runtime.model_files.tokenizer import load_tokenizer
     from ...runtime.progress.startup_display import StartupDisplay
     from ...runtime.resolve.prepare import prepare
+    from ...tokenizer_manager.pooling.embedding import embedding_params
+    from ...tokenizer_manager.pooling.task import check_task
 
     workload.check()
     output.check()
     with StartupDisplay() as display:
         prepared = prepare(merged, on_step=display.step, on_download=display.download)
+        check_task(prepared.spec, "embed" if workload.makes_vectors else "generate")
         display.step("tokenizer")
-        tokenizer = load_tokenizer(prepared.source)
+        tokenizer = load_tokenizer(prepared.source, encode_only=workload.makes_vectors)
         engine = start_engine(prepared, tokenizer, on_step=display.step)
     encoder = WorkloadTokenizer(tokenizer)
-    target = OfflineTarget(engine, encoder, sampling)
+    pooling = prepared.spec.pooling
+    target = OfflineTarget(engine, encoder, sampling, embedding_params(pooling) if pooling else None)
     run = asyncio.run(measure(target, workload.requests(encoder), workload.warmup(encoder), workload))
     config: dict[str, Any] = msgspec.to_builtins(prepared.config)
     config["server"].pop("api_key", None)

@@ -19,7 +19,13 @@ from ..unreachable import why_unreachable
 from .records import BenchRequest, RequestRecord
 from .structured import StructuredOutput
 
-Endpoint = Literal["completions", "chat"]
+Endpoint = Literal["completions", "chat", "embeddings"]
+
+_PATHS: Final[dict[Endpoint, str]] = {
+    "completions": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "embeddings": "/v1/embeddings",
+}
 
 _START_ONE: Final = "start one with `engine serve`, or check --url"
 
@@ -66,12 +72,14 @@ class OpenAITarget:
 
     async def run(self, request: BenchRequest, record: RequestRecord) -> None:
         """Answer one request; see `load.Target`."""
-        path = "/v1/completions" if self._options.endpoint == "completions" else "/v1/chat/completions"
+        path = _PATHS[self._options.endpoint]
         try:
             async with self._session.post(path, json=self._body(request)) as response:
                 if response.status != 200:
                     record.error = f"HTTP {response.status}: {_error_text(await response.text())}"
                     record.refused = _refuses(response.status)
+                elif self._options.endpoint == "embeddings":
+                    _take_vectors(record, request, json.loads(await response.read()))
                 elif self._options.stream:
                     await self._read_stream(response, record)
                 else:
@@ -86,6 +94,8 @@ class OpenAITarget:
 
     def _body(self, request: BenchRequest) -> dict[str, Any]:
         options = self._options
+        if options.endpoint == "embeddings":  # as the official client sends it
+            return {"model": options.model, "input": request.texts, "encoding_format": "base64"}
         body: dict[str, Any] = {
             "model": options.model,
             "max_tokens": request.output_len,
@@ -210,6 +220,15 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
     record.prompt_tokens = usage["prompt_tokens"]
     record.output_tokens = usage["completion_tokens"]
     record.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _take_vectors(record: RequestRecord, request: BenchRequest, body: dict[str, Any]) -> None:
+    """The end of an answer of vectors, whose numbers are not looked at."""
+    record.arrivals.append((time.monotonic(), 0))
+    record.num_vectors = len([row["embedding"] for row in body["data"]])
+    record.prompt_tokens = (body.get("usage") or {}).get("prompt_tokens") or 0
+    if record.num_vectors != len(request.texts):
+        record.error = f"{record.num_vectors} vectors came for {len(request.texts)} texts"
 
 
 def _refuses(status: int) -> bool:

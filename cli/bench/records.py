@@ -19,6 +19,7 @@ class BenchRequest:
         output_len: tokens to generate.
         group: which shared prefix it belongs to, -1 for none.
         arrival_s: after the first one, if the workload has times.
+        texts: of a request of vectors, which has no prompt and no output.
     """
 
     prompt: str | list[int]
@@ -26,6 +27,7 @@ class BenchRequest:
     output_len: int
     group: int = -1
     arrival_s: float = 0.0
+    texts: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class RequestRecord:
         prompt_tokens, output_tokens, cached_tokens: as the server counts them.
         error: why it failed; None for success.
         refused: it failed because it is refused, as an equal one would be.
+        num_vectors: vectors of the answer; 0 for a text.
         valid: whether the answer matches the schema of `--structured`; None without one.
     """
 
@@ -52,6 +55,7 @@ class RequestRecord:
     end_s: float = 0.0
     error: str | None = None
     refused: bool = False
+    num_vectors: int = 0
     valid: bool | None = None
 
     @property

@@ -33,6 +33,8 @@ ENDPOINTS: Final[Mapping[str, Endpoint]] = {
     "chat": "chat",
     "/v1/completions": "completions",
     "/v1/chat/completions": "chat",
+    "embeddings": "embeddings",
+    "/v1/embeddings": "embeddings",
 }
 BACKENDS: Final[Mapping[str, Endpoint]] = {
     "openai": "completions",
@@ -42,6 +44,8 @@ BACKENDS: Final[Mapping[str, Endpoint]] = {
     "openai-chat": "chat",
     "vllm-chat": "chat",
     "sglang-oai-chat": "chat",
+    "openai-embeddings": "embeddings",
+    "sglang-embedding": "embeddings",
 }
 
 
@@ -67,8 +71,8 @@ class ServerSettings:
     endpoint: Annotated[
         str | None,
         _server(
-            "Endpoint to call: completions (the default), chat, or its path; chat takes text prompts (sharegpt, "
-            "custom) only."
+            "Endpoint to call: completions (the default), chat, embeddings (with --dataset-name embed), or its path; "
+            "chat takes text prompts (sharegpt, custom) only."
         ),
     ] = None
     backend: Annotated[
@@ -136,17 +140,38 @@ def run_serve(
     workload.check()
     output.check()
     server.base_url  # noqa: B018  (a wrong address is told before the data set is read)
-    if server.api == "chat" and not workload.has_texts:
+    endpoint = _endpoint(server, workload)
+    if endpoint == "chat" and not workload.has_texts:
         raise ConfigError(
             "--endpoint chat needs text prompts: use --dataset-name sharegpt or custom, or --endpoint completions"
         )
     structured = None if server.structured is None else StructuredOutput.read(server.structured)
     if not server.api_key:
         server = dataclasses.replace(server, api_key=variable("ENGINE_API_KEY"))
-    tokenizer = WorkloadTokenizer.load(server.tokenizer)
+    tokenizer = None if workload.makes_vectors else WorkloadTokenizer.load(server.tokenizer)
     requests = workload.requests(tokenizer)
-    warmup = [] if server.api == "chat" else workload.warmup(tokenizer)
+    warmup = [] if endpoint == "chat" else workload.warmup(tokenizer)
+    server = dataclasses.replace(server, endpoint=endpoint, backend=None)
     return asyncio.run(_measure_server(server, sampling, workload, output, requests, warmup, structured))
+
+
+def _endpoint(server: ServerSettings, workload: WorkloadSettings) -> Endpoint:
+    """The endpoint, which the data set names, too.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    is_given = server.endpoint is not None or server.backend is not None
+    if workload.makes_vectors and server.structured is not None:
+        raise ConfigError("--structured has no effect on --dataset-name embed; leave it out")
+    if workload.makes_vectors and not is_given:
+        return "embeddings"
+    if workload.makes_vectors != (server.api == "embeddings"):
+        raise ConfigError(
+            f"--endpoint {server.api} does not go with --dataset-name {workload.dataset_name}; "
+            "embeddings goes with embed"
+        )
+    return server.api
 
 
 async def _measure_server(

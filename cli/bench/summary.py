@@ -63,6 +63,7 @@ class Summary(msgspec.Struct, frozen=True):
     """The figures of one run. Rates are per second of the whole run; latencies in milliseconds.
 
     `valid_share`: of all requests, those with an answer that matches the schema; None without `--structured`.
+    `vector_rate`: texts per second of a run that asks for their vectors; None for other runs.
     """
 
     duration_s: float
@@ -90,6 +91,8 @@ class Summary(msgspec.Struct, frozen=True):
     client_lag_p99_ms: float
     warnings: list[str]
     valid_share: float | None = None
+    num_vectors: int = 0
+    vector_rate: float | None = None
 
 
 def parse_goodput(text: str | None) -> dict[str, float]:
@@ -151,6 +154,8 @@ def summarize(run: LoadRun, slo_ms: dict[str, float]) -> Summary:
         client_lag_p99_ms=run.client_lag_p99_s * 1e3,
         warnings=_warnings(run, good, itls_s),
         valid_share=_valid_share(run.records),
+        num_vectors=(num_vectors := sum(record.num_vectors for record in good)),
+        vector_rate=num_vectors / duration_s if num_vectors else None,
     )
 
 
@@ -210,6 +215,6 @@ def _warnings(run: LoadRun, good: Sequence[RequestRecord], itls_s: Sequence[floa
         warnings.append(
             f"requests were sent up to {max(late):.1f} s after they were due (--max-concurrency): not an open loop"
         )
-    if any(len(record.arrivals) * 2 < record.output_tokens for record in good):
+    if any(not record.num_vectors and len(record.arrivals) * 2 < record.output_tokens for record in good):
         warnings.append("several tokens came in one piece: ITL is an average over the piece")
     return warnings

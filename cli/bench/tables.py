@@ -24,12 +24,8 @@ def print_summary(console: Console, summary: Summary, title: str) -> None:
     latencies = framed_table(console, title="latency in milliseconds", title_justify="left", min_width=60)
     for column in ("", "mean", "median", "P90", "P99", "max"):
         latencies.add_column(column, justify="right" if column else "left")
-    for name, distribution in (
-        ("TTFT", summary.ttft_ms),
-        ("TPOT", summary.tpot_ms),
-        ("ITL", summary.itl_ms),
-        ("E2E", summary.e2e_ms),
-    ):
+    of_tokens = (("TTFT", summary.ttft_ms), ("TPOT", summary.tpot_ms), ("ITL", summary.itl_ms))
+    for name, distribution in (*(of_tokens if summary.vector_rate is None else ()), ("E2E", summary.e2e_ms)):
         latencies.add_row(name, *_latency_cells(distribution))
     console.print(latencies)
     for reason, count in summary.failures.items():
@@ -80,6 +76,17 @@ def print_comparison(path_a: Path, path_b: Path) -> None:
 
 
 def _rows(summary: Summary) -> list[tuple[str, str]]:
+    if summary.vector_rate is not None:
+        return [
+            ("requests completed / failed", f"{summary.completed} / {summary.failed}"),
+            ("duration", f"{summary.duration_s:.2f} s"),
+            ("texts", f"{summary.num_vectors:,}"),
+            ("tokens of texts", f"{summary.prompt_tokens:,}"),
+            ("throughput", f"{summary.vector_rate:,.1f} texts/s"),
+            ("", f"{summary.input_tok_s:,.1f} tok/s"),
+            ("request throughput", f"{summary.request_rate:.2f} req/s"),
+            *_load_rows(summary),
+        ]
     rows = [
         ("requests completed / failed", f"{summary.completed} / {summary.failed}"),
         ("duration", f"{summary.duration_s:.2f} s"),
@@ -90,7 +97,6 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         ("input throughput", f"{summary.input_tok_s:,.1f} tok/s"),
         ("output throughput", f"{summary.output_tok_s:,.1f} tok/s"),
         ("total throughput", f"{summary.total_tok_s:,.1f} tok/s"),
-        ("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}"),
     ]
     if summary.valid_share is not None:
         rows.append(("answers that match the schema", f"{summary.valid_share:.1%}"))
@@ -99,6 +105,12 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
         rows.append(
             (f"output, steady {steady.start_s:.1f}-{steady.end_s:.1f} s", f"{steady.output_tok_s:,.1f} tok/s")
         )
+    return [*rows, *_load_rows(summary)]
+
+
+def _load_rows(summary: Summary) -> list[tuple[str, str]]:
+    """How well the load was answered, and what the client itself did."""
+    rows = [("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}")]
     if summary.goodput_rate is not None:
         attained = ", ".join(f"{metric} {share:.1%}" for metric, share in summary.attainment.items())
         rows.append(("goodput", f"{summary.goodput_rate:.2f} req/s ({attained})"))

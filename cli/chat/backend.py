@@ -69,3 +69,14 @@ class Backend(Protocol):
     def close(self) -> None:
         """Release the backend."""
         ...
+
+
+def why_it_cannot_chat(model: str, task: str) -> str:
+    """The sentence about a model that generates no text, with the command for it.
+
+    Args:
+        task: "embed" or "score".
+    """
+    if task == "embed":
+        return f"{model} makes vectors of texts and cannot chat; use `engine embed` with it, or chat with another model"
+    return f"{model} scores texts and cannot chat; use `engine rerank` with it, or chat with another model"

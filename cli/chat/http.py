@@ -12,7 +12,7 @@ from ...runtime.errors import EngineError, RequestError, ServerError
 from ...runtime.unicode_text import replace_surrogates
 from ..unreachable import why_unreachable
 from .answer_form import AnswerForm
-from .backend import AnswerChunk, AnswerUsage, Call
+from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
 from .session import Message
 from .settings import ChatSettings
 
@@ -41,7 +41,7 @@ class HttpBackend:
             form: of the answers.
 
         Raises:
-            RequestError: not a URL, or no such model there.
+            RequestError: not a URL, no such model there, or one that generates no text.
             ServerError: no server answers.
         """
         self._base = base_url(url)
@@ -51,6 +51,10 @@ class HttpBackend:
         self.where = f"at {self._base}"
         entry = self._find_model(model)
         self.model = str(entry["id"])
+        if entry.get("task") in ("embed", "score"):
+            self._client.close()
+            message = why_it_cannot_chat(f"{self.model} {self.where}", entry["task"])
+            raise RequestError(message, code="unsupported_task")
         length = entry.get("max_model_len")
         self.max_context = length if isinstance(length, int) else None
         self._counts_tokens = True

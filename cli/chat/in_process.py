@@ -6,16 +6,17 @@ from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ...runtime.config.config_sources import MergedConfig, from_arguments
-from ...runtime.errors import EngineError
+from ...runtime.errors import EngineError, RequestError
 from ...runtime.progress.startup_display import StartupDisplay
 from .answer_form import AnswerForm
-from .backend import AnswerChunk, AnswerUsage, Call
+from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
 from .session import Message
 from .settings import ChatSettings
 
 if TYPE_CHECKING:
     from ...offline.llm import LLM
     from ...offline.options import ChatOptions
+    from ...runtime.resolve.prepare import Prepared
 
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})
@@ -46,7 +47,7 @@ class InProcessBackend:
         display.step("import the engine")
         from ...offline.llm import LLM
 
-        llm = LLM.from_config(merged, on_step=display.step, on_download=display.download)
+        llm = LLM.from_config(merged, on_step=display.step, on_download=display.download, check=_check_chats)
         return cls(llm, form)
 
     def answer(
@@ -77,3 +78,9 @@ class InProcessBackend:
     def close(self) -> None:
         """Stop the engine."""
         self._llm.close()
+
+
+def _check_chats(prepared: Prepared) -> None:
+    """Refuse a model without text, before its weights are read."""
+    if prepared.spec.pooling is not None:
+        raise RequestError(why_it_cannot_chat(prepared.model_name, prepared.spec.pooling.task))

@@ -43,6 +43,7 @@ class Snapshot:
         url: the server that was asked.
         model, version: what is served, by which engine.
         max_running_requests: the most that may run at once.
+        task: "generate", "embed" or "score".
         report: the scheduler's figures.
         requests: the live ones, running ones first.
         total: how many there are, including those not listed.
@@ -53,6 +54,7 @@ class Snapshot:
     model: str
     version: str
     max_running_requests: int
+    task: str
     report: SchedulerReport
     requests: tuple[Request, ...]
     total: int
@@ -71,6 +73,9 @@ class Snapshot:
                 model=printable(str(info["model"])),
                 version=printable(str(info["version"])),
                 max_running_requests=int(info["capacity"]["max_running_requests"]),
+                task=printable(
+                    str(((info.get("model_spec") or {}).get("pooling") or {}).get("task", "generate"))
+                ),
                 report=_report_of(info["scheduler"]),
                 requests=tuple(map(_printable, msgspec.convert(listed["data"], list[Request]))),
                 total=int(listed["total"]),
@@ -92,6 +97,7 @@ class Snapshot:
             "url": self.url,
             "model": self.model,
             "version": self.version,
+            "task": self.task,
             "scheduler": msgspec.structs.asdict(self.report),
             "kv_free_tokens": self.free_tokens,
             "last_pass": self.last_pass,

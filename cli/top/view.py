@@ -95,11 +95,18 @@ def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
     if rates is None:
         yield _line("rates", "...")
         return
+    steps = f"{rates.steps:,.1f} steps/s · busy {rates.busy:.0%} · evicted {rates.evicted_tokens:,.0f}/s"
+    if snapshot.task != "generate":
+        yield _line(
+            "rates",
+            (f"{rates.prompt_tokens:,.0f}", "green"),
+            f" tok/s of texts, {rates.cached:.0%} cached · {steps}",
+        )
+        return
     yield _line(
         "rates",
         (f"{rates.output_tokens:,.0f}", "green"),
-        f" tok/s out · {rates.prompt_tokens:,.0f} tok/s prompts, {rates.cached:.0%} cached · {rates.steps:,.1f} "
-        f"steps/s · busy {rates.busy:.0%} · evicted {rates.evicted_tokens:,.0f}/s",
+        f" tok/s out · {rates.prompt_tokens:,.0f} tok/s prompts, {rates.cached:.0%} cached · {steps}",
     )
 
 
@@ -162,7 +169,9 @@ def _budgets(snapshot: Snapshot) -> Iterator[Text]:
 def _requests(snapshot: Snapshot, width: int, room: int) -> Iterator[Text]:
     from rich.text import Text
 
-    columns = _Columns(_id_columns(snapshot, width), narrow=width < _MEDIUM)
+    columns = _Columns(
+        _id_columns(snapshot, width), narrow=width < _MEDIUM, generates=snapshot.task == "generate"
+    )
     yield Text(columns.head(), style="reverse")
     shown = snapshot.requests[:room]
     for request in shown:
@@ -181,26 +190,32 @@ def _id_columns(snapshot: Snapshot, width: int) -> int:
 
 
 class _Columns(NamedTuple):
-    """The columns that fit; a narrow screen shows the code of a reason instead of its text, and no cached tokens."""
+    """The columns that fit; a narrow screen shows the code of a reason instead of its text, and no cached tokens.
+
+    `generates`: requests have answers, of which tokens are counted.
+    """
 
     id_columns: int
     narrow: bool
+    generates: bool = True
 
     def head(self) -> str:
         cached = "" if self.narrow else f" {'CACHED':>6}"
         left = f"{'ID':<{self.id_columns}} {'PHASE':<9} {'AGE':>6} {'TTFT':>6} {'PROMPT':>7}"
-        return f"{left}{cached} {'OUT':>11} WHY"
+        out = f" {'OUT':>11}" if self.generates else ""
+        return f"{left}{cached}{out} WHY"
 
     def line(self, request: Request) -> Text:
         from rich.text import Text
 
         cached = "" if self.narrow else f" {request.cached_tokens:>6}"
-        out = f"{request.completion_tokens}/{request.max_tokens}"
+        counts = f"{request.completion_tokens}/{request.max_tokens}"
+        out = f"{counts:>11} " if self.generates else ""
         return Text.assemble(
             f"{short_id(request.id, self.id_columns):<{self.id_columns}} ",
             (f"{request.phase[:9]:<9}", _PHASE_STYLES.get(request.phase, "yellow")),
             f" {seconds_text(request.age_s):>6} {seconds_text(request.ttft_s):>6} {request.prompt_tokens:>7}{cached} "
-            f"{out:>11} {self.why(request)}",
+            f"{out}{self.why(request)}",
         )
 
     def why(self, request: Request) -> str:

@@ -4,10 +4,10 @@ A compilation cannot be interrupted, and its time grows with the square of the s
 manager has each unknown grammar proved: a `ProofWorker` compiles it and walks some tokens through it within
 `grammar_timeout`. The result is kept by the key of the grammar. Only proved grammars reach the scheduler.
 
-A request waits at most `grammar_timeout` for its proof, the time in the queue included. The start of its process does
-not count, and neither does time in the queue in which no process is ready, up to `grammar_timeout` once more: a start
-takes seconds on a busy machine and says nothing about the grammar. `ProofQueue` has the order, and counts that time. A
-proof that no request waits for any more is ended.
+A request waits at most `grammar_timeout` for its proof, the time in which its body waited to be read and the time in
+the queue included. The start of its process does not count, and neither does time in the queue in which no process is
+ready, up to `grammar_timeout` once more: a start takes seconds on a busy machine and says nothing about the grammar.
+`ProofQueue` has the order, and counts that time. A proof that no request waits for any more is ended.
 """
 
 from __future__ import annotations
@@ -75,14 +75,18 @@ class Prover:
         """Whether all grammars of a request are known to be good, so that `prove` returns at once."""
         return all(self._results.has_good(spec.key) for spec in use.specs)
 
-    async def prove(self, use: GrammarUse) -> None:
+    async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
         """Wait until all grammars of a request have been compiled; returns at once if they are known.
+
+        Args:
+            use: of the request.
+            waited_s: what the request has used of the time limit.
 
         Raises:
             GrammarError: a grammar is refused.
             RequestError: 429, too many grammars wait, or they wait too long; 503, proofs are not possible at present.
         """
-        deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+        deadline_s = asyncio.get_running_loop().time() + self._timeout_s - waited_s
         for spec in use.specs:
             if not self._results.check(spec.key):
                 await self._prove_spec(spec, deadline_s, measures=False)
@@ -100,6 +104,8 @@ class Prover:
 
     async def _prove_spec(self, spec: GrammarSpec, deadline_s: float, *, measures: bool) -> ProofJob:
         """The job of a grammar, when it is good; requests with the same grammar share it."""
+        if asyncio.get_running_loop().time() >= deadline_s:
+            raise self._waited()  # before a process is started for it
         key = f"{spec.key} measured" if measures else spec.key
         job = self._jobs.get(key) or self._add_job(spec, key, measures=measures)
         error = await self._wait_for(job, deadline_s)
@@ -115,15 +121,18 @@ class Prover:
         except TimeoutError:
             if self._is_slow(job):
                 return too_slow(job.spec, self._timeout_s)
-            raise queue_full(
-                f"{len(self._queue.waiting)} other new grammars wait to be compiled, and this one was not done within "
-                f"{self._timeout_s:g} s",
-                self._timeout_s,
-            ) from None
+            raise self._waited() from None
         finally:
             job.num_waiting -= 1
             if not job.num_waiting and not job.done.done():
                 self._drop(job)
+
+    def _waited(self) -> RequestError:
+        return queue_full(
+            f"{len(self._queue.waiting)} other new grammars wait to be compiled, and this one was not done within "
+            f"{self._timeout_s:g} s",
+            self._timeout_s,
+        )
 
     async def _done_in_time(self, job: ProofJob, deadline_s: float) -> GrammarError | None:
         """The result of a job.

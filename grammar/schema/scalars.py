@@ -151,6 +151,8 @@ def _add_pattern(pattern: str, out: Members) -> None:
 
 def check_ranges(out: Members, pointer: str, notes: Notes) -> None:
     """Refuse bounds that contradict each other."""
+    if len(out) < 2:
+        return
     for low, high in (
         ("minLength", "maxLength"),
         ("minItems", "maxItems"),

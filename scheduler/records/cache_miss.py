@@ -34,7 +34,7 @@ _TEXTS: Final = {
     MissKind.FLUSHED: "the rest had been cached, until the whole cache was emptied",
     MissKind.OTHER_NAMESPACE: "the same tokens are cached under another cache salt or adapter, which are never shared",
     MissKind.ROUNDING: "prefixes are shared in whole pages, and the rest fills none",
-    MissKind.BYPASSED: "the request wants log-probabilities of its prompt, so all of it is computed",
+    MissKind.BYPASSED: "the request needs the results of all tokens of its prompt, so all of it is computed",
     MissKind.PROMPT_LONGER: "the nearest cached prompt ends here, and this one goes on",
     MissKind.OFF: "the prefix cache is switched off",
 }

@@ -24,6 +24,7 @@ from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.pooling_spec import PoolingSpec
 
 
 @pytest.fixture
@@ -102,6 +103,45 @@ def test_the_page_is_named_if_there_is_one():
     config = ready_config()
     without = dataclasses.replace(config, server=dataclasses.replace(config.server, page=False))
     assert "browser" not in ready_text(without, "http://127.0.0.1:1")
+
+
+EMBEDDER = PoolingSpec(task="embed", pooling="mean", size=384, normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "path", "fields", "line", "page"),
+    [
+        (
+            EMBEDDER,
+            "/v1/embeddings",
+            {"input"},
+            "It makes vectors of 384 numbers (mean pooling, of length 1).",
+            "compares",
+        ),
+        (
+            PoolingSpec(task="score", pooling="cls", size=1),
+            "/v1/rerank",
+            {"query", "documents"},
+            "It scores how relevant a document is to a query.",
+            "compares",
+        ),
+        (
+            PoolingSpec(task="score", pooling="cls", size=3),
+            "/v1/score",
+            {"text_1", "text_2"},
+            "It gives texts 3 scores.",
+            "shows",
+        ),
+    ],
+)
+def test_the_ready_message_of_a_model_without_text_has_an_example_for_it(pooling, path, fields, line, page):
+    text = ready_text(ready_config(), "http://127.0.0.1:1", pooling)
+    assert line in text
+    assert f"/ {page} " in text and "chat" not in text
+    (curl,) = (line for line in text.splitlines() if line.strip().startswith("curl "))
+    command = shlex.split(curl)
+    assert command[1] == f"http://127.0.0.1:1{path}"
+    assert json.loads(command[command.index("-d") + 1]).keys() == {"model", *fields}
 
 
 def test_with_an_api_key_the_curl_line_names_the_variable_and_not_the_key():

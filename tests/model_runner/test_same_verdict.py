@@ -25,6 +25,7 @@ from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.resolve import model_resolution
 from engine.runtime.resolve.host_facts import read_host_facts
 from engine.runtime.resolve.prepare import prepare
+from tests.model_runner.models.encoder_texts import make_encoder
 from tests.model_runner.weights.test_loading import write_gguf
 
 MAKE = Callable[..., Any]
@@ -349,3 +350,40 @@ def test_values_are_read_only_where_they_matter(make_tiny_llama: MAKE) -> None:
     head = np.full((96, 64), np.nan, np.float32)
     change(folder, **{"lm_head.weight": torch.from_numpy(head)})
     assert_same_verdict(folder, "lm_head.weight holds values", {"quantization": "int8", "dtype": "bfloat16"})
+
+
+def with_prefix(folder: Path) -> None:
+    """The tensors as a model with a head has them, and one of the head."""
+    path = folder / "model.safetensors"
+    save_file(
+        {f"bert.{name}": value for name, value in load_file(path).items()} | {"cls.bias": torch.ones(4)}, path
+    )
+
+
+ENCODERS: dict[str, tuple[str, Callable[[Path], Any], dict[str, Any]]] = {
+    "well": ("", lambda _: None, {}),
+    "with a head": ("", with_prefix, {}),
+    "more layers": ("'encoder.layer.3.* is missing", lambda f: edit(f, num_hidden_layers=4), {}),
+    "fewer layers": ("unexpected tensor", lambda f: edit(f, num_hidden_layers=2), {}),
+    "wider": ("has the shape", lambda f: edit(f, intermediate_size=128), {}),
+    "more positions": (
+        "position_embeddings.weight' has the shape",
+        lambda f: edit(f, max_position_embeddings=200),
+        {},
+    ),
+    "bias missing": (
+        "output.dense.bias' is missing",
+        lambda f: change(f, **{"0.output.dense.bias": None}),
+        {},
+    ),
+    "relative positions": ("only 'absolute'", lambda f: edit(f, position_embedding_type="relative_key"), {}),
+    "drafts": ("speculative is ngram, but bert is an encoder", lambda _: None, {"speculative": "ngram"}),
+}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_one_verdict_on_an_encoder(tmp_path, name):
+    expected, damage, settings = ENCODERS[name]
+    folder = make_encoder(tmp_path / "encoder", "bert").folder
+    damage(folder)
+    assert_same_verdict(folder, expected, settings)

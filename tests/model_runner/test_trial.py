@@ -32,6 +32,7 @@ from engine.runtime.model_files.source import ModelSource
 from engine.runtime.step_plan import StepPlan, StepResult
 
 from .conftest import TinyModel
+from .models.encoder_texts import make_encoder
 from .recording.recording_device import DeviceAttention, RecordingDevice
 
 STEP_BYTES = 30 * MIB
@@ -179,6 +180,18 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     assert all(each is not None and each.top_k == 20 for each in result.logprobs)
     assert {each.top_k for each in result.prompt_logprobs.values()} == {20}
     assert len(make.runners[0]._counts.in_prompt) >= 6, "everybody has penalties"
+
+
+def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
+    encoder: Any = make_encoder(tmp_path / "encoder", "bert")
+    loading = Loading(encoder, monkeypatch)
+    runner = loading(planned=replace(PLANNED, num_pages=90))
+
+    moving, largest = loading.plans
+    assert largest.samples == bytes(6) and largest.pools == bytes([1]) * 6
+    assert sorted(loading.results[-1].vectors) == list(range(6)) and not loading.results[-1].errors
+    assert moving.total_num_scheduled_tokens == 0
+    assert runner.capacity.num_pages == 90, "as planned: two steps"
 
 
 def test_the_largest_step_is_the_schedulers(make, caplog):

@@ -30,17 +30,20 @@ class FakeProver:
         known: grammars that are proved.
         running: proofs that wait, in order.
         canceled: grammars of the proofs that were canceled.
+        waited_s: what each proof was told that its request had waited.
     """
 
     def __init__(self, *known: GrammarUse) -> None:
         self.known = list(known)
         self.running: list[asyncio.Future[None]] = []
         self.canceled: list[GrammarUse] = []
+        self.waited_s: list[float] = []
 
     def is_proved(self, use: GrammarUse) -> bool:
         return use in self.known
 
-    async def prove(self, use: GrammarUse) -> None:
+    async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
+        self.waited_s.append(waited_s)
         proof: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.running.append(proof)
         try:
@@ -57,10 +60,15 @@ class ProofSetup(Setup):
         self.prover = FakeProver(*known)
         super().__init__(prover=self.prover)
 
-    async def constrained(self, *, n: int = 1) -> Generation:
-        """Start a request, and its proof."""
+    async def constrained(self, *, n: int = 1, waited_s: float | None = None) -> Generation:
+        """Start a request that has waited, and its proof."""
         request = GenerationRequest(
-            prompts=["hi"], sampling=SamplingParams(), n=n, grammar=USE, grammar_param="regex"
+            prompts=["hi"],
+            sampling=SamplingParams(),
+            n=n,
+            received_s=None if waited_s is None else self.manager.now_s() - waited_s,
+            grammar=USE,
+            grammar_param="regex",
         )
         generation = await self.manager.start(request)
         await asyncio.sleep(0)
@@ -107,6 +115,18 @@ def test_an_unknown_grammar_is_sent_at_once_and_released_for_each_choice():
         proof.set_result(None)
         await settled()
         assert taken(setup.engine.ready) == [request.rid for request in requests]
+
+    run(test)
+
+
+def test_the_wait_of_a_body_is_time_of_its_grammar():
+    async def test(setup: ProofSetup) -> None:
+        await setup.constrained(waited_s=100.0)
+        await setup.constrained()
+
+        late, at_once = setup.prover.waited_s
+        assert 100.0 <= late <= 100.0 + WAIT_S
+        assert 0.0 <= at_once <= WAIT_S
 
     run(test)
 

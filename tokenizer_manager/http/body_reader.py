@@ -31,8 +31,8 @@ SMALL_BYTES: Final = 64 << 10
 MAX_WAIT_S: Final = 5.0
 LONG_S: Final = 0.02
 """CPU time of a body after which its thread rests."""
-_REST: Final = 3.0
-"""Of the CPU time of the body: a row of them takes a quarter of a core."""
+_REST: Final = 5.0
+"""Of the CPU time of the body: a row of them takes a sixth of a core."""
 _MAX_REST_S: Final = 0.2
 
 T = TypeVar("T")

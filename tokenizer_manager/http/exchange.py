@@ -53,6 +53,7 @@ class Exchange:
         more_headers: sent with every kind of response.
         error_code: of the error that it was answered with, also within a stream; "" for none.
         started_s: when it arrived, by the manager's clock.
+        received_s: when its body had arrived; None before, and without one.
         generations: what was started for it.
         failure_event: writes the end of a stream that fails; None: an error event in the form of the path's API.
     """
@@ -67,6 +68,7 @@ class Exchange:
         self.more_headers: list[tuple[bytes, bytes]] = []
         self.error_code = ""
         self.started_s = 0.0
+        self.received_s: float | None = None
         self.generations: list[Generation] = []
         self.failure_event: Callable[[ErrorReply], bytes] | None = None
         wanted = self.headers.get(b"x-request-id", b"")

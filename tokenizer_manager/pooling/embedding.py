@@ -41,8 +41,10 @@ def embedding_params(
     Raises:
         RequestError: the model was not trained for vectors of this size.
     """
-    wanted = 0
-    if dimensions is not None and dimensions != pooling.size:
+    wanted = pooling.default_dimensions
+    if dimensions is not None and dimensions == pooling.size:
+        wanted = 0
+    elif dimensions is not None:
         if dimensions < 1 or dimensions > pooling.size:
             raise RequestError(
                 f"{param} is {dimensions}, but the model's vectors have {pooling.size} numbers; send at most that, or "

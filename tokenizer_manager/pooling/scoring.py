@@ -11,6 +11,7 @@ How a model scores a pair is in its `PoolingSpec`:
 from __future__ import annotations
 
 import math
+import re
 from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -23,8 +24,8 @@ from ...runtime.request_checks import shown
 from ..generation import Prompt
 from .embedding import embedding_params, prompt_text
 
-DEFAULT_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
-"""Of Qwen3-Reranker's model card."""
+_ITEM: Final = re.compile(r"(\w+)\[(\d+)\]")
+_NAME: Final = re.compile(r"\{(instruction|query|document)\}")
 
 Pair = tuple[str, str]
 """A query and a document."""
@@ -36,19 +37,29 @@ class ScoredInputs(NamedTuple):
     Attributes:
         prompts: texts, or token ids.
         poolings: of each prompt.
-        pairs: of each score: the index of one prompt, or those of the prompts with the two vectors.
+        pairs: of each score: the index of its prompt, or those of the document and of the query.
         add_special_tokens: whether the texts get special tokens.
     """
 
     prompts: list[Prompt]
     poolings: list[PoolingParams]
-    pairs: list[tuple[int, ...]]
+    pairs: Sequence[tuple[int, ...]]
     add_special_tokens: bool = True
+
+    def located(self, error: RequestError, param: str) -> RequestError:
+        """An error about the prompt `param[n]`, with the number of the pair that it belongs to; or about a query."""
+        match = _ITEM.fullmatch(error.param or "")
+        if match is None or match[1] != param:
+            return error
+        number = int(match[2])
+        name = next((f"{param}[{n}]" for n, pair in enumerate(self.pairs) if pair[0] == number), "the query")
+        message = error.message.replace(match[0], name, 1)
+        return RequestError(message, param=name.removeprefix("the "), code=error.code, status=error.status)
 
 
 def uses_pairs(pooling: PoolingSpec) -> bool:
     """Whether the tokenizer must join the two texts of a pair (`Tokenizer.encode_pairs`)."""
-    return pooling.task == "score" and not pooling.label_tokens
+    return pooling.task == "score" and not pooling.template
 
 
 def joined_inputs(pooling: PoolingSpec, encoded: Sequence[tuple[list[int], int]]) -> ScoredInputs:
@@ -68,33 +79,41 @@ def text_inputs(
     """The inputs of all other models."""
     if pooling.task == "embed":
         return _vector_inputs(pooling, pairs)
-    label_ids = tuple(label_id(tokenizer, text, "label_tokens") for text in pooling.label_tokens)
-    instruction = DEFAULT_INSTRUCTION if instruction is None else instruction
+    if pooling.label_tokens:
+        label_ids = tuple(label_id(tokenizer, text, "label_tokens") for text in pooling.label_tokens)
+        params = PoolingParams(PoolingKind.LABELS, label_ids=label_ids)
+    else:
+        params = PoolingParams(PoolingKind.SCORE, all_tokens=pooling.pooling != "last")
+    words = {"instruction": pooling.instruction if instruction is None else instruction}
     prompts = [
-        pooling.template.replace("{instruction}", instruction)
-        .replace("{query}", query)
-        .replace("{document}", document)
-        for query, document in pairs
+        _filled(pooling.template, words | {"query": query, "document": document}) for query, document in pairs
     ]
-    params = PoolingParams(PoolingKind.LABELS, label_ids=label_ids)
     return ScoredInputs(
         list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))], add_special_tokens=False
     )
 
 
+def _filled(template: str, words: dict[str, str]) -> str:
+    """The template with its names replaced, all at once: what replaces a name is not looked at again."""
+    return _NAME.sub(lambda name: words[name[1]], template)
+
+
 def _vector_inputs(pooling: PoolingSpec, pairs: Sequence[Pair]) -> ScoredInputs:
     """One prompt for each different text of each side, with the prompt of its side."""
-    texts: dict[tuple[str, str], int] = {}
-    numbers = [
-        tuple(
-            texts.setdefault((side, text), len(texts))
-            for side, text in zip(("query", "document"), pair, strict=True)
-        )
-        for pair in pairs
-    ]
-    before = {side: prompt_text(pooling, input_type=side) for side in ("query", "document")}
+    queries: dict[str, int] = {}
+    documents: dict[str, int] = {}
+    for query, document in pairs:
+        documents.setdefault(document, len(documents))
+        queries.setdefault(query, len(queries))
+    before_query = prompt_text(pooling, input_type="query")
+    before_document = prompt_text(pooling, input_type="document")
+    prompts: list[Prompt] = [before_document + document for document in documents]
+    prompts += [before_query + query for query in queries]
     params = embedding_params(pooling, normalize=True)
-    return ScoredInputs([before[side] + text for side, text in texts], [params] * len(texts), numbers)
+    numbers: list[tuple[int, ...]] = [
+        (documents[document], len(documents) + queries[query]) for query, document in pairs
+    ]
+    return ScoredInputs(prompts, [params] * len(prompts), numbers)
 
 
 def scores_of(pooling: PoolingSpec, inputs: ScoredInputs, vectors: Sequence[bytes]) -> list[list[float]]:

@@ -26,6 +26,7 @@ from .datasets import (
     sharegpt_requests,
     trace_requests,
 )
+from .texts import text_requests
 
 if TYPE_CHECKING:
     from ....runtime.model_files.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ class DatasetName(enum.StrEnum):
     SHAREGPT = "sharegpt"
     CUSTOM = "custom"
     TRACE = "trace"
+    EMBED = "embed"
 
 
 class PromptTokenizer(TextEncoder, Protocol):
@@ -68,6 +70,10 @@ class WorkloadTokenizer:
         """Token ids, without a beginning-of-sequence token."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
+    def encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of whole texts, with the special tokens that the model wants."""
+        return self._tokenizer.encode_batch(list(texts), True)
+
     def ordinary_token_ids(self) -> list[int]:
         """Every token id that is not special."""
         tokenizer = self._tokenizer
@@ -86,6 +92,10 @@ def _gsp(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, generated-shared-prefix")
 
 
+def _embed(help_text: str) -> Any:
+    return typer.Option(help=help_text, rich_help_panel="Workload, embed")
+
+
 def _file(help_text: str) -> Any:
     return typer.Option(help=help_text, rich_help_panel="Workload, files")
 
@@ -94,14 +104,25 @@ def _file(help_text: str) -> Any:
 class WorkloadSettings:
     """The requests and their arrival times; every field is an option of `engine bench`."""
 
-    dataset_name: Annotated[DatasetName, _workload("Data set of the prompts.")] = DatasetName.RANDOM
-    num_prompts: Annotated[int, _workload("Requests of the run (random, sharegpt, custom, trace).")] = 64
+    dataset_name: Annotated[
+        DatasetName,
+        _workload(
+            "Data set of the prompts; embed: texts, of which vectors are asked for.",
+            "--dataset-name",
+            "--dataset",
+        ),
+    ] = DatasetName.RANDOM
+    num_prompts: Annotated[
+        int, _workload("Requests of the run (random, sharegpt, custom, trace, embed).")
+    ] = 64
     random_input_len: Annotated[str, _workload("Prompt tokens: 512, or a range 64:512.")] = "256"
     random_output_len: Annotated[str, _workload("Output tokens: 128, or a range 64:256.")] = "64"
     random_range_ratio: Annotated[
         float, _workload("r < 1 turns a single length n into the range r*n..n, as in SGLang.")
     ] = 1.0
     seed: Annotated[int, _workload("Seed of prompts, lengths and arrival times.")] = 0
+    embed_len: Annotated[str, _embed("Tokens of a text: 128, or a range 16:256.")] = "16:256"
+    embed_batch: Annotated[int, _embed("Texts of a request.")] = 1
     gsp_num_groups: Annotated[int, _gsp("Shared prefixes.")] = 4
     gsp_prompts_per_group: Annotated[int, _gsp("Requests per shared prefix.")] = 16
     gsp_system_prompt_len: Annotated[int, _gsp("Tokens of a shared prefix.")] = 512
@@ -149,6 +170,8 @@ class WorkloadSettings:
         if self.custom_output_len < 1:
             raise ConfigError(f"--custom-output-len is {self.custom_output_len}, but it must be at least 1")
         self._check_file()
+        if self.makes_vectors:
+            self._texts(1, self.seed)
         arrival_offsets(1, self.request_rate, self.burstiness, self.seed)
         self._length_ranges()
 
@@ -190,9 +213,19 @@ class WorkloadSettings:
         """Whether the prompts are texts, which chats need."""
         return self.dataset_name in (DatasetName.SHAREGPT, DatasetName.CUSTOM)
 
-    def requests(self, tokenizer: PromptTokenizer) -> list[BenchRequest]:
-        """The workload, in the order of sending."""
+    @property
+    def makes_vectors(self) -> bool:
+        """Whether the requests ask for vectors of texts; they need no tokenizer."""
+        return self.dataset_name is DatasetName.EMBED
+
+    def requests(self, tokenizer: PromptTokenizer | None) -> list[BenchRequest]:
+        """The workload, in the order of sending; `tokenizer` may be None if it makes vectors."""
+        if self.makes_vectors:
+            return self._texts(self.num_prompts, self.seed)
+        assert tokenizer is not None
         match self.dataset_name:
+            case DatasetName.EMBED:
+                raise AssertionError("handled above")
             case DatasetName.RANDOM:
                 input_len, output_len = self._length_ranges()
                 token_ids = tokenizer.ordinary_token_ids()
@@ -232,8 +265,15 @@ class WorkloadSettings:
                     seed=self.seed,
                 )
 
-    def warmup(self, tokenizer: WorkloadTokenizer) -> list[BenchRequest]:
+    def _texts(self, num_requests: int, seed: int) -> list[BenchRequest]:
+        length = LengthRange.parse("--embed-len", self.embed_len)
+        return text_requests(num_requests, self.embed_batch, length, seed)
+
+    def warmup(self, tokenizer: WorkloadTokenizer | None) -> list[BenchRequest]:
         """Requests sent before the clock starts. Their prompts are not in the workload, so they add no cache hits."""
+        if self.makes_vectors:
+            return self._texts(self.warmup_requests, self.seed + 1)
+        assert tokenizer is not None
         token_ids = tokenizer.ordinary_token_ids()
         short = LengthRange(32, 32)
         return random_requests(self.warmup_requests, short, LengthRange(8, 8), token_ids, self.seed + 1)

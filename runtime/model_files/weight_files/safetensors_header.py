@@ -25,6 +25,8 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bias")
 """Suffixes of tensors in old exports that are not weights."""
 
+_OLD_NAMES: Final = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""Endings of tensor names in the first exports of BERT, and what they are called since."""
 _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 
@@ -77,7 +79,9 @@ def read_header(path: Path) -> SafetensorsFile:
     try:
         header = json.loads(text, object_pairs_hook=_unique)
         entries = {
-            name: _entry(8 + header_bytes, value) for name, value in header.items() if name != "__metadata__"
+            _current(name): _entry(8 + header_bytes, value)
+            for name, value in header.items()
+            if name != "__metadata__"
         }
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(damage(path, f"the header is damaged ({error!r}); download it again")) from error
@@ -172,6 +176,13 @@ def _entry(data_start: int, value: dict[str, Any]) -> HeaderEntry:
     if item_bytes is not None and math.prod(shape) * item_bytes != end - begin:
         raise ValueError(f"shape {shape} does not take {end - begin} bytes")
     return HeaderEntry(value["dtype"], shape, data_start + begin, end - begin)
+
+
+def _current(name: str) -> str:
+    for old, new in _OLD_NAMES.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -204,3 +204,45 @@ def test_a_target_that_is_never_entered_opens_nothing(recwarn):
     gc.collect()
 
     assert not recwarn.list
+
+
+TEXTS = BenchRequest(prompt="", prompt_len=0, output_len=0, texts=("one", "two", "three"))
+
+
+@pytest.mark.parametrize(
+    ("num_vectors", "error"),
+    [(3, None), (2, "2 vectors came for 3 texts"), (None, "the answer does not follow")],
+)
+def test_texts_are_answered_by_vectors(num_vectors, error):
+    bodies = []
+
+    async def answer(request):
+        bodies.append(await request.json())
+        if num_vectors is None:
+            return web.json_response({"results": []})
+        rows = [{"embedding": "AAAA"}] * num_vectors
+        return web.json_response({"data": rows, "usage": {"prompt_tokens": 7}})
+
+    async def run():
+        app = web.Application()
+        app.router.add_post("/v1/embeddings", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with OpenAITarget(url, None, replace(OPTIONS, endpoint="embeddings"), 10.0) as target:
+            load = await run_load(target, [TEXTS], [0.0], None, lambda _: None)
+        await runner.cleanup()
+        return load
+
+    load = asyncio.run(run())
+    assert bodies == [{"model": "m", "input": ["one", "two", "three"], "encoding_format": "base64"}]
+    (record,) = load.records
+    if error is None:
+        summary = summarize(load, {})
+        assert (summary.num_vectors, summary.prompt_tokens, summary.failed) == (3, 7, 0)
+        assert summary.vector_rate == pytest.approx(3 / summary.duration_s)
+        assert not [warning for warning in summary.warnings if "token" in warning]
+    else:
+        assert error in record.error and not record.ok

@@ -54,6 +54,12 @@ def test_the_endpoint():
         (["--backend", "tgi"], "--backend is 'tgi', but it must be one of openai, vllm, "),
         (["--endpoint", "/v2"], "--endpoint is '/v2', but it must be one of completions, chat, "),
         (["--url", "http://a:1", "--port", "2"], "the server is given twice"),
+        (
+            ["--endpoint", "chat", "--dataset", "embed"],
+            "--endpoint chat does not go with --dataset-name embed",
+        ),
+        (["--endpoint", "embeddings"], "--endpoint embeddings does not go with --dataset-name random"),
+        (["--dataset", "embed", "--structured", "x"], "--structured has no effect on --dataset-name embed"),
         (["--backend", "openai-chat"], "--endpoint chat needs text prompts"),
         (
             ["--dataset-name", "custom"],

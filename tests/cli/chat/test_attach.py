@@ -140,3 +140,14 @@ def test_what_says_how_to_load_a_model_keeps_it_in_this_process(
     assert cli.run(["chat", "Hi", *(str(config) if word == "FILE" else word for word in options)]) == 2
     assert capsys.readouterr().err == "engine: a model is loaded here\n"
     assert server.keys == []
+
+
+def test_a_server_of_an_embedder_is_passed_over_with_the_reason(running, server):
+    server.say("/v1/models", {"data": [{"id": "minilm", "task": "embed"}]})
+    running(server.url)
+    backend, notes = notes_of()
+    assert backend is None
+    assert notes == [
+        f"the server at {server.url} is not used: minilm at {server.url} makes vectors of texts and cannot chat; use "
+        "`engine embed` with it, or chat with another model"
+    ]

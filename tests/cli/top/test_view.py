@@ -134,3 +134,18 @@ def test_both_ends_of_an_id_say_something():
     assert short_id("cmpl-1", 15) == "cmpl-1"
     assert short_id("chatcmpl-3f2a90bb-12", 15) == "chatcmpl-…bb-12"
     assert len(short_id("x" * 100, 15)) == 15
+
+
+def test_a_server_of_vectors_shows_no_output_tokens():
+    info, listed = answers(
+        [RUNS | {"phase": "prefill", "completion_tokens": 0, "max_tokens": 1, "why": "it is new"}]
+    )
+    info["model_spec"] = {"pooling": {"task": "embed"}}
+    lines = screen(Snapshot.from_answers(URL, info, listed), width=120)
+    (rates,) = (line for line in lines if line.startswith("rates"))
+    assert rates.startswith("rates   200 tok/s of texts, 25% cached · 20.0 steps/s")
+    (head,) = (line for line in lines if line.startswith("ID"))
+    assert "OUT" not in head
+    (row,) = (line for line in lines if line.startswith("chatcmpl"))
+    assert "0/1" not in row and row.rstrip().endswith("it is new")
+    assert head.index("WHY") == row.index("it is new")

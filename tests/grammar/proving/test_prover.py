@@ -117,10 +117,10 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def outcome(bench: Bench, text: str) -> str:
+async def outcome(bench: Bench, text: str, waited_s: float = 0.0) -> str:
     """The error code, or "good"."""
     try:
-        await bench.prover.prove(use(text))
+        await bench.prover.prove(use(text), waited_s)
     except GrammarError as error:
         return error.code
     except RequestError as error:
@@ -322,6 +322,31 @@ def test_a_request_waits_no_longer_than_the_time_limit():
         assert await asyncio.gather(*tasks) == ["schema_too_complex", "schema_too_complex", "429 queue_full"]
         await settle()
         assert bench.alive == 0
+
+    run(test)
+
+
+def test_what_a_request_has_waited_is_a_part_of_its_time():
+    async def test(bench: Bench) -> None:
+        loop = asyncio.get_running_loop()
+        begin_s = loop.time()
+        assert (
+            await outcome(bench, "a", waited_s=3.0) == "429 queue_full"
+        )  # not blamed: 2 s are not the limit
+        assert loop.time() - begin_s == pytest.approx(2.0)
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a", waited_s=3.0) == "good"
+
+    run(test)
+
+
+def test_a_request_without_time_left_starts_nothing():
+    async def test(bench: Bench) -> None:
+        assert await outcome(bench, "a", waited_s=5.0) == "429 queue_full"
+        assert bench.started == 0
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a") == "good"
+        assert await outcome(bench, "a", waited_s=9.0) == "good"  # it is known
 
     run(test)
 

@@ -63,7 +63,7 @@ class FakeFlashAttention:
         assert 0 <= int(page_table.min()) <= int(page_table.max()) < keys.shape[0]
         check_int32(seq_lens, num_requests)
         check_int32(starts, num_requests + 1)
-        assert given["causal"]
+        causal = given["causal"]
         new_lens = starts.diff().tolist()
         assert int(starts[-1]) == q.shape[0]
         assert given["max_seqlen_q"] >= max(new_lens)
@@ -80,12 +80,12 @@ class FakeFlashAttention:
             assert planned[name] is given[name] or planned[name] == given[name], name
 
         left, right = given["window_size"]
-        assert right == (-1 if left == -1 else 0)
+        assert right == (-1 if left == -1 else 0 if causal else left)
         out = []
         for pages, length, queries in zip(page_table, seq_lens.tolist(), q.split(new_lens), strict=True):
             mine = pages[: -(-length // page_size)].long()
             k, v = keys[mine].flatten(0, 1)[:length], values[mine].flatten(0, 1)[:length]
-            out.append(dense(queries, k, v, None if left == -1 else left + 1))
+            out.append(dense(queries, k, v, None if left == -1 else left + right + 1, causal=causal))
         return torch.cat(out).view(q.shape).to(q.dtype)
 
 

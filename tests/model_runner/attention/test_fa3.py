@@ -14,7 +14,7 @@ from engine.model_runner.attention import fa3
 from engine.model_runner.attention.fa3 import FlashAttention3
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
-from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
+from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels import sgl_signatures
 
 HOPPER = KernelProbe(Finding("0.4.10"), Finding("3.6"), (9, 0))
@@ -51,6 +51,19 @@ def test_is_dense_attention(fake, batch, heads, page_size, dtype, window, layer_
     pages = paged(spec_of(*heads, window=window), page_size, lens, dtype, seed)
     ours, expected = pages.run(extend_lens, layer_id)
     assert_close(ours, expected, dtype)
+
+
+@settings(max_examples=10)
+@given(
+    lens=whole_texts(300),
+    page_size=st.sampled_from([1, 16]),
+    window=st.none() | st.sampled_from([1, 17, 129]),
+    layer_id=st.sampled_from([0, 1, 1]),
+)
+def test_in_an_encoder_a_token_sees_those_after_it(fake, lens, page_size, window, layer_id):
+    pages = paged(spec_of(4, 4, 32, window=window, causal=False), page_size, lens, BF16, 0)
+    ours, expected = pages.run(lens, layer_id)
+    assert_close(ours, expected, BF16)
 
 
 @settings(max_examples=8)

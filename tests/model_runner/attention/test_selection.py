@@ -89,3 +89,7 @@ def test_reasons_against_triton():
         "has no kernels for torch.float64",
         "reads no KV pool of torch.int8",
     ]
+    encoder = spec_of(4, 4, 32, causal=False)
+    assert TritonAttention.reasons_against(encoder, cpu, BF16, BF16)[1:] == [
+        "attends to earlier tokens only, and the model is an encoder"
+    ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.recording.executor import StepOutput
@@ -35,7 +36,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class TinyEncoder:
-    """A random encoder of transformers, saved to a folder, and the facts our reader finds there."""
+    """A random encoder of transformers, saved to a folder, and the facts our reader finds there, without pooling."""
 
     reference: Any
     folder: Path
@@ -94,7 +95,7 @@ def make_encoder(
                 parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[-1] ** 0.5)
     reference = reference.to(getattr(torch, dtype))
     reference.save_pretrained(folder)
-    return TinyEncoder(reference, folder, read_hf_spec(folder))
+    return TinyEncoder(reference, folder, structs.replace(read_hf_spec(folder), pooling=None))
 
 
 class Texts:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from functools import reduce
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.forward_program import ProgrammedForward
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
-from engine.runtime.pooling import PoolingParams
+from engine.runtime.pooling import PoolingKind, PoolingParams
 
 from .encoder_texts import WHOLE, Texts, make_encoder
 
@@ -203,12 +206,60 @@ def test_the_vector_is_that_of_the_pooler(make_texts):
         torch.testing.assert_close(vector, encoder.states(text)[-1], rtol=1e-5, atol=2e-5)
 
 
+CLASSIFIERS = {
+    "bert": ("bert", 13),
+    "roberta": ("roberta", 0),
+    "xlm-roberta": ("xlm-roberta", 0),
+    "distilbert": ("distilbert", 0),
+    "modernbert": ("modernbert", 0),
+    "modernbert mean": ("modernbert", 0),
+}
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_scores_are_those_of_transformers(tmp_path, make_driver, name):
+    model_type, second = CLASSIFIERS[name]
+    options: dict[str, Any] = {"classifier_pooling": "mean"} if "mean" in name else {}
+    encoder = make_encoder(
+        tmp_path / "encoder", model_type, head="ForSequenceClassification", num_labels=3, **options
+    )
+    spec = read_hf_spec(encoder.folder)
+    assert spec.pooling is not None and spec.pooling.size == 3
+    runner = Texts(make_driver(spec, encoder.folder))
+    texts = texts_of((40, 17, 64))
+    params = PoolingParams(kind=PoolingKind.SCORE, all_tokens=True, second_start=second)
+    result = runner.step(texts, [params] * len(texts))
+    for n, text in enumerate(texts):
+        types = (
+            {"token_type_ids": torch.tensor([[int(k >= second) for k in range(len(text))]])} if second else {}
+        )
+        with torch.inference_mode():
+            theirs = encoder.reference(torch.tensor([text]), **types).logits[0]
+        ours = torch.frombuffer(bytearray(result.vectors[n]), dtype=torch.float32)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-5)
+
+
 def test_all_layers_share_the_memory_of_one(make_texts):
     encoder, runner = make_texts("bert")
     pool = runner.runner.kv_pool
     assert len(pool.k) == len(pool.v) == 1
     assert pool.layer(0).k is pool.layer(2).k and pool.layer(0).v is pool.layer(2).v
     assert encoder.spec.kv_bytes_per_token(4) == 2 * 64 * 4 == pool.page_bytes // pool.page_size
+
+
+def test_the_names_of_norms_in_the_first_exports_are_read(tmp_path, make_driver):
+    encoder = make_encoder(tmp_path / "encoder", "bert")
+    path = encoder.folder / "model.safetensors"
+    tensors = load_file(path)
+    old = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {
+        reduce(lambda name, new: name.replace(new, old[new]), old, name): tensors[name] for name in tensors
+    }
+    assert sum("gamma" in name for name in renamed) == 7
+    save_file(renamed, path)
+    runner = Texts(make_driver(encoder.spec, encoder.folder))
+    text = texts_of((30,))[0]
+    torch.testing.assert_close(runner.states([text])[0], encoder.states(text), rtol=1e-5, atol=2e-5)
 
 
 def test_logits_are_refused_by_name(make_texts):

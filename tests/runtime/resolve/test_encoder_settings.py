@@ -133,9 +133,13 @@ def test_settings_that_an_encoder_cannot_have_are_refused(settings, message):
         resolve(config(**settings), MINILM, HOST)
 
 
-def test_a_preset_is_no_contradiction():
-    ours = resolve(config(preset="chat"), MINILM, HOST).config
+@pytest.mark.parametrize("preset", ["chat", "rag", "batch", "latency"])
+@pytest.mark.parametrize("host", [HOST, GPU_HOST], ids=["cpu", "gpu"])
+def test_a_preset_is_no_contradiction(preset, host):
+    ours = resolve(config(preset=preset), MINILM, host).config
     assert ours.scheduler.chunked_prefill_size == -1
+    assert isinstance(ours.cache.max_total_tokens, int) and ours.cache.max_total_tokens >= 2 * 512
+    assert resolve(ours, MINILM, host).config == ours
 
 
 def test_the_output_head_that_there_is_not_takes_no_memory():

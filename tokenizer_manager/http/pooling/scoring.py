@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ....runtime.errors import RequestError
 from ...pooling.scoring import Pair, joined_inputs, scores_of, text_inputs, uses_pairs
 from ...pooling.task import check_task
 from ..exchange import Exchange
@@ -19,11 +20,13 @@ class ScoredPairs(NamedTuple):
 
     Attributes:
         id: of the request.
+        model: the name of what computed it.
         scores: of each pair: one number, or one per label of a classifier.
         usage: tokens of all prompts.
     """
 
     id: str
+    model: str
     scores: list[list[float]]
     usage: PoolingUsage
 
@@ -59,6 +62,7 @@ async def score_pairs(
         inputs = text_inputs(pooling, services.tokenizer, pairs, instruction)
     request = pooled_request(
         fields,
+        services,
         exchange.caller,
         inputs.prompts,
         inputs.poolings,
@@ -66,5 +70,8 @@ async def score_pairs(
         id_prefix=id_prefix,
         add_special_tokens=inputs.add_special_tokens,
     )
-    answer = await run_pooled(exchange, services, request)
-    return ScoredPairs(answer.id, scores_of(pooling, inputs, answer.vectors), answer.usage)
+    try:
+        answer = await run_pooled(exchange, services, request)
+    except RequestError as error:
+        raise inputs.located(error, param) from None
+    return ScoredPairs(answer.id, answer.model, scores_of(pooling, inputs, answer.vectors), answer.usage)

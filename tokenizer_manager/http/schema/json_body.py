@@ -31,6 +31,7 @@ _OTHER_UNICODE: Final = {
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
+_CONTAINERS: Final = (dict, list)
 _ITEM_MARKS: Final = ("[", "{")
 _STRINGS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """Matches an unterminated string too, once: searching for its end from each quote inside it would take days."""
@@ -126,9 +127,9 @@ def _check_items(text: str, max_items: int) -> None:
 
 def _check_depth(value: object, max_depth: int) -> None:
     """Refuse a value that is nested too deeply. Level by level, so that the stack does not grow."""
-    level: list[object] = [value]
-    for _ in range(max_depth + 1):
-        level = [item for outer in level if isinstance(outer, dict | list) for item in _items(outer)]
+    level = [value]
+    for _ in range(max_depth):
+        level = [item for outer in level for item in _items(outer) if isinstance(item, _CONTAINERS)]
         if not level:
             return
     raise _invalid(
@@ -136,8 +137,10 @@ def _check_depth(value: object, max_depth: int) -> None:
     )
 
 
-def _items(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return outer.values() if isinstance(outer, dict) else outer
+def _items(outer: object) -> Iterable[object]:
+    if isinstance(outer, dict):
+        return outer.values()
+    return outer if isinstance(outer, list) else ()
 
 
 def _decoded(text: str) -> object:

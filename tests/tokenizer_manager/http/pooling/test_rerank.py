@@ -22,6 +22,7 @@ LABELED = PoolingSpec(
     size=1,
     label_tokens=("y", "n"),
     template="<{instruction}|{query}|{document}>",
+    instruction="judge",
 )
 DOCUMENTS = ["aa", "b", "cccc"]
 
@@ -82,7 +83,7 @@ def test_a_reranker_with_labels_fills_its_template_and_compares_them(serve: Serv
 
     requests = [served.engine.next_request() for _ in range(6)]
     assert text_of(requests[0]) == "<find|q|aa>"
-    assert text_of(requests[3]).startswith("<Given a web search query")
+    assert text_of(requests[3]) == "<judge|q|aa>"
     assert requests[0].pooling is not None
     assert requests[0].pooling.label_ids == tuple(TOKENIZER.encode("yn"))
     assert not requests[0].pooling.all_tokens
@@ -150,3 +151,36 @@ def test_other_models_say_what_they_do(serve: Serve):
     )
     classifier = serve(LENGTH, pooling=PoolingSpec(task="score", pooling="cls", size=3))
     assert "/v1/score" in classifier.client.post("/v1/rerank", json=body_for()).json()["error"]["message"]
+
+
+def test_an_error_of_an_embedder_names_the_document_and_not_its_vector(serve: Serve):
+    served = serve(say_vectors(lambda _: [1.0]), pooling=EMBEDDER)
+    for query, documents, param in (
+        ("q", ["a", "a", "x" * 10_000], "documents[2]"),
+        ("x" * 10_000, ["a", "b"], "query"),
+    ):
+        reply = served.client.post("/v1/rerank", json={"query": query, "documents": documents})
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, param)
+        assert error["message"].removeprefix("the ").startswith(f"{param} has ")
+
+
+def test_a_text_that_looks_like_a_name_of_the_template_stays_as_it_is(serve: Serve):
+    served = serve(say_vectors(lambda request: [-1.0, -2.0]), pooling=LABELED)
+
+    served.client.post("/v1/rerank", json={"query": "{document} {instruction}", "documents": ["{query}"]})
+
+    assert text_of(served.engine.next_request()) == "<judge|{document} {instruction}|{query}>"
+
+
+def test_a_head_with_a_template(serve: Serve):
+    pooling = PoolingSpec(
+        task="score", pooling="last", size=1, template="<{query}|{document}>", activation="sigmoid"
+    )
+    served = serve(LENGTH, pooling=pooling)
+
+    served.client.post("/v1/rerank", json=body_for())
+
+    request = served.engine.next_request()
+    assert text_of(request) == "<q|aa>" and request.pooling is not None
+    assert request.pooling.kind is PoolingKind.SCORE

@@ -203,6 +203,13 @@ def test_depth_is_limited_exactly(opening: bytes, closing: bytes, beside: bytes)
     assert caught.value.code == "invalid_json"
 
 
+@pytest.mark.parametrize("empty", [b"[]", b"{}"])
+def test_an_empty_value_is_a_level_too(empty: bytes):
+    assert parse_object(b'{"x": [' + empty + b"]}", RequestLimits(max_json_depth=3))
+    with pytest.raises(RequestError, match="the limit is 3"):
+        parse_object(b'{"x": [[' + empty + b"]]}", RequestLimits(max_json_depth=3))
+
+
 def test_many_flat_values_are_not_deep():
     assert parse_object(b'{"x": [' + b"[1], " * 1000 + b"[]]}", RequestLimits(max_json_depth=3))
 

@@ -21,6 +21,11 @@ export class Server {
     return (await this.#send(path, { headers: this.#headers(admin) })).json();
   }
 
+  async post(path, body) {
+    const headers = { ...this.#headers(false), "Content-Type": "application/json" };
+    return (await this.#send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+  }
+
   // The JSON objects of an event stream, until [DONE].
   async *stream(path, body, signal) {
     const headers = { ...this.#headers(false), "Content-Type": "application/json" };

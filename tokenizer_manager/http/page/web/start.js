@@ -8,6 +8,7 @@ import { LivePanel } from "./panels/live_panel.js";
 import { Settings } from "./panels/settings.js";
 import { SettingsPanel } from "./panels/settings_panel.js";
 import { Server } from "./server.js";
+import { Compare } from "./texts/compare.js";
 
 const server = new Server(), keys = new KeyDialog(server), settings = new Settings();
 const model = { name: "Model", maxContext: null };
@@ -45,6 +46,14 @@ document.addEventListener("keydown", (event) => {
   else if (open) { openPanel(null); open.opener.focus(); }
 });
 
+// A model that makes vectors or scores has no conversation, and no settings of answers.
+function showCompare({ task, embedding_size: size, max_model_len: maxLen }) {
+  panels.settings.opener.hidden = true;
+  $("#facts").textContent = [size && `vectors of ${count(size)} numbers`, maxLen && `texts of at most ${count(maxLen)} tokens`]
+    .filter(Boolean).join(" · ");
+  new Compare(server, keys, { name: model.name, task, embeddingSize: size ?? 0 }).show();
+}
+
 async function start() {
   showNumChanged();
   settingsPanel.show(null);
@@ -55,8 +64,11 @@ async function start() {
     $("#model").textContent = document.title = model.name;
     $("#facts").textContent = model.maxContext ? `${count(model.maxContext)} tokens of context` : "";
     $("#state").classList.add("up");
-    for (const heading of document.querySelectorAll(".assistant h2")) heading.textContent = model.name;
-    settingsPanel.show(await server.get("openapi.json"));
+    if ((data[0].task ?? "generate") !== "generate") showCompare(data[0]);
+    else {
+      for (const heading of document.querySelectorAll(".assistant h2")) heading.textContent = model.name;
+      settingsPanel.show(await server.get("openapi.json"));
+    }
   } catch (error) {
     $("#status").textContent = error.message;
     $("#state").classList.add("down");
