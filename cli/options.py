@@ -44,6 +44,7 @@ GROUP_TITLES: Final = {
     "scheduler": "Scheduling",
     "server": "Server",
     "answers": "Structured output, tools, reasoning",
+    "adapters": "LoRA adapters",
     "limits": "Limits of a request",
     "log": "Logging",
 }

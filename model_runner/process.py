@@ -37,7 +37,8 @@ def main(child: Child) -> None:
     gc.enable()
 
     assert config.scheduler.overlap != "auto", "the configuration is not resolved"
-    loop = RankLoop(runner, inbox, child, group, overlap=config.scheduler.overlap)
+    adapters = None if runner.adapters is None else runner.adapters.store
+    loop = RankLoop(runner, inbox, child, group, overlap=config.scheduler.overlap, adapters=adapters)
     group.meet("loaded")
     child.ready()
     loop.run()

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .messages import Logprobs, Message, Record
+from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
@@ -287,4 +288,17 @@ class LaunchStep(Message, frozen=True):
     plan: StepPlan
 
 
-RankInput = LaunchStep
+class ReadAdapter(Message, frozen=True):
+    """Read a LoRA adapter beside the steps; a later plan moves it into a slot."""
+
+    store_id: int
+    adapter: AdapterSpec
+
+
+class DropAdapter(Message, frozen=True):
+    """Forget an adapter."""
+
+    store_id: int
+
+
+RankInput = LaunchStep | ReadAdapter | DropAdapter

@@ -15,7 +15,7 @@ import msgspec
 
 from ..model_runner.build_facts import build_facts
 from ..model_runner.distributed.join_group import join_group
-from ..model_runner.distributed.ranked_runner import OtherRanks, RankedRunner
+from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.load import load_model_runner
 from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
@@ -24,6 +24,7 @@ from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
+from .adapters.adapter_reader import AdapterReader
 from .event_loop import EventLoop
 from .grammar.make_grammars import make_grammars
 from .journal.flight_recorder import FlightRecorder
@@ -64,10 +65,13 @@ def main(child: Child) -> None:
     if settings.endpoints.black_box:
         recorder = FlightRecorder(recorder, scheduler.decisions, Path(settings.endpoints.black_box))
     runner: Runner = own_runner
+    adapters: AdapterReader | None = None if own_runner.adapters is None else own_runner.adapters.store
     if group.size > 1:
         others = OtherRanks(settings.endpoints.model_runners, config.parallel)
         others.wait(config.server.startup_timeout)
         runner = RankedRunner(own_runner, others, group)
+        if own_runner.adapters is not None:
+            adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
@@ -88,7 +92,7 @@ def main(child: Child) -> None:
         idle_work=_idle_work(own_runner.kv_pool),
         overlap=overlap,
         grammars=grammars,
-        adapters=None if own_runner.adapters is None else own_runner.adapters.store,
+        adapters=adapters,
     )
     for adapter in settings.adapters:
         loop.handle(LoadAdapter(0, adapter.store_id, adapter.spec))

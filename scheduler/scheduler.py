@@ -251,12 +251,12 @@ class Scheduler:
         fingerprint, answers = self._parts.adapters.read(message.store_id, message.error)
         self._answer_calls(answers)
         if message.error and fingerprint:
-            self._end_users_of(fingerprint, message.error, now_s)
+            self._end_users_of(fingerprint, message.error, 400, now_s)
 
     def _unload_adapter(self, message: UnloadAdapter, now_s: float) -> None:
         fingerprint = self._parts.adapters.remove(message.store_id)
         if fingerprint:
-            self._end_users_of(fingerprint, "the LoRA adapter of the request was unloaded", now_s)
+            self._end_users_of(fingerprint, "the LoRA adapter of the request was unloaded", 409, now_s)
             self._parts.adapter_slots.unloaded(fingerprint)
         self._answer_calls([AdapterDone(message.call_id)])
 
@@ -265,8 +265,8 @@ class Scheduler:
             if answer is not None and answer.call_id:
                 self._answers.message(answer)
 
-    def _end_users_of(self, fingerprint: str, error: str, now_s: float) -> None:
-        finish = Finish(FinishKind.ERROR, message=error, status=400)
+    def _end_users_of(self, fingerprint: str, error: str, status: int, now_s: float) -> None:
+        finish = Finish(FinishKind.ERROR, message=error, status=status)
         users = [req for req in self._requests.by_id.values() if req.lora_id == fingerprint]
         if users:
             self._end([(req, finish) for req in users], now_s)

@@ -47,6 +47,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         grammar_param: the field that errors about the grammar name.
         keep_special_ids: see `TextOptions`.
         poolings: of each prompt, a request for a vector instead of text; empty for texts. `n` is 1 then.
+        lora_ids: the adapter of each prompt, if they differ; else `scheduling.lora_id` is that of all.
         truncate_len: with `poolings`: longer prompts are cut to so many tokens; -1: to what the model takes; None: they
             are errors.
     """
@@ -66,6 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar_param: str = "response_format"
     keep_special_ids: tuple[int, ...] = ()
     poolings: Sequence[PoolingParams] = ()
+    lora_ids: Sequence[str] = ()
     truncate_len: int | None = None
 
 
@@ -161,6 +163,7 @@ def fan_out(
                     priority=scheduling.priority,
                     extra_key=scheduling.extra_key,
                     tenant=scheduling.tenant,
+                    lora_id=request.lora_ids[number] if request.lora_ids else scheduling.lora_id,
                     group=group,
                     queue_timeout_s=scheduling.queue_timeout_s,
                     timeout_s=scheduling.timeout_s,

@@ -31,6 +31,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.transport.ipc import AsyncInbox, Outbox
+from .adapters.registry import AdapterRegistry
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate
@@ -132,8 +133,18 @@ async def _serve(
         max_schema_kb=limits.max_schema_kb,
         check_schema=ToolSchemas(limits),
     )
+    adapters = AdapterRegistry(
+        settings.spec,
+        settings.config.adapters,
+        settings.adapters,
+        calls=manager.control,
+        users=manager,
+        tell_all=child.tell_all,
+        model_name=served_model,
+    )
     services = Services(
         manager=manager,
+        adapters=adapters,
         all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
         authorizer=authorizer,
         encoder=encoder,

@@ -120,6 +120,7 @@ class RequestLog:
         self._observers: tuple[RequestObserver, ...] = ()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._next_end = asyncio.Event()
 
     def subscribe(self, *observers: RequestObserver) -> None:
         """Announce requests to these observers, in this order."""
@@ -155,6 +156,10 @@ class RequestLog:
         """Return when no request is live."""
         await self._empty.wait()
 
+    async def wait_ended(self) -> None:
+        """Return when a request has ended."""
+        await self._next_end.wait()
+
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
         """Add a request that is about to be sent."""
         assert logged.rid not in self._requests, logged.rid
@@ -175,6 +180,8 @@ class RequestLog:
             del self._num_live[generation_id], self._generations[generation_id]
         if not self._requests:
             self._empty.set()
+        ended, self._next_end = self._next_end, asyncio.Event()
+        ended.set()
         for observer in self._observers:
             observer.ended(logged, now_s)
 

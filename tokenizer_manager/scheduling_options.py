@@ -32,6 +32,8 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         queue_timeout_s: seconds from arrival within which it must be started; None: the server's limit.
         timeout_s: seconds from arrival within which it must have ended; None: the server's limit.
         owner: may abort it, as the admin may; "" on a server without keys.
+        lora_id: fingerprint of the LoRA adapter; "" for the model itself.
+        served_as: name of that adapter; "" for the model itself.
     """
 
     priority: int = 0
@@ -40,6 +42,8 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float | None = None
     timeout_s: float | None = None
     owner: str = ""
+    lora_id: str = ""
+    served_as: str = ""
 
 
 def checked_priority(value: int | str | None, param: str = "priority") -> int:

@@ -150,7 +150,11 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "preemption_mode": PeerNames(
         note="The V0 engine of vLLM has `preemption_mode` with `recompute` and `swap`."
     ),
-    "max_loras_per_batch": PeerNames(sglang=("max_loras_per_batch",), vllm=("max_loras",)),
+    "max_loras_per_batch": PeerNames(
+        sglang=("max_loras_per_batch",),
+        vllm=("max_loras",),
+        note="SGLang counts requests without an adapter as one more; vLLM's default is 1.",
+    ),
     "overlap": PeerNames(
         sglang=("disable_overlap_schedule",),
         vllm=("async_scheduling",),
@@ -167,6 +171,19 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         vllm=("num_speculative_tokens",),
         note="vLLM takes it in the JSON object of `speculative_config`.",
     ),
+    # adapters
+    "lora": PeerNames(
+        sglang=("lora_paths",),
+        vllm=("lora_modules",),
+        note="They also take a JSON object. llama-server's `lora` is a file without a name, and applies to all requests.",
+    ),
+    "enable_lora": _both("enable_lora"),
+    "allow_runtime_lora": PeerNames(
+        note="vLLM: the environment variable `VLLM_ALLOW_RUNTIME_LORA_UPDATING`. SGLang always allows it."
+    ),
+    "max_lora_rank": _both("max_lora_rank", note="vLLM takes certain ranks only, and its default is 16."),
+    "max_loaded_loras": PeerNames(sglang=("max_loaded_loras",), vllm=("max_cpu_loras",)),
+    "lora_target_modules": _sglang("lora_target_modules", note="`all` in SGLang is `all-linear` here."),
     # server
     "host": _both("host"),
     "port": _both("port"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -49,6 +49,7 @@ class AdapterStore:
         self._dropped: set[int] = set()
         self._done: SimpleQueue[AdapterRead] = SimpleQueue()
         self._thread: ThreadPoolExecutor | None = None
+        self._reads: dict[int, Future[None]] = {}
 
     def read(self, store_id: int, spec: AdapterSpec) -> None:
         """Read an adapter now.
@@ -87,7 +88,7 @@ class AdapterStore:
             self._dropped.discard(store_id)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-            self._thread.submit(self._read_and_tell, store_id, spec)
+            self._reads[store_id] = self._thread.submit(self._read_and_tell, store_id, spec)
 
     def _read_and_tell(self, store_id: int, spec: AdapterSpec) -> None:
         error = ""
@@ -116,6 +117,12 @@ class AdapterStore:
         """The next read that ends."""
         return self._done.get()
 
+    def wait_for(self, store_id: int) -> None:
+        """Return when an adapter that `read_later` began is read, or cannot be."""
+        read = self._reads.get(store_id)
+        if read is not None:
+            read.result()
+
     def get(self, store_id: int) -> StoredAdapter:
         """A stored adapter."""
         with self._lock:
@@ -124,6 +131,7 @@ class AdapterStore:
     def drop(self, store_id: int) -> None:
         """Forget an adapter, which may be unknown or still being read. Slots keep their copies."""
         with self._lock:
+            self._reads.pop(store_id, None)
             if self._adapters.pop(store_id, None) is None:
                 self._dropped.add(store_id)
 

@@ -6,10 +6,12 @@ ahead, because rank 0 does not send more.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, assert_never
 
 from ...runtime.messages import HEARTBEAT_INTERVAL_S
+from ...runtime.step_plan import DropAdapter, LaunchStep, ReadAdapter
 from .ranked_runner import WaitingPending
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from ...runtime.step_plan import Pending, RankInput, Runner
     from ...runtime.transport.cluster_ipc import ClusterClient
     from ...runtime.transport.ipc import Inbox
+    from ..adapters.adapter_store import AdapterStore
     from .tp_group import TPGroup
 
 
@@ -31,8 +34,11 @@ class RankLoop:
         group: TPGroup,
         *,
         overlap: bool,
+        adapters: AdapterStore | None = None,
     ) -> None:
+        """Take the parts; `adapters`: the store of the runner's adapters, None: it has none."""
         self._runner = runner
+        self._adapters = adapters
         self._inbox = inbox
         self._child = child
         self._group = group
@@ -53,12 +59,28 @@ class RankLoop:
         """
         messages = self._inbox.poll(0.0 if self._in_flight else HEARTBEAT_INTERVAL_S)
         for message in messages:
-            self._launch(message)
+            match message:
+                case LaunchStep():
+                    self._launch(message)
+                case ReadAdapter() | DropAdapter():
+                    self._change_adapters(message)
+                case _:
+                    assert_never(message)
         if not messages and self._in_flight:
             self._in_flight.popleft().wait()
 
-    def _launch(self, message: RankInput) -> None:
+    def _change_adapters(self, message: ReadAdapter | DropAdapter) -> None:
+        assert self._adapters is not None, "rank 0 has adapters, and this rank has no memory for them"
+        if isinstance(message, ReadAdapter):
+            self._adapters.read_later(message.store_id, message.adapter)
+        else:
+            self._adapters.drop(message.store_id)
+
+    def _launch(self, message: LaunchStep) -> None:
         plan = message.plan
+        if self._adapters is not None:
+            for _, store_id in struct.iter_unpack("<ii", plan.adapter_loads):
+                self._adapters.wait_for(store_id)  # rank 0 has read it, and this rank may be slower
         if plan.step_id != self._last_step_id + 1:
             raise RuntimeError(f"step {plan.step_id} came after step {self._last_step_id}: a plan was lost")
         self._last_step_id = plan.step_id

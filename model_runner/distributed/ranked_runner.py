@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import zmq
 
 from ...runtime.errors import RankLostError
-from ...runtime.step_plan import LaunchStep, RankInput, no_masks, to_the_end
+from ...runtime.step_plan import DropAdapter, LaunchStep, RankInput, ReadAdapter, no_masks, to_the_end
 from ...runtime.transport.cluster_ipc import PLANS, ClusterServer
 from ...runtime.transport.cluster_key import load_cluster_key
 from ...runtime.transport.ipc import FanOutbox
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from ...runtime.config.device_config import ParallelConfig
     from ...runtime.messages import Message
+    from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
     from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult
+    from ..adapters.adapter_store import AdapterRead, AdapterStore
     from .tp_group import TPGroup
 
 
@@ -40,6 +42,29 @@ class RankedRunner:
         assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
         self._others.send(LaunchStep(plan))
         return WaitingPending(self._runner.launch(plan, go_on, masks), self._group)
+
+
+class RankedAdapters:
+    """The adapters of all ranks: each reads its part of them."""
+
+    def __init__(self, store: AdapterStore, others: Sender) -> None:
+        """Take rank 0's store, and the connection to the other ranks."""
+        self._store = store
+        self._others = others
+
+    def read_later(self, store_id: int, spec: AdapterSpec) -> None:
+        """See `AdapterStore`."""
+        self._others.send(ReadAdapter(store_id, spec))
+        self._store.read_later(store_id, spec)
+
+    def done(self) -> list[AdapterRead]:
+        """See `AdapterStore`; the other ranks wait for their own reads when a step needs them."""
+        return self._store.done()
+
+    def drop(self, store_id: int) -> None:
+        """See `AdapterStore`."""
+        self._others.send(DropAdapter(store_id))
+        self._store.drop(store_id)
 
 
 class WaitingPending:

@@ -109,6 +109,17 @@ ANSWERS: Final[Mapping[str, str]] = {
     "speculative_config": "use --speculative ngram; draft models are not supported",
     "speculative_algorithm": "use --speculative ngram; draft models are not supported",
     "model_draft": "use --speculative ngram; draft models are not supported",
+    # adapters
+    "lora_eviction_policy": f"{_ALWAYS}: the slot that was idle longest is used for another adapter",
+    "lora_backend": f"{_ALWAYS}: kernels are chosen for the device",
+    "max_lora_chunk_size": f"{_ALWAYS}: kernels are chosen for the device",
+    "fully_sharded_loras": f"{_ALWAYS}: with --tp each rank has its part of each adapter",
+    "lora_dtype": f"{_ALWAYS}: adapters have the model's dtype, see --dtype",
+    "lora_extra_vocab_size": f"{_ALWAYS}: an adapter adds no tokens",
+    "enable_lora_overlap_loading": f"{_ALWAYS}: adapters are read beside the steps",
+    "default_mm_loras": _TEXT_ONLY,
+    "lora_scaled": "use --lora NAME=FILE; to scale an adapter change lora_alpha in its adapter_config.json",
+    "lora_init_without_apply": f"{_ALWAYS}: an adapter applies to the requests that name it",
     # scheduling
     "scheduling_policy": "use --schedule-policy; with `priority` larger numbers go first, in vLLM smaller ones",
     # server and answers

@@ -147,6 +147,7 @@ class Life:
             "ignore_eos": bool(self.rng.random() < 0.5),
             "extra_key": str(self.pick(["", "", "salt"])),
         }
+        store_id = self.harness.load_adapter(str(message["lora_id"])) if message["lora_id"] else 0
         for _ in range(count):
             prompt = [int(token) for token in prompt]
             sampling["max_new_tokens"] = int(self.pick([1, 2, 5, 20, 40, 100]))
@@ -154,7 +155,9 @@ class Life:
                 prompt=prompt,
                 message=message,
                 grammar=grammar,
-                delivered=self.delivered(prompt, sampling, grammar) if self.rng.random() < 0.2 else (),
+                delivered=(
+                    self.delivered(prompt, sampling, grammar, store_id) if self.rng.random() < 0.2 else ()
+                ),
                 **sampling,
             )
             if message["needs_grammar"] and self.harness.answers[rid].finish is None:
@@ -175,7 +178,7 @@ class Life:
         )
 
     def delivered(
-        self, prompt: list[int], sampling: dict[str, Any], grammar: ToyGrammar | None
+        self, prompt: list[int], sampling: dict[str, Any], grammar: ToyGrammar | None, store_id: int
     ) -> Sequence[int]:
         """The beginning of an answer; all of it only if its grammar is then complete."""
         params = {
@@ -183,7 +186,7 @@ class Life:
         }  # those that change an answer
         harness = self.harness
         tokens, kind = expected_output(
-            prompt, SamplingParams(**params), harness.eos, VOCAB_SIZE, harness.memory, grammar
+            prompt, SamplingParams(**params), harness.eos, VOCAB_SIZE, harness.memory, grammar, store_id
         )
         most = len(tokens) - 1
         if grammar is not None and (kind is FinishKind.ERROR or len(tokens) == grammar.length):

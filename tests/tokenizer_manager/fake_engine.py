@@ -21,6 +21,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.child.control import ForAll, StartProfile, StopProfile
+from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.engine_config import (
     EngineConfig,
@@ -52,10 +53,12 @@ from engine.runtime.messages import (
     TextOutput,
     Usage,
 )
+from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
@@ -305,6 +308,8 @@ def make_services(
     log_requests: bool = False,
     traces: Traces = NO_TRACES,
     pooling: PoolingSpec | None = None,
+    adapters: Sequence[LoadedAdapter] = (),
+    lora: dict[str, Any] | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -316,6 +321,7 @@ def make_services(
         scheduler=SchedulerConfig(max_queued_requests=max_queued_requests, **(scheduler or {})),
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
+        adapters=AdapterConfig(**({"max_lora_rank": 16} | (lora or {}))),
         log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
     manager = TokenizerManager(
@@ -332,8 +338,34 @@ def make_services(
     template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
     engine.deliver = manager.on_message
     manager.on_message(SchedulerReport(sent_s=clock.now_s))
+    spec = ModelSpec(
+        model_type="llama",
+        vocab_size=258,
+        hidden_size=16,
+        intermediate_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        torch_dtype="float32",
+        sampling_defaults=of_model,
+        pooling=pooling,
+    )
     return Services(
         manager=manager,
+        adapters=AdapterRegistry(
+            spec,
+            config.adapters,
+            adapters,
+            calls=manager.control,
+            users=manager,
+            tell_all=engine.take_order,
+            model_name=MODEL,
+        ),
         all_processes=AllProcesses(engine.take_order, config, clock=clock),
         authorizer=Authorizer(
             read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback
@@ -350,23 +382,7 @@ def make_services(
         ),
         metrics=metrics,
         config=config,
-        spec=ModelSpec(
-            model_type="llama",
-            vocab_size=258,
-            hidden_size=16,
-            intermediate_size=32,
-            num_layers=2,
-            num_heads=2,
-            num_kv_heads=1,
-            head_dim=8,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            max_position_embeddings=256,
-            tie_word_embeddings=True,
-            torch_dtype="float32",
-            sampling_defaults=of_model,
-            pooling=pooling,
-        ),
+        spec=spec,
         served_model=MODEL,
         created_s=1_700_000_000,
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),

@@ -12,6 +12,13 @@ from .anthropic.bodies import CountBody, MessageBody, MessageEvent
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.fields import CountTokensRequest, MessagesRequest
 from .endpoints import diagnosis, operations, tokenizing
+from .endpoints.adapters import (
+    AdaptersBody,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    load_adapter,
+    unload_adapter,
+)
 from .endpoints.cache_pins import pin_prefix
 from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
 from .endpoints.native import GenerateBody, generate
@@ -429,6 +436,46 @@ ROUTES: Final = (
         OllamaOldEmbedRequest,
         answer=OllamaOldEmbedBody,
         fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/load_lora_adapter",
+        load_adapter,
+        "Load a LoRA adapter.",
+        LoadAdapterRequest,
+        admin=True,
+        answer=AdaptersBody,
+        fails=(409,),
+    ),
+    Route(
+        "POST",
+        "/load_lora_adapter",
+        load_adapter,
+        "Load a LoRA adapter.",
+        LoadAdapterRequest,
+        admin=True,
+        answer=AdaptersBody,
+        fails=(409,),
+    ),
+    Route(
+        "POST",
+        "/v1/unload_lora_adapter",
+        unload_adapter,
+        "Unload a LoRA adapter.",
+        UnloadAdapterRequest,
+        admin=True,
+        answer=AdaptersBody,
+        fails=(404, 409),
+    ),
+    Route(
+        "POST",
+        "/unload_lora_adapter",
+        unload_adapter,
+        "Unload a LoRA adapter.",
+        UnloadAdapterRequest,
+        admin=True,
+        answer=AdaptersBody,
+        fails=(404, 409),
     ),
     Route("GET", "/metrics", operations.metrics, "Prometheus metrics.", media_type="text/plain"),
 )

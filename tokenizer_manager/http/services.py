@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
+from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.source import is_same_model
 from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
+from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
 from ..conversation.conversation import Conversation
 from ..conversation.planner import AnswerPlan, Planner
@@ -37,6 +39,8 @@ from .schema.json_body import Body, show
 
 T = TypeVar("T")
 
+_MAX_SHOWN_ADAPTERS: Final = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
@@ -44,6 +48,7 @@ class Services:
 
     Attributes:
         manager: runs generations.
+        adapters: the LoRA adapters by name.
         all_processes: sends orders to every process.
         authorizer: checks API keys.
         encoder: tokenizes.
@@ -62,6 +67,7 @@ class Services:
     """
 
     manager: TokenizerManager
+    adapters: AdapterRegistry
     all_processes: AllProcesses
     authorizer: Authorizer
     encoder: PromptEncoder
@@ -160,8 +166,31 @@ class Services:
         Raises:
             RequestError: 404 for any other.
         """
-        if model and not self.any_model_name and not is_same_model(model, self.served_model):
-            raise unknown_model(model, self.served_model)
+        self._adapter_of(model, None)
+
+    def with_adapter(
+        self, scheduling: Scheduling, model: str | None, lora_path: str | None = None
+    ) -> Scheduling:
+        """The options of a request with the LoRA adapter that it names, by `model` or by `lora_path`.
+
+        Raises:
+            RequestError: 404 for a model or an adapter that is not served.
+        """
+        adapter = self._adapter_of(model, lora_path)
+        if adapter is None:
+            return scheduling
+        return replace(scheduling, lora_id=adapter.spec.fingerprint, served_as=adapter.spec.name)
+
+    def _adapter_of(self, model: str | None, lora_path: str | None) -> LoadedAdapter | None:
+        """The adapter that a request names; None for the model itself."""
+        if lora_path:
+            return self.adapters.required(lora_path, "lora_path")
+        if not model or is_same_model(model, self.served_model):
+            return None
+        found = self.adapters.find(model)
+        if found is None and not self.any_model_name:
+            raise unknown_model(model, self.served_model, [each.spec.name for each in self.adapters.adapters])
+        return found
 
     async def plan_chat(
         self,
@@ -221,10 +250,12 @@ def _as_it_is(body: Body) -> Body:
     return body
 
 
-def unknown_model(model: str, served: str) -> RequestError:
+def unknown_model(model: str, served: str, adapters: Sequence[str] = ()) -> RequestError:
     """The error for a model that is not served."""
+    names = [show(served), *map(show, adapters[:_MAX_SHOWN_ADAPTERS])]
+    more = ", ..." if len(adapters) > _MAX_SHOWN_ADAPTERS else ""
     return RequestError(
-        f"the model {show(model)} is not served here; use {show(served)}",
+        f"the model {show(model)} is not served here; use {' or '.join(names)}{more}",
         param="model",
         code="model_not_found",
         status=404,

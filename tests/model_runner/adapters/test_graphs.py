@@ -28,7 +28,7 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
     device = RerunningDevice()
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
     monkeypatch.setattr(load, "select_ops", lambda target: select_ops(target, TRITON))
-    cuda, found = torch.device("cuda"), []
+    cuda, found, reqs = torch.device("cuda"), [], []
     for is_recorded in (True, False):
         if is_recorded:
             monkeypatch.setattr(

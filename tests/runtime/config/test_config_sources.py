@@ -201,6 +201,10 @@ def test_python_arguments_are_checked_like_all_others():
         ("disable_log_requests", True, "log_requests", False),
         ("crash_dump_folder", "f", "crash_dir", "f"),
         ("otlp_traces_endpoint", "http://h:4318", "otlp_endpoint", "http://h:4318"),
+        ("lora_paths", "a=x", "lora", ("a=x",)),
+        ("lora_modules", "a=x", "lora", ("a=x",)),
+        ("max_cpu_loras", 9, "max_loaded_loras", 9),
+        ("max_loras", 3, "max_loras_per_batch", 3),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

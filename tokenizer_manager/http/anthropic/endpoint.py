@@ -35,7 +35,7 @@ async def messages(exchange: Exchange, services: Services) -> None:
         conversation=read.conversation,
         sampling=read.sampling,
         id_prefix="msg",
-        scheduling=_scheduling(exchange.caller, read.user),
+        scheduling=services.with_adapter(_scheduling(exchange.caller, read.user), read.request.model),
         length_param=LENGTH_PARAM,
         constraint=constraint,
         arrival_s=services.manager.now_s(),

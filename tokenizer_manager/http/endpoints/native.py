@@ -41,7 +41,6 @@ _POLICY: Final = FieldPolicy(
         "audio_data": (),
         "image_data": (),
         "input_embeds": (),
-        "lora_path": (),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
         "session_params": (),
@@ -155,6 +154,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         services.sampling_defaults,
         services.manager.capacity.max_model_len,
     )
+    generation_request = _with_adapters(generation_request, request, services)
     constraint = constraint_of(
         sampling,
         services.config.answers,
@@ -170,6 +170,29 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             generation_request, grammar=constraint.use, grammar_param=constraint.param
         )
     return _Checked(request, generation_request, wanted, is_batch, warnings)
+
+
+def _with_adapters(
+    generation: GenerationRequest, request: NativeRequest, services: Services
+) -> GenerationRequest:
+    """The request with the adapter that it names, or with one for each prompt.
+
+    Raises:
+        RequestError: an adapter is unknown, or there are more or fewer of them than prompts.
+    """
+    paths = request.lora_path
+    if not isinstance(paths, list):
+        scheduling = services.with_adapter(generation.scheduling, None, paths)
+        return msgspec.structs.replace(generation, scheduling=scheduling)
+    if len(paths) != len(generation.prompts):
+        raise RequestError(
+            f"lora_path has {len(paths)} names and there are {len(generation.prompts)} prompts; send one for each, or "
+            "one name for all",
+            param="lora_path",
+            code="invalid_value",
+        )
+    lora_ids = [services.with_adapter(generation.scheduling, None, path).lora_id for path in paths]
+    return msgspec.structs.replace(generation, lora_ids=lora_ids)
 
 
 def _generation_request(

@@ -44,7 +44,7 @@ def whole_body(
     return kind(
         id=generation.id,
         created=int(time.time()),
-        model=services.served_model,
+        model=generation.scheduling.served_as or services.served_model,
         system_fingerprint=services.fingerprint,
         choices=choices,
         usage=usage_of(generation, reasoning_tokens, services.tokenizer),
@@ -126,7 +126,7 @@ class ChunkWriter(Generic[C]):
         chunk = self._kind(
             id=self._generation.id,
             created=self._created,
-            model=self._services.served_model,
+            model=self._generation.scheduling.served_as or self._services.served_model,
             system_fingerprint=self._services.fingerprint,
             choices=choices,
         )

@@ -204,7 +204,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
         constraint,
         sampling,
         request.num_choices(limits),
-        scheduling_of(request, caller),
+        services.with_adapter(scheduling_of(request, caller), request.model, request.lora_path),
         length_param,
         options,
         warnings,

@@ -119,7 +119,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         sampling=sampling,
         n=wanted.generated,
         id_prefix="cmpl",
-        scheduling=scheduling_of(request, caller),
+        scheduling=services.with_adapter(scheduling_of(request, caller), request.model, request.lora_path),
         add_special_tokens=request.add_special_tokens is not False,
         grammar=None if constraint is None else constraint.use,
         grammar_param="" if constraint is None else constraint.param,

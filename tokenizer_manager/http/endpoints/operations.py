@@ -13,6 +13,7 @@ from msgspec import UNSET
 from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
+from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ...generation import GenerationRequest
 from ...pooling.task import POOLING_SAMPLING, probe_of
@@ -113,15 +114,17 @@ async def server_info(exchange: Exchange, services: Services) -> None:
 
 
 async def models(exchange: Exchange, services: Services) -> None:
-    """The list of models, which has one."""
-    await exchange.send_json(ModelsBody(data=[_model(services)]))
+    """The model, and its LoRA adapters."""
+    adapters = [_adapter_model(services, adapter) for adapter in services.adapters.adapters]
+    await exchange.send_json(ModelsBody(data=[_model(services), *adapters]))
 
 
 async def model(exchange: Exchange, services: Services) -> None:
     """One model by name. A name may have slashes, so the whole path after `/v1/models/` is the name."""
     name = exchange.path.removeprefix(f"{MODELS_PATH}/")
     services.check_model(name)
-    await exchange.send_json(_model(services))
+    adapter = services.adapters.find(name)
+    await exchange.send_json(_model(services) if adapter is None else _adapter_model(services, adapter))
 
 
 async def why(exchange: Exchange, services: Services) -> None:
@@ -186,6 +189,12 @@ def _model(services: Services) -> ModelBody:
         task="generate" if pooling is None else pooling.task,
         embedding_size=UNSET if pooling is None or pooling.task != "embed" else pooling.size,
         sampling_defaults=_sampling_defaults(services) if pooling is None else UNSET,
+    )
+
+
+def _adapter_model(services: Services, adapter: LoadedAdapter) -> ModelBody:
+    return msgspec.structs.replace(
+        _model(services), id=adapter.spec.name, root=adapter.spec.path, parent=services.served_model
     )
 
 

@@ -131,7 +131,8 @@ def _checked(
     )
     params = embedding_params(pooling, dimensions=dimensions)
     generation = pooled_request(
-        PoolingFields(truncate=truncate),
+        PoolingFields(model=model, truncate=truncate),
+        services,
         caller,
         with_prompt(prompts, prompt_text(pooling)),
         [params] * len(prompts),

@@ -70,7 +70,7 @@ async def _answer(
             conversation=read.conversation,
             sampling=read.sampling,
             id_prefix="ollama",
-            scheduling=_scheduling(exchange.caller),
+            scheduling=services.with_adapter(_scheduling(exchange.caller), read.model),
             length_param=LENGTH_PARAM,
             messages_param=param,
             constraint=constraint,
@@ -101,7 +101,7 @@ async def _answer_raw(exchange: Exchange, services: Services, read: ReadOllama, 
         prompts=[read.raw],
         sampling=read.sampling,
         id_prefix="ollama",
-        scheduling=_scheduling(exchange.caller),
+        scheduling=services.with_adapter(_scheduling(exchange.caller), read.model),
         length_param=LENGTH_PARAM,
     )
     with renamed_fields(NAMES):

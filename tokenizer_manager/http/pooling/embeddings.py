@@ -37,7 +37,7 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
         body = _WrittenBody(
             id=answer.id,
             created=int(time.time()),
-            model=services.served_model,
+            model=answer.model,
             data=data,
             usage=answer.usage,
             warnings=made.warnings or UNSET,
@@ -82,6 +82,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     params = embedding_params(pooling, dimensions=request.dimensions, normalize=request.normalize)
     generation = pooled_request(
         request,
+        services,
         caller,
         with_prompt(prompts, text),
         [params] * len(prompts),

@@ -50,6 +50,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     """The fields of all pooling endpoints; as in `GenerationFields` where the names are the same."""
 
     model: str | None = None
+    lora_path: str | None = None
     truncate_prompt_tokens: TruncateLen | None = None
     truncate: bool | None = None  # Text Embeddings Inference: as truncate_prompt_tokens -1
     user: str | None = None
@@ -123,7 +124,6 @@ _NOT_YET: Final[dict[str, tuple[Any, ...]]] = {
     "use_activation": (True,),
     "embed_dtype": ("float32",),
     "endianness": ("native", "little"),
-    "lora_path": (),
 }
 
 EMBEDDINGS_POLICY: Final = FieldPolicy(

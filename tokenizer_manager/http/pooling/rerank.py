@@ -41,7 +41,7 @@ async def rerank(exchange: Exchange, services: Services) -> None:
         results.sort(key=lambda ranked: (-ranked.relevance_score, ranked.index))
         body = RerankBody(
             id=scored.id,
-            model=services.served_model,
+            model=scored.model,
             results=results[: request.top_n or len(results)],
             usage=scored.usage,
             warnings=made.warnings or UNSET,

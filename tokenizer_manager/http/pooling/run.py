@@ -22,17 +22,20 @@ class PooledAnswer(NamedTuple):
 
     Attributes:
         id: of the request.
+        model: the name of what computed it.
         vectors: float32 bytes of each prompt.
         usage: tokens of all prompts.
     """
 
     id: str
+    model: str
     vectors: list[bytes]
     usage: PoolingUsage
 
 
 def pooled_request(
     fields: PoolingFields,
+    services: Services,
     caller: Caller,
     prompts: Sequence[Prompt],
     poolings: Sequence[PoolingParams],
@@ -65,7 +68,7 @@ def pooled_request(
         prompts=prompts,
         sampling=POOLING_SAMPLING,
         id_prefix=id_prefix,
-        scheduling=scheduling,
+        scheduling=services.with_adapter(scheduling, fields.model, fields.lora_path),
         add_special_tokens=add_special_tokens,
         prompt_param=param,
         poolings=poolings,
@@ -86,7 +89,8 @@ async def run_pooled(exchange: Exchange, services: Services, request: Generation
             for row in rows:
                 row.choice.read(row.output)
                 vectors[row.choice.index] = row.output.vector
-    return PooledAnswer(generation.id, vectors, _usage(generation))
+    model = request.scheduling.served_as or services.served_model
+    return PooledAnswer(generation.id, model, vectors, _usage(generation))
 
 
 def _usage(generation: Generation) -> PoolingUsage:

@@ -56,7 +56,7 @@ async def _of_pairs(exchange: Exchange, services: Services, made: _Checked) -> S
     return ScoreBody(
         id=scored.id,
         created=int(time.time()),
-        model=services.served_model,
+        model=scored.model,
         data=[
             Score(index, scores[0] if len(scores) == 1 else scores)
             for index, scores in enumerate(scored.scores)
@@ -69,14 +69,20 @@ async def _of_pairs(exchange: Exchange, services: Services, made: _Checked) -> S
 async def _of_items(exchange: Exchange, services: Services, made: _Checked) -> ScoreBody:
     inputs = label_inputs(made.items, made.label_ids)
     request = pooled_request(
-        made.request, exchange.caller, inputs.prompts, inputs.poolings, param="items", id_prefix="score"
+        made.request,
+        services,
+        exchange.caller,
+        inputs.prompts,
+        inputs.poolings,
+        param="items",
+        id_prefix="score",
     )
     answer = await run_pooled(exchange, services, request)
     return ScoreBody(
         id=answer.id,
         object="scoring",
         created=int(time.time()),
-        model=services.served_model,
+        model=answer.model,
         scores=label_scores(answer.vectors, apply_softmax=bool(made.request.apply_softmax)),
         usage=answer.usage,
         warnings=made.warnings or UNSET,

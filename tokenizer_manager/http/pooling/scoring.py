@@ -20,11 +20,13 @@ class ScoredPairs(NamedTuple):
 
     Attributes:
         id: of the request.
+        model: the name of what computed it.
         scores: of each pair: one number, or one per label of a classifier.
         usage: tokens of all prompts.
     """
 
     id: str
+    model: str
     scores: list[list[float]]
     usage: PoolingUsage
 
@@ -60,6 +62,7 @@ async def score_pairs(
         inputs = text_inputs(pooling, services.tokenizer, pairs, instruction)
     request = pooled_request(
         fields,
+        services,
         exchange.caller,
         inputs.prompts,
         inputs.poolings,
@@ -71,4 +74,4 @@ async def score_pairs(
         answer = await run_pooled(exchange, services, request)
     except RequestError as error:
         raise inputs.located(error, param) from None
-    return ScoredPairs(answer.id, scores_of(pooling, inputs, answer.vectors), answer.usage)
+    return ScoredPairs(answer.id, answer.model, scores_of(pooling, inputs, answer.vectors), answer.usage)

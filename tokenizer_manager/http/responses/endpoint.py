@@ -38,7 +38,7 @@ async def responses(exchange: Exchange, services: Services) -> None:
     """Answer a chat in the form of the Responses API."""
     read = await services.read(exchange, lambda body: _read(body, services))
     request = read.request
-    scheduling = _scheduling(request, exchange.caller)
+    scheduling = services.with_adapter(_scheduling(request, exchange.caller), request.model)
     constraint = read.constraint
     call = ChatCall(
         conversation=read.conversation,
@@ -147,7 +147,7 @@ def _body(services: Services, chat: ChatGeneration, read: ReadResponses) -> Resp
         created_at=int(time.time()),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
-        model=services.served_model,
+        model=chat.generation.scheduling.served_as or services.served_model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         temperature=sampling.temperature,

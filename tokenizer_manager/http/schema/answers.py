@@ -35,7 +35,7 @@ class SamplingDefaultsBody(msgspec.Struct, kw_only=True):
 
 
 class ModelBody(msgspec.Struct, kw_only=True):
-    """A model, in OpenAI's format, and what it does."""
+    """A model, in OpenAI's format, and what it does. An adapter has its base model as `parent`, its path as `root`."""
 
     id: str
     object: Literal["model"] = "model"
@@ -43,6 +43,8 @@ class ModelBody(msgspec.Struct, kw_only=True):
     owned_by: str = "engine"
     max_model_len: int
     task: Literal["generate", "embed", "score"]
+    root: str | UnsetType = UNSET
+    parent: str | UnsetType = UNSET
     embedding_size: int | UnsetType = UNSET
     sampling_defaults: SamplingDefaultsBody | UnsetType = UNSET
 

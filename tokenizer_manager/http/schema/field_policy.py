@@ -48,7 +48,6 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "guided_decoding_backend": (),
     "length_penalty": (1,),
     "logits_processors": (),
-    "lora_path": (),
     "mirostat": (0,),
     "repeat_penalty": (1,),
     "return_hidden_states": (False,),

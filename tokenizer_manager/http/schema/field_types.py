@@ -116,6 +116,13 @@ PromptsOrNone = Annotated[
     documented("A text, token ids, or a list of either.", anyOf=[*_PROMPTS, _NOTHING]),
 ]
 
+LoraPaths = Annotated[
+    str | list[str | None] | None,
+    documented(
+        "The name of a LoRA adapter, or a list with one for each prompt; null for the model itself.",
+        anyOf=[{"type": "string"}, {"type": "array", "items": {"type": ["string", "null"]}}, _NOTHING],
+    ),
+]
 Effort = Annotated[str, documented(enum=["", "none", "minimal", "low", "medium", "high", "xhigh", "max"])]
 _CHOICE_WORDS: Final[_Schema] = {"enum": ["none", "auto", "required", "", None]}
 ToolChoiceField = Annotated[

@@ -145,6 +145,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     """
 
     model: str | None = None
+    lora_path: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None

@@ -18,6 +18,7 @@ from .field_types import (
     CountOrNone,
     Effort,
     Int,
+    LoraPaths,
     Messages,
     OnePrompt,
     Priority,
@@ -142,6 +143,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    lora_path: LoraPaths = None
     rid: Any = None  # accepted with a warning, and not used
 
 
