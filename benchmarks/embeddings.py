@@ -115,9 +115,7 @@ def table(results: Results) -> str:
             continue
         tokens, query = results.median(side, "tokens_per_s"), results.median(side, "query_p50_ms")
         ratio, target = results.ratio(side, "texts_per_s"), TARGETS.get(side)
-        compared = (
-            f"{ratio:>14.2f}x{'' if target is None else f'{target:>8.1f}x'}" if target and ratio else ""
-        )
+        compared = f"{ratio:>14.2f}x{target:>8.1f}x" if target is not None and ratio is not None else ""
         lines.append(f"{side:<24}{texts:>10.1f}{tokens:>11.0f}{query:>10.1f} ms{compared}")
     if (share := results.limit_share()) is not None:
         limit = statistics.median(results.limits)

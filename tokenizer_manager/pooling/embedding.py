@@ -83,10 +83,12 @@ def prompt_text(
     prompts = pooling.prompts
     if prompt_name:
         if prompt_name not in prompts:
-            known = ", ".join(sorted(prompts)) or "none"
+            if prompts:
+                rule = f"the model's prompts are: {', '.join(sorted(prompts))}; send one of these, or put"
+            else:
+                rule = "the model has no prompts; leave it out, or put"
             raise RequestError(
-                f"prompt_name is {shown(prompt_name)}, but the model's prompts are: {known}; send one of these, or put "
-                "the text before the input",
+                f"prompt_name is {shown(prompt_name)}, but {rule} the text before the input",
                 param="prompt_name",
                 code="invalid_value",
             )
