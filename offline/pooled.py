@@ -265,13 +265,13 @@ class PooledCalls:
         capacity, tokenizer = self._engine.capacity, self._tokenizer
         texts = [prompt for prompt in inputs.prompts if isinstance(prompt, str)]
         encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
-        frame = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
+        _, num_special = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
         now_s = time.monotonic()
         requests = []
         for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
             ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
             if truncate:
-                ids = truncated(ids, -1, frame, capacity)
+                ids = truncated(ids, -1, num_special + inputs.num_kept_tokens, capacity)
             check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
             requests.append(
                 GenerateRequest(

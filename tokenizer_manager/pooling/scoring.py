@@ -39,12 +39,14 @@ class ScoredInputs(NamedTuple):
         poolings: of each prompt.
         pairs: of each score: the index of its prompt, or those of the document and of the query.
         add_special_tokens: whether the texts get special tokens.
+        num_kept_tokens: last tokens of each text that stay where it is cut: the end of a template.
     """
 
     prompts: list[Prompt]
     poolings: list[PoolingParams]
     pairs: Sequence[tuple[int, ...]]
     add_special_tokens: bool = True
+    num_kept_tokens: int = 0
 
     def located(self, error: RequestError, param: str) -> RequestError:
         """An error about the prompt `param[n]`, with the number of the pair that it belongs to; or about a query."""
@@ -88,8 +90,13 @@ def text_inputs(
     prompts = [
         _filled(pooling.template, words | {"query": query, "document": document}) for query, document in pairs
     ]
+    _, _, ending = pooling.template.rpartition("{document}")
     return ScoredInputs(
-        list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))], add_special_tokens=False
+        list(prompts),
+        [params] * len(prompts),
+        [(n,) for n in range(len(prompts))],
+        add_special_tokens=False,
+        num_kept_tokens=len(tokenizer.encode(ending, add_special_tokens=False)),
     )
 
 

@@ -69,6 +69,7 @@ async def score_pairs(
         param=param,
         id_prefix=id_prefix,
         add_special_tokens=inputs.add_special_tokens,
+        num_kept_tokens=inputs.num_kept_tokens,
     )
     try:
         answer = await run_pooled(exchange, services, request)
