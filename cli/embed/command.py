@@ -132,17 +132,18 @@ def embed(
         truncate=truncate,
     )
     texts = read_texts(files or [], null=null, skip_empty=skip_empty)
-    backend = open_backend(
-        "embed",
-        url=url,
-        api_key=api_key,
-        attach=attach,
-        settings={**settings, "model": model},
-        config_file=config_file,
-        quiet=quiet,
-    )
-    with contextlib.closing(backend), _opened(output) as out:
-        _write(backend, texts, options, chosen, out, quiet=quiet)
+    with _opened(output) as out:  # before the model is loaded, which takes seconds
+        backend = open_backend(
+            "embed",
+            url=url,
+            api_key=api_key,
+            attach=attach,
+            settings={**settings, "model": model},
+            config_file=config_file,
+            quiet=quiet,
+        )
+        with contextlib.closing(backend):
+            _write(backend, texts, options, chosen, out, quiet=quiet)
     if not quiet and (note := skipped_note(texts)):
         print(f"engine: {note}; the rows are those of the other lines", file=sys.stderr)
 

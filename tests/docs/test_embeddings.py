@@ -46,7 +46,8 @@ def run(command: list[str] | str, folder: Path, stdin: str = "", **options: Any)
         command, input=stdin, capture_output=True, text=True, cwd=folder, timeout=120, check=False, **options
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    stdout: str = done.stdout
+    return stdout
 
 
 @pytest.mark.parametrize("command", requests())
