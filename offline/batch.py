@@ -103,6 +103,7 @@ class Batch:
             priority=wishes.priority,
             extra_key=wishes.extra_key,
             tenant=wishes.tenant,
+            lora_id=wishes.lora_id,
             group=request.group,
             queue_timeout_s=wishes.queue_timeout_s,
             timeout_s=wishes.timeout_s,

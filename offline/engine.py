@@ -25,21 +25,25 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
+    AdapterDone,
     BatchTextOutput,
     Explain,
     Explanation,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
+    LoadAdapter,
     PinDone,
     PinPrefix,
     RequestList,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
+    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
+    from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
     from ..scheduler.journal.recorder import Recorder
     from ..scheduler.pipeline import Pipeline
     from ..scheduler.scheduler import Scheduler
@@ -47,8 +51,8 @@ if TYPE_CHECKING:
 _CLOSE_TIMEOUT_S: Final = 30.0  # after `close` at most one step still runs
 _MIN_WAIT_S: Final = 1e-3  # if the scheduler's wake-up time has passed and it still has nothing to do
 
-Answer = FlushCacheDone | PinDone | Explanation
-A = TypeVar("A", FlushCacheDone, PinDone, Explanation)
+Answer = FlushCacheDone | PinDone | Explanation | AdapterDone
+A = TypeVar("A", FlushCacheDone, PinDone, Explanation, AdapterDone)
 
 RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
 """The queue of the rows of one or more requests, in order; a dead engine puts its error there once per open request."""
@@ -142,14 +146,14 @@ class EngineThread:
         self.check_usable()
         return self._loop.ask(FlushCache, FlushCacheDone)
 
-    def pin(self, input_ids: bytes, ttl_s: float, extra_key: str) -> PinDone:
+    def pin(self, input_ids: bytes, ttl_s: float, extra_key: str, lora_id: str = "") -> PinDone:
         """Keep the cached part of a prompt ([n] int32) for `ttl_s` seconds; 0 unpins.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
         self.check_usable()
-        return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
+        return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key, lora_id), PinDone)
 
     def explain(self, rid: str) -> Explanation:
         """The scheduling history of a request, running or finished, if the scheduler still has it.
@@ -159,6 +163,28 @@ class EngineThread:
         """
         self.check_usable()
         return self._loop.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
+
+    def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
+        """Read a LoRA adapter; steps go on meanwhile.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self.check_usable()
+        return self._loop.ask(lambda call_id: LoadAdapter(call_id, store_id, adapter), AdapterDone)
+
+    def unload_adapter(self, store_id: int) -> AdapterDone:
+        """Forget a LoRA adapter; requests that still use it end with an error.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self.check_usable()
+        return self._loop.ask(lambda call_id: UnloadAdapter(call_id, store_id), AdapterDone)
+
+    def num_users(self, lora_id: str) -> int:
+        """Open requests that use a LoRA adapter."""
+        return self._loop.num_users(lora_id)
 
     def close(self) -> None:
         """End the thread; open requests get an `EngineDeadError`. Closing twice, or in a forked process, is allowed."""
@@ -172,11 +198,12 @@ class _Loop:
         self._inbox: queue.SimpleQueue[Sequence[SchedulerInput]] = (
             queue.SimpleQueue()
         )  # an empty sequence only wakes the thread
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
         self._rows_of: dict[str, RowQueue] = {}  # open requests
+        self._lora_of: dict[str, str] = {}  # of these, those with an adapter
         self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # of pending calls
         self._death: EngineDeadError | None = None
-        self._question_ids = itertools.count()
+        self._question_ids = itertools.count(1)  # 0: no answer is wanted
         self._closing = False
         self._built: queue.SimpleQueue[Capacity | BaseException] = queue.SimpleQueue()
 
@@ -192,7 +219,12 @@ class _Loop:
         with self._lock:
             self._check_alive()
             self._rows_of.update((request.rid, rows) for request in requests)
+            self._lora_of.update((request.rid, request.lora_id) for request in requests if request.lora_id)
         self._inbox.put(requests)
+
+    def num_users(self, lora_id: str) -> int:
+        with self._lock:
+            return sum(used == lora_id for used in self._lora_of.values())
 
     def send(self, message: SchedulerInput) -> None:
         self._inbox.put((message,))
@@ -278,6 +310,8 @@ class _Loop:
                     self._answer(done.pin_id, done)
                 case Explanation() as explanation:
                     self._answer(explanation.explain_id, explanation)
+                case AdapterDone() as done:
+                    self._answer(done.call_id, done)
                 case SchedulerReport() | RequestList() | None:  # there are no list requests in process
                     pass
 
@@ -292,6 +326,8 @@ class _Loop:
             parts.pipeline.handle(AbortRequest(row.rid, "ended by the detokenizer"))
         with self._lock:
             rows = self._rows_of.get(row.rid) if finish is None else self._rows_of.pop(row.rid, None)
+            if finish is not None:
+                self._lora_of.pop(row.rid, None)
         if rows is not None:
             rows.put(row)
 
@@ -299,6 +335,7 @@ class _Loop:
         with self._lock:
             self._death = death
             open_requests, self._rows_of = self._rows_of, {}
+            self._lora_of.clear()
             questions, self._answers = self._answers, {}
         for rows in open_requests.values():
             rows.put(death)

@@ -26,6 +26,7 @@ from ..runtime.resolve.prepare import Prepared, prepare
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.pooling.task import check_task
+from .adapters import Adapter, LocalAdapters
 from .batch import Batch
 from .build import start_engine
 from .chat_planner import ChatPlanner
@@ -131,6 +132,7 @@ class LLM:
         self.max_model_len = self._engine.capacity.max_model_len
         self._preparer = RequestPreparer(self.tokenizer, self._engine.capacity, self.config.model.seed)
         self._pooled = PooledCalls(self._engine, self.tokenizer, prepared.spec)
+        self._adapters = LocalAdapters(self._engine, prepared)
         self._spec = prepared.spec
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -199,8 +201,9 @@ class LLM:
             stream: return an iterator of chunks instead; closing it aborts unfinished requests.
             progress_bar: show finished prompts and tokens per second on standard error.
             add_special_tokens: put BOS before texts if the model requires it; False for a text that has it.
-            options: `json_schema`, `regex`, `choice` and `grammar` say what the answers match; `priority`, `timeout`
-                and others how the requests are scheduled. See `engine.offline.options.CallOptions`.
+            options: `json_schema`, `regex`, `choice` and `grammar` say what the answers match; `lora` is the name of a
+                LoRA adapter; `priority`, `timeout` and others say how the requests are scheduled. See
+                `engine.offline.options.CallOptions`.
 
         Returns:
             One output for one prompt, a list in the order of the prompts for a list. A request that failed on its own
@@ -213,7 +216,7 @@ class LLM:
         self._engine.check_usable()
         check_task(self._spec, "generate")
         items, is_single = as_prompts(prompts)
-        scheduling = checked_options(options)
+        scheduling = checked_options(options, self._adapters.lora_id)
         constraint = checked_constraint(options, self.config)
         checked_params = as_params(params, len(items), self._sampling_defaults)
         requests = self._preparer.prepare_all(
@@ -244,7 +247,7 @@ class LLM:
         check_task(self._spec, "generate")
         n = check_integer("n", plain(n), 1, MAX_COUNT, "must be at least 1")
         (sampling,) = as_params(params, 1, self._sampling_defaults)
-        scheduling = checked_options(options)
+        scheduling = checked_options(options, self._adapters.lora_id)
         constraint = checked_constraint(options, self.config)
         requests = self._preparer.prepare_samples(
             prompt, n, sampling, constraint, add_special_tokens=add_special_tokens
@@ -295,7 +298,7 @@ class LLM:
         """
         self._engine.check_usable()
         check_task(self._spec, "generate")
-        scheduling = checked_options(options, tuple(ChatOptions.__annotations__))
+        scheduling = checked_options(options, self._adapters.lora_id, tuple(ChatOptions.__annotations__))
         (sampling,) = as_params(params, 1, self._sampling_defaults)
         constraint = checked_constraint(options, self.config)
         spec = None if constraint is None else constraint.use.spec
@@ -346,7 +349,7 @@ class LLM:
         """
         return self._pooled.embed(
             inputs,
-            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
             dimensions=dimensions,
             normalize=normalize,
             prompt_name=prompt_name,
@@ -384,7 +387,7 @@ class LLM:
         return self._pooled.rerank(
             query,
             documents,
-            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
             top_n=top_n,
             instruction=instruction,
             truncate=truncate,
@@ -415,7 +418,7 @@ class LLM:
         return self._pooled.score(
             first,
             second,
-            checked_options(options, tuple(SchedulingOptions.__annotations__)),
+            checked_options(options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)),
             instruction=instruction,
             truncate=truncate,
             progress_bar=progress_bar,
@@ -441,8 +444,50 @@ class LLM:
         Raises:
             RequestError: a label is not one token, or as for `embed`.
         """
-        scheduling = checked_options(options, tuple(SchedulingOptions.__annotations__))
+        scheduling = checked_options(
+            options, self._adapters.lora_id, tuple(SchedulingOptions.__annotations__)
+        )
         return self._pooled.label_probabilities(prompts, labels, scheduling, among_labels=among_labels)
+
+    # ------------------------------------------------------------ adapters
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The LoRA adapters that calls can name with `lora`, in the order in which they were loaded."""
+        return self._adapters.adapters
+
+    @own_names()
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> Adapter:
+        """Load a LoRA adapter: a folder as peft's `save_pretrained` writes it, or a GGUF file.
+
+        Calls on other threads go on meanwhile.
+
+        Args:
+            name: for the option `lora` of calls.
+            path: of the folder or file; below `lora_root` if that is set.
+            replace: the name may be taken: running requests keep the old adapter until they end.
+
+        Raises:
+            RequestError: the name is taken, there are too many adapters, or the adapter is broken or of another model.
+            EngineDeadError: the engine has ended.
+        """
+        self._engine.check_usable()
+        return self._adapters.load(name, path, replace=replace)
+
+    @own_names()
+    def unload_adapter(self, name: str, *, force: bool = False) -> None:
+        """Forget a LoRA adapter, and free its memory.
+
+        Args:
+            name: of it.
+            force: end the requests that use it, with an error.
+
+        Raises:
+            RequestError: there is no such adapter, or requests use it.
+            EngineDeadError: the engine has ended.
+        """
+        self._engine.check_usable()
+        self._adapters.unload(name, force=force)
 
     # ------------------------------------------------------------ prompts, cache, end
 
@@ -454,7 +499,7 @@ class LLM:
             RequestError: a message the template refuses.
         """
         self._engine.check_process()  # the tokenizer's threads are those of its process, too
-        checked_options(options, tuple(ChatOptions.__annotations__))
+        checked_options(options, self._adapters.lora_id, tuple(ChatOptions.__annotations__))
         conversation = conversation_of(messages, options, self.config.limits, None)
         return self.tokenizer.encode(self._chats.plan(conversation, None).prompt, add_special_tokens=False)
 
@@ -463,8 +508,10 @@ class LLM:
         return self._engine.flush_cache()
 
     @own_names()
-    def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "") -> PinDone:
+    def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "", lora: str | None = None) -> PinDone:
         """Keep the cached part of a prompt for `ttl` seconds, within the quota; 0 unpins.
+
+        `cache_salt` and `lora` are those of the requests that use it.
 
         Returns:
             Tokens that are pinned, tokens of the prompt, and the reason if not all are pinned.
@@ -482,7 +529,7 @@ class LLM:
                 param="prompt",
                 code="invalid_value",
             )
-        return self._engine.pin(encode_token_ids(token_ids), ttl, cache_salt)
+        return self._engine.pin(encode_token_ids(token_ids), ttl, cache_salt, self._adapters.lora_id(lora))
 
     def why(self, request_id: str) -> Explanation:
         """Why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""

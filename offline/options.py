@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
 from ..runtime.config.engine_config import EngineConfig
@@ -32,6 +32,7 @@ class SchedulingOptions(TypedDict, total=False):
         cache_salt: requests share cached prefixes only with requests of the same salt.
         queue_timeout: seconds within which a request must be started; after that it ends with an error.
         timeout: seconds within which a request must be finished.
+        lora: name of the LoRA adapter that computes the requests; None: the model itself.
     """
 
     priority: int | str
@@ -39,6 +40,7 @@ class SchedulingOptions(TypedDict, total=False):
     cache_salt: str
     queue_timeout: float | None
     timeout: float | None
+    lora: str | None
 
 
 class CallOptions(SchedulingOptions, total=False):
@@ -122,9 +124,16 @@ _CHAT_ONLY = ChatOptions.__annotations__.keys() - CallOptions.__annotations__.ke
 
 
 def checked_options(
-    options: SchedulingOptions, known: Iterable[str] = tuple(CallOptions.__annotations__)
+    options: SchedulingOptions,
+    lora_id_of: Callable[[str | None], str],
+    known: Iterable[str] = tuple(CallOptions.__annotations__),
 ) -> Scheduling:
     """The options, verified.
+
+    Args:
+        options: of a call.
+        lora_id_of: the fingerprint of an adapter by its name.
+        known: names of options that the call has.
 
     Raises:
         TypeError: there is no such option.
@@ -148,6 +157,7 @@ def checked_options(
         extra_key=checked_salt(values.get("cache_salt", "")) or "",
         queue_timeout_s=checked_timeout(values.get("queue_timeout"), "queue_timeout"),
         timeout_s=checked_timeout(values.get("timeout"), "timeout"),
+        lora_id=lora_id_of(values.get("lora")),
     )
 
 
@@ -191,7 +201,8 @@ _ELSEWHERE: Final = {
     "n": "several answers to one prompt come from LLM.sample(prompt, n)",
     "guided_decoding": "use json_schema, regex, choice or grammar",
     "structured_outputs": "use json_schema, regex, choice or grammar",
-    "lora_request": "LoRA adapters are not supported; merge the adapter into the weights",
+    "lora_request": "use lora='NAME', the name of an adapter of LLM(lora=['NAME=PATH']) or of load_adapter(NAME, PATH)",
+    "lora_path": "use lora='NAME', the name of an adapter of LLM(lora=['NAME=PATH']) or of load_adapter(NAME, PATH)",
     "model": "it is given to LLM: LLM(model)",
 }
 """Arguments of calls in vLLM and SGLang -> what to use."""
@@ -204,4 +215,5 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "cache_salt": ((str,), "a text"),
     "queue_timeout": _SECONDS,
     "timeout": _SECONDS,
+    "lora": ((str, type(None)), "the name of an adapter"),
 }

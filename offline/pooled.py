@@ -282,6 +282,7 @@ class PooledCalls:
                     priority=scheduling.priority,
                     extra_key=scheduling.extra_key,
                     tenant=scheduling.tenant,
+                    lora_id=scheduling.lora_id,
                     queue_timeout_s=scheduling.queue_timeout_s,
                     timeout_s=scheduling.timeout_s,
                     pooling=pooling,

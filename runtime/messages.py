@@ -237,6 +237,7 @@ class PinPrefix(Message, frozen=True):
     input_ids: bytes
     ttl_s: float
     extra_key: str = ""
+    lora_id: str = ""  # as in `GenerateRequest`
 
 
 class Explain(Message, frozen=True):

@@ -184,7 +184,14 @@ class Control:
         return await self._calls.call(lambda explain_id: Explain(explain_id, rid), Explanation)
 
     async def pin(
-        self, prompt: Prompt, *, ttl_s: float, extra_key: str, add_special_tokens: bool, param: str
+        self,
+        prompt: Prompt,
+        *,
+        ttl_s: float,
+        extra_key: str,
+        add_special_tokens: bool,
+        param: str,
+        lora_id: str = "",
     ) -> PinDone:
         """Keep the cached prefix of a prompt for `ttl_s` seconds; 0 unpins.
 
@@ -194,6 +201,7 @@ class Control:
             extra_key: namespace of the prefix cache.
             add_special_tokens: as in `GenerationRequest`.
             param: the field that errors name.
+            lora_id: fingerprint of the adapter that computed the prefix.
 
         Raises:
             RequestError: the prompt is empty, has unknown tokens, or is longer than any prompt that can run.
@@ -213,7 +221,9 @@ class Control:
             )
         self._engine.check_answering()  # a process may have died during tokenization
         input_ids = ids.tobytes()
-        return await self._calls.call(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key), PinDone)
+        return await self._calls.call(
+            lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key, lora_id), PinDone
+        )
 
     async def list_requests(self, limit: int) -> RequestList:
         """The live requests as the scheduler sees them, at most `limit`.

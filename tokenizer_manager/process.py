@@ -31,6 +31,7 @@ from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
 from ..runtime.transport.ipc import AsyncInbox, Outbox
+from .adapters.adapter_list import AdapterList
 from .adapters.registry import AdapterRegistry
 from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
@@ -55,6 +56,8 @@ from .telemetry.request_record import Traces
 logger = logging.getLogger(__name__)
 
 _CHECK_TIME_S: Final = 0.1
+_STORE_ID_BITS: Final = 16
+"""For the ids of one manager: the scheduler may still have adapters of the one before that this one does not know."""
 
 
 def main(child: Child) -> None:
@@ -134,13 +137,17 @@ async def _serve(
         check_schema=ToolSchemas(limits),
     )
     adapters = AdapterRegistry(
-        settings.spec,
+        AdapterList(
+            settings.spec,
+            settings.config.adapters,
+            settings.adapters,
+            model_name=served_model,
+            first_store_id=settings.life << _STORE_ID_BITS,
+        ),
         settings.config.adapters,
-        settings.adapters,
         calls=manager.control,
         users=manager,
         tell_all=child.tell_all,
-        model_name=served_model,
     )
     services = Services(
         manager=manager,

@@ -175,7 +175,7 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "lora": PeerNames(
         sglang=("lora_paths",),
         vllm=("lora_modules",),
-        note="They also take a JSON object. llama-server's `lora` is a file without a name, and applies to all requests.",
+        note="They also take a JSON object. llama-server's `lora` is a file without a name, for all requests.",
     ),
     "enable_lora": _both("enable_lora"),
     "allow_runtime_lora": PeerNames(

@@ -27,7 +27,8 @@ class Pinner:
         page_size = self._kv.page_size
         until_s = now_s + message.ttl_s if message.ttl_s > 0 else None
         pinned_tokens = (
-            self._kv.pin(namespace_of(message.extra_key, ""), message.input_ids, until_s) * page_size
+            self._kv.pin(namespace_of(message.extra_key, message.lora_id), message.input_ids, until_s)
+            * page_size
         )
         asked_tokens = len(message.input_ids) // TOKEN_ID_BYTES
         reason = ""

@@ -33,6 +33,7 @@ from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,
+    AdapterDone,
     BatchTextOutput,
     Explain,
     Explanation,
@@ -43,6 +44,7 @@ from engine.runtime.messages import (
     GenerateRequest,
     GrammarReady,
     ListRequests,
+    LoadAdapter,
     Logprobs,
     ManagerInput,
     PinDone,
@@ -51,6 +53,7 @@ from engine.runtime.messages import (
     SchedulerInput,
     SchedulerReport,
     TextOutput,
+    UnloadAdapter,
     Usage,
 )
 from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
@@ -58,6 +61,7 @@ from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
@@ -83,6 +87,21 @@ MODEL = "org/tiny"
 EOS = 257
 NO_TRACES = NoTraces()
 CAPACITY = Capacity(max_model_len=256, num_pages=64, page_size=4, max_running_requests=8, vocab_size=258)
+SPEC = ModelSpec(
+    model_type="llama",
+    vocab_size=258,
+    hidden_size=16,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    torch_dtype="float32",
+)
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -187,6 +206,8 @@ class FakeEngine:
 
     Attributes:
         generate, aborts, ready, pins, explains: what arrived, for tests on any thread to take.
+        loads, unloads: messages about adapters that arrived; store ids of unloads.
+        load_error: the answer to loads; "" if they succeed.
         live: the answer to `ListRequests`.
         explanations: by request id, without the id of the question; others are not found.
         answers: whether pins, flushes and questions are answered.
@@ -206,6 +227,9 @@ class FakeEngine:
         self.pins: queue.Queue[PinPrefix] = queue.Queue()
         self.explains: queue.Queue[Explain] = queue.Queue()
         self.explanations: dict[str, Explanation] = {}
+        self.loads: list[LoadAdapter] = []
+        self.unloads: list[int] = []
+        self.load_error = ""
         self.live = RequestList(0, [], 0)
         self.answers = True
         self.ticks = 0
@@ -251,6 +275,14 @@ class FakeEngine:
                 asked = len(message.input_ids) // 4
                 if self.answers:
                     self._later(PinDone(message.pin_id, asked // 2, asked, "half of it is not cached"))
+            case LoadAdapter():
+                self.loads.append(message)
+                if self.answers:
+                    self._later(AdapterDone(message.call_id, self.load_error))
+            case UnloadAdapter():
+                self.unloads.append(message.store_id)
+                if self.answers:
+                    self._later(AdapterDone(message.call_id))
             case ListRequests() if self.answers:
                 listed = msgspec.structs.replace(self.live, list_id=message.list_id)
                 self._later(listed)
@@ -338,33 +370,15 @@ def make_services(
     template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
     engine.deliver = manager.on_message
     manager.on_message(SchedulerReport(sent_s=clock.now_s))
-    spec = ModelSpec(
-        model_type="llama",
-        vocab_size=258,
-        hidden_size=16,
-        intermediate_size=32,
-        num_layers=2,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        torch_dtype="float32",
-        sampling_defaults=of_model,
-        pooling=pooling,
-    )
+    spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling)
     return Services(
         manager=manager,
         adapters=AdapterRegistry(
-            spec,
+            AdapterList(spec, config.adapters, adapters, model_name=MODEL),
             config.adapters,
-            adapters,
             calls=manager.control,
             users=manager,
             tell_all=engine.take_order,
-            model_name=MODEL,
         ),
         all_processes=AllProcesses(engine.take_order, config, clock=clock),
         authorizer=Authorizer(

@@ -12,22 +12,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Final, Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
 
 from ...runtime.child.control import ForAll, SetAdapters
 from ...runtime.config.adapter_config import AdapterConfig
-from ...runtime.errors import ConfigError, RequestError
+from ...runtime.errors import EngineDeadError, RequestError
 from ...runtime.messages import AdapterDone
-from ...runtime.model_files.adapters.adapter_spec import AdapterSpec, check_name, read_adapter
+from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
 from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.request_checks import shown
+from .adapter_list import AdapterList
 
 logger = logging.getLogger(__name__)
 
-_MAX_SHOWN_NAMES: Final = 20
 UNLOAD_TIMEOUT_S: Final = 60.0
 
 
@@ -60,51 +58,44 @@ class AdapterRegistry:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        adapters: AdapterList,
         config: AdapterConfig,
-        adapters: Iterable[LoadedAdapter] = (),
         *,
         calls: AdapterCalls,
         users: AdapterUsers,
         tell_all: Callable[[ForAll], bool],
-        model_name: str = "",
     ) -> None:
         """Begin with the adapters of the start.
 
         Args:
-            spec: of the base model.
+            adapters: those that the supervisor knows; nothing else changes the list from now on.
             config: resolved.
-            adapters: as the supervisor knows them.
             calls: to the scheduler.
             users: the live requests.
             tell_all: sends an order to the supervisor.
-            model_name: of the base model, which no adapter may have.
         """
-        self._spec = spec
+        self._list = adapters
         self._config = config
-        self._by_name = {adapter.spec.name: adapter for adapter in adapters}
-        self._last_store_id = max((adapter.store_id for adapter in self._by_name.values()), default=0)
         self._calls = calls
         self._users = users
         self._tell_all = tell_all
-        self._model_name = model_name
-        self._changing = asyncio.Lock()
-        self._drops: set[asyncio.Task[None]] = set()
+        self._changing = (
+            asyncio.Lock()
+        )  # loads and drops are one after the other; nothing waits for requests in it
+        self._leaving: set[str] = set()  # names of adapters whose requests are waited for
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself keeps weak references only
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._list)
 
     @property
     def adapters(self) -> list[LoadedAdapter]:
         """All adapters by name, in the order in which they were loaded."""
-        return list(self._by_name.values())
+        return self._list.adapters
 
     def find(self, name: str) -> LoadedAdapter | None:
         """The adapter of a name, also written as BASE:NAME."""
-        found = self._by_name.get(name)
-        if found is None and name.startswith(f"{self._model_name}:"):
-            found = self._by_name.get(name.removeprefix(f"{self._model_name}:"))
-        return found
+        return self._list.find(name)
 
     def required(self, name: str, param: str) -> LoadedAdapter:
         """The adapter of a name.
@@ -112,15 +103,7 @@ class AdapterRegistry:
         Raises:
             RequestError: 404, with the names that there are.
         """
-        found = self.find(name)
-        if found is None:
-            raise RequestError(
-                f"{param} is {shown(name)}, but there is no such adapter; {self._known()}",
-                param=param,
-                code="adapter_not_found",
-                status=404,
-            )
-        return found
+        return self._list.required(name, param)
 
     async def load(
         self, name: str, path: str, *, replace: bool = False, pinned: bool = False
@@ -138,37 +121,43 @@ class AdapterRegistry:
                 broken or does not fit the model.
             EngineDeadError: the scheduler does not answer.
         """
-        async with self._changing:
-            self._check_new(name, replace=replace)
-            root = None if self._config.lora_root is None else Path(self._config.lora_root).expanduser()
-            max_rank = self._config.max_lora_rank
-            assert max_rank != "auto", "the configuration is not resolved"
-            try:
-                spec = await asyncio.to_thread(
-                    read_adapter,
-                    Path(path) if root is None else root / path,
-                    name,
-                    self._spec,
-                    max_rank=max_rank,
-                    root=root,
-                )
-            except ConfigError as error:
-                raise RequestError(str(error), param="lora_path", code="invalid_adapter") from None
-            same = next(
-                (each for each in self._by_name.values() if each.spec.fingerprint == spec.fingerprint), None
+        if not self._config.allow_runtime_lora:
+            raise RequestError(
+                "this server loads no adapters while it runs; start it with --allow-runtime-lora and --lora-root, or "
+                "with --lora NAME=PATH",
+                code="adapters_fixed",
+                status=403,
             )
-            store_id = self._last_store_id + 1 if same is None else same.store_id
-            if same is None:
-                self._last_store_id = store_id
-                done = await self._calls.load_adapter(store_id, spec)
-                if done.error:
-                    raise RequestError(done.error, param="lora_path", code="invalid_adapter")
-            old = self._by_name.get(name)
-            added = self._by_name[name] = LoadedAdapter(store_id, spec, pinned)
+        async with self._changing:
+            self._list.check_new(
+                name,
+                replace=replace,
+                leaving=self._leaving,
+                replace_hint="send load_inplace",
+                param="lora_name",
+            )
+            spec = await asyncio.to_thread(self._list.read, name, path, "lora_path")
+            store_id = self._list.stored_id(spec)
+            if store_id is None:
+                store_id = self._list.new_store_id()
+                await self._store(store_id, spec)
+            old = self._list.find(name)
+            added = self._list.add(store_id, spec, pinned=pinned)
             self._changed(f"loaded adapter={name} rank={spec.rank} fingerprint={spec.fingerprint}")
-            if old is not None and not self._is_named(old):
-                self._drop_later(old)
-            return added
+        if old is not None and not self._list.is_named(old):
+            self._begin(self._drop_unused(old))
+        return added
+
+    async def _store(self, store_id: int, spec: AdapterSpec) -> None:
+        """Have the scheduler's process read an adapter; it forgets it if the caller goes away meanwhile."""
+        try:
+            done = await self._calls.load_adapter(store_id, spec)
+        except asyncio.CancelledError:
+            # It sends before the next load does, which reads a file first.
+            self._begin(self._forget(store_id))
+            raise
+        if done.error:
+            raise RequestError(done.error, param="lora_path", code="invalid_adapter")
 
     async def unload(self, name: str, *, force: bool = False, timeout_s: float = UNLOAD_TIMEOUT_S) -> None:
         """Unload an adapter: new requests cannot name it from now on, and running ones are waited for.
@@ -190,88 +179,64 @@ class AdapterRegistry:
                     code="adapter_pinned",
                     status=409,
                 )
-            name = adapter.spec.name
-            del self._by_name[name]
-            if not self._is_named(adapter):
-                await self._wait_unused(adapter, name, force=force, timeout_s=timeout_s)
-                await self._calls.unload_adapter(adapter.store_id)
-            self._changed(f"unloaded adapter={name}")
+            self._list.remove(adapter)
+        if not self._list.is_named(adapter):
+            await self._wait_unused(adapter, force=force, timeout_s=timeout_s)
+        # The order first: a scheduler that is restarted from here on does not read the adapter again.
+        self._changed(f"unloaded adapter={adapter.spec.name}")
+        await asyncio.shield(self._begin(self._drop(adapter)))
 
-    async def _wait_unused(self, adapter: LoadedAdapter, name: str, *, force: bool, timeout_s: float) -> None:
-        fingerprint = adapter.spec.fingerprint
+    async def _wait_unused(self, adapter: LoadedAdapter, *, force: bool, timeout_s: float) -> None:
+        name, fingerprint = adapter.spec.name, adapter.spec.fingerprint
         if force:
             self._users.fail_users(fingerprint, f"the adapter {name} was unloaded")
+        self._leaving.add(name)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._users.wait_unused(fingerprint)
         except TimeoutError:
-            self._by_name[name] = adapter
+            self._list.put_back(adapter)
+            num = self._users.num_users(fingerprint)
+            who, them = ("1 request still uses", "it") if num == 1 else (f"{num} requests still use", "them")
             raise RequestError(
-                f"{self._users.num_users(fingerprint)} requests still use the adapter {shown(name)} after "
-                f"{timeout_s:g} s, so it stays; try again later, or send force to end them",
+                f"{who} the adapter {shown(name)} after {timeout_s:g} s, so it stays; try again later, or send force "
+                f"to end {them}",
                 param="lora_name",
                 code="adapter_in_use",
                 status=409,
             ) from None
         except asyncio.CancelledError:
-            self._by_name[name] = adapter
+            self._list.put_back(adapter)
             raise
+        finally:
+            self._leaving.discard(name)
 
-    def _drop_later(self, old: LoadedAdapter) -> None:
-        """Unload an adapter without a name when its requests have ended."""
+    async def _drop_unused(self, adapter: LoadedAdapter) -> None:
+        """Drop an adapter without a name when its requests have ended."""
+        await self._users.wait_unused(adapter.spec.fingerprint)
+        try:
+            await self._drop(adapter)
+        except EngineDeadError as error:
+            logger.warning("adapter=%s was not dropped: %s", adapter.spec.name, error)
 
-        async def drop() -> None:
-            await self._users.wait_unused(old.spec.fingerprint)
-            async with self._changing:
-                if not self._is_named(old):
-                    await self._calls.unload_adapter(old.store_id)
+    async def _drop(self, adapter: LoadedAdapter) -> None:
+        """Have the scheduler forget an adapter, unless it has got a name meanwhile."""
+        async with self._changing:
+            if self._list.take_unnamed(adapter):
+                await self._calls.unload_adapter(adapter.store_id)
 
-        task = asyncio.create_task(drop())
-        self._drops.add(task)  # asyncio itself keeps weak references only
-        task.add_done_callback(self._drops.discard)
+    async def _forget(self, store_id: int) -> None:
+        try:
+            await self._calls.unload_adapter(store_id)
+        except EngineDeadError as error:
+            logger.warning("store_id=%d was not dropped: %s", store_id, error)
 
-    def _is_named(self, adapter: LoadedAdapter) -> bool:
-        return any(each.store_id == adapter.store_id for each in self._by_name.values())
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _changed(self, what: str) -> None:
-        logger.info("%s adapters=%d", what, len(self._by_name))
-        self._tell_all(SetAdapters(tuple(self._by_name.values())))
-
-    def _check_new(self, name: str, *, replace: bool) -> None:
-        if not self._config.allow_runtime_lora:
-            raise RequestError(
-                "this server loads no adapters while it runs; start it with --allow-runtime-lora and --lora-root, or "
-                "with --lora NAME=PATH",
-                code="adapters_fixed",
-                status=403,
-            )
-        try:
-            check_name(name)
-        except ConfigError as error:
-            raise RequestError(str(error), param="lora_name", code="invalid_value") from None
-        if name == self._model_name or (name in self._by_name and not replace):
-            what = "the model" if name == self._model_name else "an adapter"
-            fix = "choose another one" + (
-                "" if name == self._model_name else ", unload it first, or send load_inplace"
-            )
-            raise RequestError(
-                f"{what} has the name {shown(name)} already; {fix}",
-                param="lora_name",
-                code="name_taken",
-                status=409,
-            )
-        most = self._config.max_loaded_loras
-        if name not in self._by_name and len(self._by_name) >= most:
-            raise RequestError(
-                f"{len(self._by_name)} adapters are loaded, the limit is {most}; unload one, or raise "
-                "--max-loaded-loras",
-                code="too_many_adapters",
-                status=409,
-            )
-
-    def _known(self) -> str:
-        names = list(self._by_name)
-        if not names:
-            return "there are none"
-        more = f" and {len(names) - _MAX_SHOWN_NAMES} more" if len(names) > _MAX_SHOWN_NAMES else ""
-        return "the adapters are " + ", ".join(names[:_MAX_SHOWN_NAMES]) + more
+        logger.info("%s adapters=%d", what, len(self._list))
+        self._tell_all(SetAdapters(tuple(self._list.adapters)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,8 +24,9 @@ from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import ErrorBody
 from engine.tokenizer_manager.http.schema.protocol import NativeSampling
+from tests.adapter_files import write_adapter
 
-from ..fake_engine import MODEL, WAIT_S, FakeEngine, make_services, say_all
+from ..fake_engine import MODEL, SPEC, WAIT_S, FakeEngine, make_services, say_all
 from .pooling.test_embeddings import ANSWER, EMBEDDER
 
 DOCUMENT = ApiDocs(ROUTES, "0").document()
@@ -60,6 +62,10 @@ VALID: dict[str, dict[str, Any]] = {
     "/v2/rerank": {"query": "hi", "documents": ["ho"]},
     "/v1/score": {"text_1": "hi", "text_2": "ho"},
     "/score": {"text_1": "hi", "text_2": "ho"},
+    "/v1/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql", "load_inplace": True},
+    "/load_lora_adapter": {"lora_name": "sql", "lora_path": "sql", "load_inplace": True},
+    "/v1/unload_lora_adapter": {"lora_name": "sql", "force": True},
+    "/unload_lora_adapter": {"lora_name": "sql", "force": True},
     "/api/embed": {"input": "hi"},
     "/api/embeddings": {"prompt": "hi"},
 }
@@ -74,11 +80,16 @@ class Reply(NamedTuple):
 
 
 class Client:
-    """Calls an application that answers every generation with "x", or for paths of embedders, one with vectors."""
+    """Calls an application that answers every generation with "x", or for paths of embedders, one with vectors.
 
-    def __init__(self) -> None:
+    Before each unload of an adapter it is loaded.
+    """
+
+    def __init__(self, adapters: Path) -> None:
+        write_adapter(adapters / "sql", SPEC)
+        lora = {"allow_runtime_lora": True, "lora_root": str(adapters)}
         self._loop = asyncio.new_event_loop()
-        self._app = App(make_services(FakeEngine(say_all("x"))))
+        self._app = App(make_services(FakeEngine(say_all("x")), lora=lora))
         self._embedder = App(make_services(FakeEngine(ANSWER), pooling=EMBEDDER))
 
     def close(self) -> None:
@@ -89,6 +100,9 @@ class Client:
         self, method: str, path: str, body: bytes = b"", headers: dict[str, bytes] | None = None
     ) -> Reply:
         """One request, in two pieces."""
+        if "unload" in path:
+            load = json.dumps(VALID["/load_lora_adapter"]).encode()
+            self.call("POST", "/load_lora_adapter", load)
         return self._loop.run_until_complete(
             asyncio.wait_for(self._call(method, path, body, headers or {}), WAIT_S)
         )
@@ -125,8 +139,8 @@ class Client:
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    client = Client()
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    client = Client(tmp_path_factory.mktemp("adapters"))
     yield client
     client.close()
 

@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from ....runtime.errors import RequestError
 from ...generation import Prompt
-from ...scheduling_options import checked_salt
+from ...scheduling_options import Scheduling, checked_salt
 from ..exchange import Exchange
 from ..schema.answers import PinnedBody
 from ..schema.chat_conversation import rendered_conversation
@@ -43,6 +43,7 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
             extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),
             add_special_tokens=add_special_tokens,
             param=param,
+            lora_id=services.with_adapter(Scheduling(), request.model).lora_id,
         )
         await exchange.send_json(
             PinnedBody(

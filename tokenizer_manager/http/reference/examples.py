@@ -1,7 +1,7 @@
 """An example request for each endpoint with a body, by method and path; `/openapi.json` and `/docs` have them.
 
-Each is accepted by a server with any model that has a chat template, or (`OF_EMBEDDERS`) with any embedder; the tests
-send them.
+Each is accepted by a server with any model that has a chat template, or (`OF_EMBEDDERS`) with any embedder, or
+(`OF_ADAPTERS`) with a folder of adapters; the tests send them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/abort_request"): {"rid": "chatcmpl-1"},
     ("PUT", "/log_level"): {"level": "debug"},
     ("POST", "/start_profile"): {"duration": 10},
+    ("POST", "/v1/load_lora_adapter"): {"lora_name": "sql", "lora_path": "sql"},
+    ("POST", "/load_lora_adapter"): {"lora_name": "sql", "lora_path": "sql"},
+    ("POST", "/v1/unload_lora_adapter"): {"lora_name": "sql"},
+    ("POST", "/unload_lora_adapter"): {"lora_name": "sql"},
     ("POST", "/api/chat"): {"messages": _QUESTION},
     ("POST", "/api/generate"): {"prompt": "The capital of France is", "options": {"num_predict": 8}},
     ("POST", "/api/show"): {},
@@ -59,6 +63,9 @@ OF_EMBEDDERS: Final = frozenset(
     path for _, path in BODIES if "embed" in path or path.endswith(("/rerank", "/score"))
 )
 """Paths with examples for embedders; those of pairs are also for rerankers."""
+
+OF_ADAPTERS: Final = frozenset(path for _, path in BODIES if path.endswith("load_lora_adapter"))
+"""Paths with examples for servers that load adapters, from a folder with one of this name."""
 
 PATH_PARTS: Final[Mapping[str, str]] = {"id": "chatcmpl-1"}
 """Examples of what stands in a path; `{model}` is the served model."""

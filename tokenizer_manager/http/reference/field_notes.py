@@ -12,6 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.sampling_params import SamplingParams
+from ...adapters.registry import UNLOAD_TIMEOUT_S
 from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..endpoints.native import DEFAULT_MAX_NEW_TOKENS
 from ..endpoints.openai_completions import DEFAULT_MAX_TOKENS
@@ -42,6 +43,7 @@ NOTES: Final[Mapping[str, str]] = {
     "model": "Name of the served model; left out, it is that model.",
     "name": "Another name of `model`.",
     "tokens": "Token ids.",
+    "lora_path": "The name of a LoRA adapter; left out, it is what `model` says.",
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
     "temperature": "Flattens (above 1) or sharpens the distribution of tokens; 0 takes the most likely one.",
@@ -150,6 +152,12 @@ NOTES: Final[Mapping[str, str]] = {
     "keep_alive": "Accepted, without effect.",
     "options": "Sampling fields by Ollama's names, such as temperature, num_predict, num_ctx and seed.",
     # ---- operations
+    "lora_name": "The name by which requests choose the adapter.",
+    "LoadAdapterRequest.lora_path": "A folder or GGUF file below --lora-root.",
+    "load_inplace": "The name may be taken: running requests keep the old adapter until they end.",
+    "pinned": "It is unloaded only with force.",
+    "force": "Requests that use the adapter end with an error; otherwise they are waited for.",
+    "UnloadAdapterRequest.timeout": "Seconds to wait for requests that use the adapter; after that it stays.",
     "rid": "Accepted with a warning; ids are made by the server.",
     "AbortBody.rid": "Id of a response, or of one of its choices.",
     "abort_all": "End all requests; needs an admin.",
@@ -210,6 +218,10 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "stream_reasoning": True,
     "raw": False,
     "abort_all": False,
+    "load_inplace": False,
+    "pinned": False,
+    "force": False,
+    "UnloadAdapterRequest.timeout": UNLOAD_TIMEOUT_S,
     "priority": 0,
     "duration": DEFAULT_DURATION_S,
     "rate": DEFAULT_RATE_HZ,

@@ -9,14 +9,15 @@ import shlex
 import msgspec
 import pytest
 
-from engine.tokenizer_manager.http.reference.examples import BODIES, OF_EMBEDDERS
+from engine.tokenizer_manager.http.reference.examples import BODIES, OF_ADAPTERS, OF_EMBEDDERS
 from engine.tokenizer_manager.http.reference.field_notes import DEFAULTS, NOTES
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.reference.reference_page import curl, render_reference
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.protocol import NativeSampling
+from tests.adapter_files import loaded, write_adapter
 from tests.tokenizer_manager.conftest import Serve
-from tests.tokenizer_manager.fake_engine import say_all
+from tests.tokenizer_manager.fake_engine import SPEC, say_all
 from tests.tokenizer_manager.http.pooling.test_embeddings import ANSWER, EMBEDDER
 
 TYPES: dict[str, type | tuple[type, ...]] = {
@@ -75,10 +76,16 @@ def test_the_model_s_own_default_replaces_the_engine_s():
 
 
 @pytest.mark.parametrize("key", [key for key in BODIES if "profile" not in key[1]], ids=" ".join)
-def test_every_example_is_accepted(serve: Serve, document, key):
+def test_every_example_is_accepted(serve: Serve, document, key, tmp_path):
     """The text of the page's own command, taken apart as a shell does."""
     method, path = key
-    served = serve(ANSWER, pooling=EMBEDDER) if path in OF_EMBEDDERS else serve(say_all("x"))
+    if path in OF_ADAPTERS:
+        folder = write_adapter(tmp_path / "sql", SPEC)
+        adapters = [loaded(folder, SPEC, 1, "sql")] if "unload" in path else []
+        lora = {"allow_runtime_lora": True, "lora_root": str(tmp_path)}
+        served = serve(adapters=adapters, lora=lora)
+    else:
+        served = serve(ANSWER, pooling=EMBEDDER) if path in OF_EMBEDDERS else serve(say_all("x"))
     words = shlex.split(curl(document, served.url, method, path).replace("\\\n", " "))
     assert words[0] == "curl"
     (url,) = (word for word in words if word.startswith("http"))
