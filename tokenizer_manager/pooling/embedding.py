@@ -27,7 +27,6 @@ def embedding_params(
     *,
     dimensions: int | None = None,
     normalize: bool | None = None,
-    may_cut: bool = False,
     param: str = "dimensions",
 ) -> PoolingParams:
     """The parameters of a vector.
@@ -35,7 +34,6 @@ def embedding_params(
     Args:
         dimensions: numbers of the vector; None: all.
         normalize: scale it to length 1; None: as the model's files say.
-        may_cut: any number of dimensions is allowed (`--matryoshka`).
         param: the field that errors name.
 
     Raises:
@@ -52,7 +50,7 @@ def embedding_params(
                 param=param,
                 code="invalid_value",
             )
-        if not (may_cut or pooling.any_dimensions or dimensions in pooling.dimensions):
+        if not (pooling.any_dimensions or dimensions in pooling.dimensions):
             if pooling.dimensions:
                 known = ", ".join(map(str, sorted({*pooling.dimensions, pooling.size})))
                 rule = f"the model was trained for {known}; send one of these"

@@ -119,6 +119,7 @@ def test_an_embedder_scores_by_the_angle_and_computes_each_text_once(serve: Serv
         ({"top_n": -1}, "top_n", "-1"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
         ({"max_tokens_per_doc": -2}, "max_tokens_per_doc", "-2"),
+        ({"max_tokens_per_doc": 9, "truncate_prompt_tokens": 5}, "max_tokens_per_doc", "one of them"),
         ({"rank_fields": ["a"]}, "rank_fields", "not supported"),
         ({"model": "other"}, "model", "org/tiny"),
     ],
