@@ -31,7 +31,7 @@ from ..tokenizer_manager.pooling.scoring import (
     text_inputs,
     uses_pairs,
 )
-from ..tokenizer_manager.pooling.task import POOLING_SAMPLING, Want, check_task
+from ..tokenizer_manager.pooling.task import POOLING_SAMPLING, Want, check_ranking, check_task
 from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 
@@ -117,16 +117,13 @@ class PooledCalls:
         """See `LLM.rerank`."""
         if not isinstance(query, str):
             raise wrong_type("query", query, "a text", has_default=False)
+        check_ranking(self._spec, "score()")
         [query] = _texts("query", query)
         texts = _texts("documents", documents)
         top_n = len(texts) if top_n is None else check_integer("top_n", plain(top_n), 0, MAX_COUNT)
         scores = self._scores(
             [(query, text) for text in texts], scheduling, instruction, truncate, progress_bar
         )
-        if scores and len(scores[0]) > 1:
-            raise RequestError(
-                f"this model has {len(scores[0])} scores for a pair, and documents are ordered by one; use score()"
-            )
         ranked = [
             RankedDocument(n, score, text)
             for n, ((score,), text) in enumerate(zip(scores, texts, strict=True))
@@ -265,13 +262,13 @@ class PooledCalls:
         capacity, tokenizer = self._engine.capacity, self._tokenizer
         texts = [prompt for prompt in inputs.prompts if isinstance(prompt, str)]
         encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
-        frame = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
+        _, num_special = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
         now_s = time.monotonic()
         requests = []
         for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
             ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
             if truncate:
-                ids = truncated(ids, -1, frame, capacity)
+                ids = truncated(ids, -1, num_special + inputs.num_kept_tokens, capacity)
             check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
             requests.append(
                 GenerateRequest(

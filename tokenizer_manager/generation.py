@@ -50,6 +50,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         lora_ids: the adapter of each prompt, if they differ; else `scheduling.lora_id` is that of all.
         truncate_len: with `poolings`: longer prompts are cut to so many tokens; -1: to what the model takes; None: they
             are errors.
+        num_kept_tokens: with `truncate_len`: last tokens of a text that stay, if it has no special tokens of its own.
     """
 
     prompts: Sequence[Prompt]
@@ -69,6 +70,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     poolings: Sequence[PoolingParams] = ()
     lora_ids: Sequence[str] = ()
     truncate_len: int | None = None
+    num_kept_tokens: int = 0
 
 
 class Choice:

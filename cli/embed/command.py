@@ -21,7 +21,7 @@ from ..options import (
     takes_config_options,
 )
 from .backend import Backend, EmbedOptions, PartError
-from .opening import ApiKeyOption, AttachOption, UrlOption, open_backend
+from .opening import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
 from .progress import progress_of
 from .texts import Texts, read_texts, skipped_note
 from .writing import FORMATS, FormatName, writer_of
@@ -29,7 +29,8 @@ from .writing import FORMATS, FormatName, writer_of
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _SUFFIXES: Final[dict[str, FormatName]] = {".npy": "npy", ".jsonl": "jsonl", ".csv": "csv"}
-_WITHOUT: Final = ("served_model_name", "seed", "sampling_defaults")
+WITHOUT: Final = ("model", "served_model_name", "seed", "sampling_defaults", "chat_template")
+"""Settings of the model that are options of their own here, or have no effect."""
 
 
 def _option(title: str, text: str, *names: str, metavar: str | None = None) -> Any:
@@ -60,13 +61,14 @@ TruncateOption = Annotated[
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
-@takes_config_options(("model",), exclude=_WITHOUT)
+@takes_config_options(("model",), exclude=WITHOUT)
 def embed(
     files: Annotated[
         list[str] | None,
         typer.Argument(metavar="FILE", help="Files of texts; - or none: standard input.", show_default=False),
     ] = None,
     config_file: ConfigFileOption = None,
+    model: ModelOption = None,
     url: UrlOption = None,
     attach: AttachOption = True,
     api_key: ApiKeyOption = None,
@@ -130,17 +132,18 @@ def embed(
         truncate=truncate,
     )
     texts = read_texts(files or [], null=null, skip_empty=skip_empty)
-    backend = open_backend(
-        "embed",
-        url=url,
-        api_key=api_key,
-        attach=attach,
-        settings=settings,
-        config_file=config_file,
-        quiet=quiet,
-    )
-    with contextlib.closing(backend), _opened(output) as out:
-        _write(backend, texts, options, chosen, out, quiet=quiet)
+    with _opened(output) as out:  # before the model is loaded, which takes seconds
+        backend = open_backend(
+            "embed",
+            url=url,
+            api_key=api_key,
+            attach=attach,
+            settings={**settings, "model": model},
+            config_file=config_file,
+            quiet=quiet,
+        )
+        with contextlib.closing(backend):
+            _write(backend, texts, options, chosen, out, quiet=quiet)
     if not quiet and (note := skipped_note(texts)):
         print(f"engine: {note}; the rows are those of the other lines", file=sys.stderr)
 

@@ -34,6 +34,17 @@ UrlOption = Annotated[
         show_default=False,
     ),
 ]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="TEXT",
+        help="Folder in Hugging Face layout, .gguf file or name of a model; with --url, which of its models  [default: "
+        "minilm]",
+        rich_help_panel="Model",
+        show_default=False,
+    ),
+]
 AttachOption = Annotated[
     bool,
     typer.Option(

@@ -19,8 +19,8 @@ from ..options import (
     takes_config_options,
 )
 from .backend import PartError, Scored
-from .command import NullOption, SkipEmptyOption, TruncateOption
-from .opening import ApiKeyOption, AttachOption, UrlOption, open_backend
+from .command import WITHOUT, NullOption, SkipEmptyOption, TruncateOption
+from .opening import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
 from .progress import progress_of
 from .texts import Texts, read_texts
 
@@ -32,7 +32,7 @@ def _ranking(text: str, *names: str, metavar: str | None = None) -> Any:
 
 
 @app.command(cls=GroupedCommand, context_settings=CONTEXT_SETTINGS)
-@takes_config_options(("model",), exclude=("served_model_name", "seed", "sampling_defaults"))
+@takes_config_options(("model",), exclude=WITHOUT)
 def rerank(
     query: Annotated[str, typer.Argument(metavar="QUERY", help="What the documents are compared with.")],
     files: Annotated[
@@ -44,6 +44,7 @@ def rerank(
         ),
     ] = None,
     config_file: ConfigFileOption = None,
+    model: ModelOption = None,
     url: UrlOption = None,
     attach: AttachOption = True,
     api_key: ApiKeyOption = None,
@@ -89,7 +90,7 @@ def rerank(
         url=url,
         api_key=api_key,
         attach=attach,
-        settings=settings,
+        settings={**settings, "model": model},
         config_file=config_file,
         quiet=quiet,
     )

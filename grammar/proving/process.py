@@ -14,9 +14,7 @@ import resource
 import signal
 import socket
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Final
 
 import msgspec
@@ -45,11 +43,6 @@ _STDIN: Final = 0
 _NICENESS: Final = 10
 """A new grammar waits longer on a busy machine; the streams of others do not. Only compilations have it: a start takes
 0.3 s of CPU time more, which may be half a minute at this priority, and requests wait for it."""
-_USUAL_S: Final = 0.3
-"""CPU time, which schemas of 400 kB with 5,000 properties take; at `_NICENESS` a bomb takes half a core from a batch
-that uses all cores."""
-_LOOK_S: Final = 0.02
-"""Between two looks at the CPU time."""
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
 _MAX_SHORT_TOKENS: Final = 2048
@@ -81,24 +74,7 @@ def main() -> None:
         os.nice(_NICENESS)
         channel.sendall(frame(ProverReady()))
         while isinstance(request := _receive(channel), ProofRequest):
-            channel.sendall(frame(_prove_patiently(backend, vocabulary, request)))
-
-
-def _prove_patiently(backend: GrammarBackend, vocabulary: Vocabulary, request: ProofRequest) -> ProofResult:
-    """As `_prove`; after `_USUAL_S` it gets only the CPU time that nothing else wants, on Linux.
-
-    It runs on a thread of its own, because a priority can be lowered and not raised again.
-    """
-    with ThreadPoolExecutor(1) as executor:
-        thread_id = executor.submit(threading.get_native_id).result()
-        limit_s = time.process_time() + _USUAL_S
-        proof = executor.submit(_prove, backend, vocabulary, request)
-        while not wait((proof,), _LOOK_S).done:
-            if time.process_time() > limit_s:
-                if sys.platform == "linux":
-                    os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))
-                break
-        return proof.result()
+            channel.sendall(frame(_prove(backend, vocabulary, request)))
 
 
 def _prove(backend: GrammarBackend, vocabulary: Vocabulary, request: ProofRequest) -> ProofResult:

@@ -49,8 +49,8 @@ class NativeDelta:
         rank = -(-max_rank // self._columns) * self._columns
         self._low_stride = -(-len(outputs) * rank // _LANES) * _LANES
         self._ranks = torch.zeros(num_slots, dtype=torch.int64)
-        self._a = torch.zeros((num_slots, self._low_stride * inputs), dtype=dtype)
-        self._b = torch.zeros((num_slots, sum(map(_padded, outputs)) * rank), dtype=dtype)
+        self._a = _resident((num_slots, self._low_stride * inputs), dtype)
+        self._b = _resident((num_slots, sum(map(_padded, outputs)) * rank), dtype)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
         """See `LowRankDelta`."""
@@ -251,3 +251,8 @@ def _panels(matrix: Tensor, columns: int) -> Tensor:
     rows, inputs = matrix.shape
     matrix = F.pad(matrix, (0, -inputs % columns, 0, -rows % _LANES))
     return matrix.view(-1, _LANES, matrix.shape[1] // columns, columns).transpose(1, 2).contiguous()
+
+
+def _resident(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that are written now: memory in use when loading ends is moved into huge pages (`memory/huge_pages.py`)."""
+    return torch.empty(shape, dtype=dtype).zero_()

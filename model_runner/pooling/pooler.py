@@ -87,7 +87,7 @@ class Pooler:
         self._partial: dict[int, Tensor] = {}  # by pool row
 
     def pool(self, hidden: Tensor, chunks: Sequence[PooledChunk]) -> list[PooledRows]:
-        """Take a step's hidden states, [W, K]; return the results of the prompts that end in it, at most two groups."""
+        """Take a step's hidden states, [W, K]; return the results of the prompts that end in it, by width."""
         vectors = [chunk for chunk in chunks if chunk.params.kind is not PoolingKind.LABELS]
         labels = [chunk for chunk in chunks if chunk.params.kind is PoolingKind.LABELS and chunk.ends]
         results = []

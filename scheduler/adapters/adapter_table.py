@@ -25,14 +25,15 @@ class Adapter:
 
 
 class AdapterTable:
-    """The adapters by fingerprint. An adapter is being read or ready; one that cannot be read is forgotten."""
+    """The adapters by fingerprint: being read, ready, or not readable, whose requests are refused with the reason."""
 
-    __slots__ = ("_adapters", "_is_enabled")
+    __slots__ = ("_adapters", "_failed", "_is_enabled")
 
     def __init__(self, *, is_enabled: bool) -> None:
         """`is_enabled`: whether the runner has slots for adapters."""
         self._is_enabled = is_enabled
         self._adapters: dict[str, Adapter] = {}
+        self._failed: dict[str, tuple[int, str]] = {}  # store id and error, by fingerprint
 
     def __len__(self) -> int:
         return len(self._adapters)
@@ -57,6 +58,8 @@ class AdapterTable:
             return None
         if not self._is_enabled:
             return "the server runs without LoRA adapters; start it with --enable-lora"
+        if fingerprint in self._failed:
+            return self._failed[fingerprint][1]
         return "the LoRA adapter of the request is not loaded any more; send it again"
 
     def load(self, message: LoadAdapter) -> AdapterDone | None:
@@ -67,6 +70,7 @@ class AdapterTable:
         adapter = self._adapters.get(message.adapter.fingerprint)
         if adapter is None:
             adapter = Adapter(message.store_id, message.adapter.name)
+            self._failed.pop(message.adapter.fingerprint, None)
             self._adapters[message.adapter.fingerprint] = adapter
         elif adapter.is_ready:
             return AdapterDone(message.call_id)
@@ -81,6 +85,7 @@ class AdapterTable:
         adapter = self._adapters[fingerprint]
         if error:
             del self._adapters[fingerprint]
+            self._failed[fingerprint] = store_id, error
         adapter.is_ready = True
         calls, adapter.calls = adapter.calls, []
         return fingerprint, [AdapterDone(call_id, error) for call_id in calls]
@@ -89,6 +94,7 @@ class AdapterTable:
         """Forget an adapter; returns its fingerprint, "" if it is unknown."""
         fingerprint = self.fingerprint_of(store_id)
         self._adapters.pop(fingerprint, None)
+        self._failed = {name: failed for name, failed in self._failed.items() if failed[0] != store_id}
         return fingerprint
 
     def fingerprint_of(self, store_id: int) -> str:

@@ -84,6 +84,12 @@ def _answer(due: Due, now_s: float) -> Finish:
             f"retry later, or raise queue_timeout"
         )
         return Finish(FinishKind.ERROR, message=message, status=QUEUE_TIMEOUT_STATUS)
+    if due.req.pooling is not None:
+        message = (
+            f"the request took {took_s:.1f} s and its result was not ready, the limit is {due.limit_s:g} s; send fewer "
+            "inputs at once, or raise timeout"
+        )
+        return Finish(FinishKind.ERROR, message=message, status=REQUEST_TIMEOUT_STATUS)
     message = (
         f"the request took {took_s:.1f} s and had generated {due.req.output_len} of at most "
         f"{due.req.max_new_tokens} tokens, the limit is {due.limit_s:g} s; lower max_tokens, or raise timeout"

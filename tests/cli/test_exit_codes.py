@@ -20,9 +20,12 @@ from engine.cli.exit_codes import MEANINGS, ExitCode
 from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
 
 NO_SERVER = "http://127.0.0.1:9"
+LINES = f"{__file__} --skip-empty"
 COMMANDS = (
     "serve",
     "chat",
+    "embed",
+    "rerank",
     "pull",
     "list",
     "rm",
@@ -46,12 +49,17 @@ CASES = [
     ("bench", "", ExitCode.SUCCESS),
     # wrong usage
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
-    *((command, "", ExitCode.USER) for command in ("pull", "rm", "bench compare", "why", "replay", "trace")),
+    *(
+        (command, "", ExitCode.USER)
+        for command in ("rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
+    ),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
     ("serve", "--port x", ExitCode.USER),
     ("serve", "--port 70000", ExitCode.USER),
     ("chat", "hi --temperature hot", ExitCode.USER),
+    ("embed", f"{LINES} --format x", ExitCode.USER),
+    ("rerank", f"x {LINES} --top-n 0", ExitCode.USER),
     ("bench serve", "--num-prompts 0", ExitCode.USER),
     ("bench offline", "--num-prompts 0", ExitCode.USER),
     ("top", "--interval 0", ExitCode.USER),
@@ -64,6 +72,9 @@ CASES = [
     ),
     ("chat", "hi --config /nope.yaml", ExitCode.USER),
     *(("chat", f"hi {option} /nope.json", ExitCode.USER) for option in ("--load", "--schema", "--tools")),
+    ("embed", "/nope", ExitCode.USER),
+    ("embed", f"{LINES} --output /nope/x.npy", ExitCode.USER),
+    ("rerank", "x /nope", ExitCode.USER),
     ("bench serve", "--structured /nope.json", ExitCode.USER),
     ("bench serve", "--output-file /nope/x.json", ExitCode.USER),
     ("bench serve", "--output-file /", ExitCode.USER),
@@ -80,6 +91,8 @@ CASES = [
     ("serve", "/nope --port 0", ExitCode.USER),
     ("serve", "/nope --print-config", ExitCode.USER),
     ("chat", "hi --model /nope", ExitCode.USER),
+    ("embed", f"{LINES} --model /nope", ExitCode.USER),
+    ("rerank", f"x {LINES} --model /nope", ExitCode.USER),
     *((command, "/nope", ExitCode.USER) for command in ("pull", "rm")),
     ("bench offline", "/nope", ExitCode.USER),
     ("bench serve", "--tokenizer /nope", ExitCode.USER),
@@ -87,6 +100,8 @@ CASES = [
     ("doctor", "/nope --json", ExitCode.FAILED),
     # no server
     ("chat", f"hi --url {NO_SERVER}", ExitCode.SERVER),
+    ("embed", f"{LINES} --url {NO_SERVER}", ExitCode.SERVER),
+    ("rerank", f"x {LINES} --url {NO_SERVER}", ExitCode.SERVER),
     ("bench serve", f"--url {NO_SERVER} --ready-check-timeout-sec 0 --tokenizer TINY", ExitCode.SERVER),
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),

@@ -100,7 +100,7 @@ def test_a_file_that_is_not_utf8_is_named_with_the_position(capsys, tmp_path, mo
     path.write_bytes(b"caf\xe9")
     arguments = [str(path) if word == "X" else word for word in command.split()]
     if command.startswith("bench serve"):
-        monkeypatch.setattr("engine.cli.bench.serve_run.WorkloadTokenizer.load", lambda model: None)
+        monkeypatch.setattr("engine.cli.bench.serve_run.WorkloadTokenizer.load", lambda model: object())
     line = the_error(capsys, *arguments, str(path))
     assert str(path) in line
     assert FILES[command] in line

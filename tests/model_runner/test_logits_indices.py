@@ -125,9 +125,9 @@ def test_the_last_block_sees_nothing_else(
     layers = seen.model.layers
     rows: list[list[int]] = [[], []]
 
-    def counting(mlp: Any, numbers_of_rows: list[int], x: Tensor) -> Any:
+    def counting(mlp: Any, numbers_of_rows: list[int], x: Tensor, *adapters: Any) -> Any:
         numbers_of_rows.append(len(x))
-        return mlp(x)
+        return mlp(x, *adapters)
 
     for layer, numbers_of_rows in zip((layers[0], layers[-1]), rows, strict=True):
         layer.mlp = partial(counting, layer.mlp, numbers_of_rows)

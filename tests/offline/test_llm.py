@@ -224,7 +224,7 @@ def test_bad_messages_are_refused(llm, messages, message):
         (
             [5, 1_000_000],
             None,
-            r"prompt holds 1000000, but a prompt is a text or a list of token ids in \[0, 272\)",
+            r"prompt holds 1000000, but it must be a text or a list of token ids in \[0, 272\)",
         ),
         ([5, "x"], None, "prompt holds 'x'"),
         ("x", msgspec.structs.replace(GREEDY, temperature=-1), "temperature is -1"),

@@ -102,6 +102,17 @@ def test_a_mean_that_loses_its_memory_is_computed_again_from_its_first_token(mak
     assert harness.scheduler.report(0.0).swapped_out_tokens_total == 0
 
 
+def test_a_result_that_takes_too_long_is_no_matter_of_max_tokens(make_scheduler):
+    harness = make_scheduler(request_timeout=0.1, chunked_prefill_size=1)
+    harness.submit("slow", prompt_len=100, pooling=LAST)
+
+    harness.run_until_idle()
+
+    finish = harness.answers["slow"].finish
+    assert (finish.kind, finish.status) == (FinishKind.ERROR, 504)
+    assert "its result was not ready, the limit is 0.1 s; send fewer inputs" in finish.message
+
+
 def test_a_vector_that_fails_fails_alone(make_scheduler):
     harness = make_scheduler()
     for n in range(3):

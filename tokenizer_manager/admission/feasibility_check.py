@@ -92,18 +92,17 @@ def check_pooled_length(prompt_len: int, capacity: Capacity, param: str) -> None
         raise RequestError(reason, param=param, code="context_length_exceeded")
 
 
-def truncated(ids: array[int], limit: int, frame: tuple[int, int], capacity: Capacity) -> array[int]:
-    """The beginning of an input, with the special tokens that end it, as sentence-transformers cuts it.
+def truncated(ids: array[int], limit: int, num_last: int, capacity: Capacity) -> array[int]:
+    """The beginning of an input and its last tokens, as sentence-transformers cuts it.
 
     Args:
         limit: most tokens; -1: what the model takes.
-        frame: number of special tokens at its beginning and at its end.
+        num_last: tokens at the end that stay: special tokens, or the end of a template.
     """
     most = min(capacity.max_model_len, capacity.max_total_tokens)
     if limit >= 0:
         most = min(most, max(limit, 1))
     if len(ids) <= most:
         return ids
-    _, num_last = frame
     num_last = min(num_last, most - 1)
     return ids[: most - num_last] + ids[len(ids) - num_last :]

@@ -108,7 +108,7 @@ class OverloadControl:
         if request.probe:
             yield
             return
-        self._limiter.check_possible(num_new)
+        self._limiter.check_possible(num_new, request.prompt_param if request.poolings else "n")
         await self._wait_for_room(
             request,
             arrival_s,

@@ -71,18 +71,22 @@ class QueueLimiter:
         finally:
             self._num_reserved -= num_new
 
-    def check_possible(self, num_new: int) -> None:
+    def check_possible(self, num_new: int, param: str = "n") -> None:
         """Refuse more requests at once than can ever run and wait.
+
+        Args:
+            num_new: scheduler requests of one request.
+            param: the field that the error names: of inputs, or "n" for answers.
 
         Raises:
             RequestError: there are more.
         """
         if num_new > self._max_queued + self._max_running:
+            what = "answers (prompts times n or best_of)" if param == "n" else f"results ({param})"
             raise RequestError(
-                f"the request asks for {num_new} answers (prompts times n or best_of), but at most "
-                f"{self._max_running} run and {self._max_queued} wait; send fewer at once or raise "
-                f"--max-queued-requests",
-                param="n",
+                f"the request asks for {num_new} {what}, but at most {self._max_running} run and {self._max_queued} "
+                "wait; send fewer at once or raise --max-queued-requests",
+                param=param,
                 code="invalid_value",
             )
 

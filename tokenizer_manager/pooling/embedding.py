@@ -27,7 +27,6 @@ def embedding_params(
     *,
     dimensions: int | None = None,
     normalize: bool | None = None,
-    may_cut: bool = False,
     param: str = "dimensions",
 ) -> PoolingParams:
     """The parameters of a vector.
@@ -35,7 +34,6 @@ def embedding_params(
     Args:
         dimensions: numbers of the vector; None: all.
         normalize: scale it to length 1; None: as the model's files say.
-        may_cut: any number of dimensions is allowed (`--matryoshka`).
         param: the field that errors name.
 
     Raises:
@@ -52,7 +50,7 @@ def embedding_params(
                 param=param,
                 code="invalid_value",
             )
-        if not (may_cut or pooling.any_dimensions or dimensions in pooling.dimensions):
+        if not (pooling.any_dimensions or dimensions in pooling.dimensions):
             if pooling.dimensions:
                 known = ", ".join(map(str, sorted({*pooling.dimensions, pooling.size})))
                 rule = f"the model was trained for {known}; send one of these"
@@ -83,10 +81,12 @@ def prompt_text(
     prompts = pooling.prompts
     if prompt_name:
         if prompt_name not in prompts:
-            known = ", ".join(sorted(prompts)) or "none"
+            if prompts:
+                rule = f"the model's prompts are: {', '.join(sorted(prompts))}; send one of these, or put"
+            else:
+                rule = "the model has no prompts; leave it out, or put"
             raise RequestError(
-                f"prompt_name is {shown(prompt_name)}, but the model's prompts are: {known}; send one of these, or put "
-                "the text before the input",
+                f"prompt_name is {shown(prompt_name)}, but {rule} the text before the input",
                 param="prompt_name",
                 code="invalid_value",
             )

@@ -11,6 +11,7 @@ How a model scores a pair is in its `PoolingSpec`:
 from __future__ import annotations
 
 import math
+import operator
 import re
 from array import array
 from collections.abc import Sequence
@@ -39,12 +40,14 @@ class ScoredInputs(NamedTuple):
         poolings: of each prompt.
         pairs: of each score: the index of its prompt, or those of the document and of the query.
         add_special_tokens: whether the texts get special tokens.
+        num_kept_tokens: last tokens of each text that stay where it is cut: the end of a template.
     """
 
     prompts: list[Prompt]
     poolings: list[PoolingParams]
     pairs: Sequence[tuple[int, ...]]
     add_special_tokens: bool = True
+    num_kept_tokens: int = 0
 
     def located(self, error: RequestError, param: str) -> RequestError:
         """An error about the prompt `param[n]`, with the number of the pair that it belongs to; or about a query."""
@@ -88,8 +91,13 @@ def text_inputs(
     prompts = [
         _filled(pooling.template, words | {"query": query, "document": document}) for query, document in pairs
     ]
+    _, _, ending = pooling.template.rpartition("{document}")
     return ScoredInputs(
-        list(prompts), [params] * len(prompts), [(n,) for n in range(len(prompts))], add_special_tokens=False
+        list(prompts),
+        [params] * len(prompts),
+        [(n,) for n in range(len(prompts))],
+        add_special_tokens=False,
+        num_kept_tokens=len(tokenizer.encode(ending, add_special_tokens=False)),
     )
 
 
@@ -118,12 +126,19 @@ def _vector_inputs(pooling: PoolingSpec, pairs: Sequence[Pair]) -> ScoredInputs:
 
 def scores_of(pooling: PoolingSpec, inputs: ScoredInputs, vectors: Sequence[bytes]) -> list[list[float]]:
     """The scores of each pair; one number, or one per label of a classifier."""
-    values = [array("f", vector).tolist() for vector in vectors]
     if pooling.task == "embed":
-        return [[math.fsum(map(_times, values[one], values[other]))] for one, other in inputs.pairs]
+        return [[_product(vectors[one], vectors[other])] for one, other in inputs.pairs]
     if pooling.label_tokens:
-        return [[softmax(values[n])[0]] for (n,) in inputs.pairs]
-    return [_activated(pooling, values[n]) for (n,) in inputs.pairs]
+        return [[softmax(_numbers(vectors[n]))[0]] for (n,) in inputs.pairs]
+    return [_activated(pooling, _numbers(vectors[n])) for (n,) in inputs.pairs]
+
+
+def _numbers(vector: bytes) -> list[float]:
+    return array("f", vector).tolist()
+
+
+def _product(one: bytes, other: bytes) -> float:
+    return math.fsum(map(operator.mul, array("f", one), array("f", other)))
 
 
 def _activated(pooling: PoolingSpec, logits: list[float]) -> list[float]:
@@ -144,7 +159,7 @@ def label_inputs(prompts: Sequence[Prompt], label_ids: Sequence[int]) -> ScoredI
 
 def label_scores(vectors: Sequence[bytes], *, apply_softmax: bool) -> list[list[float]]:
     """Probabilities of the labels: among them, or (as in SGLang) among all tokens."""
-    logprobs = [array("f", vector).tolist() for vector in vectors]
+    logprobs = [_numbers(vector) for vector in vectors]
     return [softmax(each) if apply_softmax else [math.exp(value) for value in each] for each in logprobs]
 
 
@@ -175,7 +190,3 @@ def softmax(logits: Sequence[float]) -> list[float]:
 
 def _sigmoid(x: float) -> float:
     return 1.0 / (1.0 + math.exp(-x)) if x >= 0 else math.exp(x) / (1.0 + math.exp(x))
-
-
-def _times(x: float, y: float) -> float:
-    return x * y

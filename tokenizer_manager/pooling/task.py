@@ -48,6 +48,24 @@ def check_task(spec: ModelSpec, wanted: Want) -> None:
     raise RequestError(f"{what}; {fix}", code="unsupported_task")
 
 
+def check_ranking(spec: ModelSpec, instead: str) -> None:
+    """Refuse to order documents by a model that has several scores for each.
+
+    Args:
+        instead: what gives all scores.
+
+    Raises:
+        RequestError: it has.
+    """
+    check_task(spec, "score")
+    assert spec.pooling is not None
+    if spec.pooling.task == "score" and spec.pooling.size > 1:
+        raise RequestError(
+            f"this model has {spec.pooling.size} scores for a pair, and documents are ordered by one; use {instead}",
+            code="unsupported_task",
+        )
+
+
 def probe_of(spec: ModelSpec) -> PoolingParams | None:
     """The smallest pooling request, for health checks; None for a model that generates text."""
     if spec.pooling is None:

@@ -116,6 +116,6 @@ def _module(path: Path, number: int, item: object) -> Module:
     if kind not in (*_COMPUTED, _WITHOUT_EFFECT):
         raise fields.error("type", type_name, f"only {', '.join(_COMPUTED)} are supported; use another model")
     parts = Path(folder).parts
-    if Path(folder).is_absolute() or ".." in parts:
+    if Path(folder).is_absolute() or ".." in parts or not folder.isprintable():
         raise fields.error("path", folder, "expected a folder inside of the model's")
     return Module(kind, "" if folder == "." else folder)

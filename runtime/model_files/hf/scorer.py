@@ -15,7 +15,7 @@ from typing import Final
 from ...errors import ConfigError
 from ..fields import Fields
 from ..pooling_spec import DenseSpec, HeadActivation, PoolingSpec, PoolingType, ScoreActivation
-from .embedder import read_dense, read_pooling_mode
+from .embedder import read_dense, read_pooling_mode, read_prompts
 from .modules_json import MODULES, Module, Modules, part_fields
 from .task import CAUSAL, FoundTask, architecture_of
 
@@ -61,6 +61,7 @@ def read_scorer(
     kinds = [part.kind for part in modules.parts[1:]] if modules is not None else []
     if architecture_of(fields).endswith(CAUSAL) and kinds in ([], ["LogitScore"]):
         return _generative(folder, fields, found)
+    _check_prompts(modules)
     if kinds == ["Pooling", "Dense"]:
         assert modules is not None
         return _from_modules(folder, modules, found, hidden_size)
@@ -83,6 +84,19 @@ def read_scorer(
         instruction=_QWEN3_INSTRUCTION if template else "",
         reason=found.reason,
     )
+
+
+def _check_prompts(modules: Modules | None) -> None:
+    """Refuse a text that sentence-transformers would put before each pair."""
+    if modules is None:
+        return
+    prompts, default = read_prompts(modules)
+    if prompts.get(default):
+        raise modules.settings.error(
+            "default_prompt_name",
+            default,
+            "pairs with a prompt are not supported; remove it if the model was trained without one",
+        )
 
 
 def _linear(

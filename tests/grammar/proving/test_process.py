@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import select
@@ -94,31 +93,6 @@ def test_a_proof_that_takes_too_long_is_given_up(setup):
     async def test(worker: ProofWorker) -> None:
         with pytest.raises(TimeoutError):
             await worker.prove(schema(ENUM), 0.001)
-
-    run(setup, test)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads")
-def test_a_grammar_that_takes_long_gives_way_to_everything_else(setup):
-    """The thread that compiles it, and no other."""
-    long = schema({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}})
-
-    async def policies(worker: ProofWorker) -> set[int]:
-        """Of the threads, until an idle one was seen or the process has answered."""
-        seen: set[int] = set()
-        proof = asyncio.create_task(worker.prove(long, TIMEOUT_S))
-        while not proof.done() and os.SCHED_IDLE not in seen:
-            for name in os.listdir(f"/proc/{worker.pid}/task"):
-                with contextlib.suppress(ProcessLookupError):  # it has ended
-                    seen.add(os.sched_getscheduler(int(name)))
-            await asyncio.sleep(0)
-        assert (await proof).code == ""
-        return seen
-
-    async def test(worker: ProofWorker) -> None:
-        assert await policies(worker) == {os.SCHED_OTHER, os.SCHED_IDLE}
-        assert os.sched_getscheduler(worker.pid) == os.SCHED_OTHER
-        assert (await worker.prove(schema({"type": "object"}), TIMEOUT_S)).code == ""
 
     run(setup, test)
 

@@ -151,7 +151,7 @@ def hidden_of(model: Any, text: torch.Tensor, positions: torch.Tensor) -> Any:
         ("nemotron", {}, "NemotronAttention does not get"),
         ("diffllama", {}, "layer 0 attends twice"),
         ("doge", {}, "layer 0 does not compute plain causal attention: values differ by"),
-        ("roberta", {"is_decoder": True, **ALL_HEADS}, "it does not count positions 0, 1, 2 and so on"),
+        ("camembert", {"is_decoder": True, **ALL_HEADS}, "it does not count positions 0, 1, 2 and so on"),
     ],
 )
 def test_attention_that_ours_cannot_stand_in_for_is_refused(make_tiny_model, model_type, options, reason):

@@ -104,6 +104,11 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(make_scheduler)
     assert (finish.kind, finish.status) == (FinishKind.ERROR, 400) and "has NaN" in finish.message
     assert harness.answers[good].finish.kind is FinishKind.LENGTH
     assert "has NaN" in harness.adapter_answers[store_id].error
+    later = harness.submit(message={"lora_id": "a"})
+    assert "has NaN" in harness.answers[later].finish.message
+    harness.unload_adapter("a")
+    harness.store_ids["a"] = 7  # so that the harness does not load it
+    assert "not loaded any more" in harness.answers[harness.submit(message={"lora_id": "a"})].finish.message
 
 
 def test_an_unknown_adapter_and_a_server_without_slots_refuse(make_scheduler):

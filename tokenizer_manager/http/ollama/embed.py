@@ -14,6 +14,7 @@ from ...pooling.task import check_task
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..pooling.fields import PoolingFields
+from ..pooling.results import json_in_parts
 from ..pooling.run import pooled_request, run_pooled
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import Count, Prompts
@@ -55,6 +56,20 @@ class OllamaEmbedBody(msgspec.Struct, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
+class _WrittenBody(msgspec.Struct, kw_only=True):
+    """`OllamaEmbedBody` with vectors that are JSON already, see `json_in_parts`."""
+
+    model: str
+    embeddings: list[msgspec.Raw]
+    total_duration: int
+    load_duration: int = 0
+    prompt_eval_count: int
+    warnings: list[str] | UnsetType = UNSET
+
+
+assert _WrittenBody.__struct_fields__ == OllamaEmbedBody.__struct_fields__
+
+
 class OllamaOldEmbedBody(msgspec.Struct):
     """The vector of one prompt."""
 
@@ -79,9 +94,9 @@ async def ollama_embed(exchange: Exchange, services: Services) -> None:
     started_s = services.manager.now_s()
     async with exchange.abort_on_disconnect():
         answer = await run_pooled(exchange, services, made.generation)
-        body = OllamaEmbedBody(
+        body = _WrittenBody(
             model=made.model,
-            embeddings=[array("f", vector).tolist() for vector in answer.vectors],
+            embeddings=await json_in_parts(answer.vectors, lambda _, vector: array("f", vector).tolist()),
             total_duration=int((services.manager.now_s() - started_s) * _NS_PER_S),
             prompt_eval_count=answer.usage.prompt_tokens,
             warnings=made.warnings or UNSET,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from array import array
-from collections.abc import AsyncIterator
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -20,12 +18,10 @@ from ..guards.auth import Caller
 from ..schema.json_body import Body, convert
 from ..schema.protocol import prompts_of
 from ..services import Services
-from .bodies import EmbeddingsBody, PoolingUsage
+from .bodies import Embedding, EmbeddingsBody, PoolingUsage
 from .fields import EMBEDDINGS_POLICY, EmbeddingsRequest
+from .results import json_in_parts
 from .run import pooled_request, run_pooled
-
-_NUMBERS_AT_ONCE: Final = 64 << 10  # encoded between two turns of the event loop: 5 ms
-_encoder: Final = msgspec.json.Encoder()
 
 
 async def embeddings(exchange: Exchange, services: Services) -> None:
@@ -33,7 +29,7 @@ async def embeddings(exchange: Exchange, services: Services) -> None:
     made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
     async with exchange.abort_on_disconnect():
         answer = await run_pooled(exchange, services, made.generation)
-        data = [part async for part in _encoded(answer.vectors, as_base64=made.as_base64)]
+        data = await json_in_parts(answer.vectors, _base64 if made.as_base64 else _floats)
         body = _WrittenBody(
             id=answer.id,
             created=int(time.time()),
@@ -93,13 +89,9 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     return _Checked(generation, request.encoding_format == "base64", warnings)
 
 
-async def _encoded(vectors: list[bytes], *, as_base64: bool) -> AsyncIterator[msgspec.Raw]:
-    """Each vector as the JSON of an `Embedding`."""
-    num_numbers = 0
-    for index, vector in enumerate(vectors):
-        embedding: object = base64.b64encode(vector).decode() if as_base64 else array("f", vector).tolist()
-        yield msgspec.Raw(_encoder.encode({"object": "embedding", "index": index, "embedding": embedding}))
-        num_numbers += len(vector) // 4
-        if num_numbers >= _NUMBERS_AT_ONCE:
-            num_numbers = 0
-            await asyncio.sleep(0)
+def _floats(index: int, vector: bytes) -> Embedding:
+    return Embedding(index, array("f", vector).tolist())
+
+
+def _base64(index: int, vector: bytes) -> Embedding:
+    return Embedding(index, base64.b64encode(vector).decode())

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from ....runtime.errors import RequestError
 from ....runtime.request_checks import check_integer
 from ....runtime.sampling_params import MAX_COUNT
-from ...pooling.task import check_task
+from ...pooling.task import check_ranking
 from ..exchange import Exchange
 from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert, show
@@ -62,13 +62,7 @@ def _read(body: Body, services: Services) -> _Checked:
     warnings = RERANK_POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, RerankRequest)
     services.check_model(request.model)
-    check_task(services.spec, "score")
-    pooling = services.spec.pooling
-    if pooling is not None and pooling.task == "score" and pooling.size > 1:
-        raise RequestError(
-            f"this model has {pooling.size} scores for a pair, and documents are ordered by one; use /v1/score",
-            code="unsupported_task",
-        )
+    check_ranking(services.spec, "/v1/score")
     check_limit(
         "documents", len(request.documents), "documents", services.config.limits.max_prompts, "max_prompts"
     )
@@ -78,6 +72,12 @@ def _read(body: Body, services: Services) -> _Checked:
     if request.top_n is not None:
         check_integer("top_n", request.top_n, 0, MAX_COUNT)
     if request.max_tokens_per_doc is not None:
+        if request.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "max_tokens_per_doc is another name of truncate_prompt_tokens; send one of them",
+                param="max_tokens_per_doc",
+                code="invalid_value",
+            )
         request.truncate_prompt_tokens = at_least_one(request.max_tokens_per_doc, "max_tokens_per_doc")
     return _Checked(request, documents, bool(request.return_documents), warnings)
 

@@ -43,6 +43,7 @@ def pooled_request(
     param: str,
     id_prefix: str,
     add_special_tokens: bool = True,
+    num_kept_tokens: int = 0,
 ) -> GenerationRequest:
     """The request of checked fields.
 
@@ -52,6 +53,7 @@ def pooled_request(
         param: the field that errors name.
         id_prefix: first part of the request's id.
         add_special_tokens: whether tokenization adds special tokens to texts.
+        num_kept_tokens: see `ScoredInputs`.
 
     Raises:
         RequestError: a scheduling option is out of range.
@@ -73,6 +75,7 @@ def pooled_request(
         prompt_param=param,
         poolings=poolings,
         truncate_len=fields.truncate_len(),
+        num_kept_tokens=num_kept_tokens,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from msgspec import UNSET
 
@@ -22,7 +22,11 @@ from .fields import SCORE_POLICY, ScoreRequest
 from .run import pooled_request, run_pooled
 from .scoring import score_pairs
 
-_FORMS = "send text_1 and text_2, or queries and documents, or query and items with label_token_ids"
+_FORMS: Final = "send text_1 and text_2, or queries and documents, or query and items with label_token_ids"
+_OF_TEXTS: Final = ("text_1", "text_2")
+_OF_QUERIES: Final = ("queries", "documents")
+_OF_PAIRS: Final = (*_OF_TEXTS, *_OF_QUERIES, "instruction")
+_OF_ITEMS: Final = ("label_token_ids", "labels", "apply_softmax", "item_first")
 
 
 async def score(exchange: Exchange, services: Services) -> None:
@@ -94,12 +98,15 @@ def _read(body: Body, services: Services) -> _Checked:
     request = convert(body, ScoreRequest)
     services.check_model(request.model)
     if request.items is not None or request.query is not None:
+        _check_unused(request, _OF_PAIRS, "query and items")
         return _read_items(request, services, warnings)
     check_task(services.spec, "score")
+    _check_unused(request, _OF_ITEMS, "pairs of texts")
     if request.text_1 is not None or request.text_2 is not None:
-        names, values = ("text_1", "text_2"), (request.text_1, request.text_2)
+        _check_unused(request, _OF_QUERIES, "text_1 and text_2")
+        names, values = _OF_TEXTS, (request.text_1, request.text_2)
     else:
-        names, values = ("queries", "documents"), (request.queries, request.documents)
+        names, values = _OF_QUERIES, (request.queries, request.documents)
     first, second = (_texts(value, name) for value, name in zip(values, names, strict=True))
     check_limit(names[1], len(second), "texts", services.config.limits.max_prompts, "max_prompts")
     if len(first) == 1:
@@ -117,7 +124,13 @@ def _read(body: Body, services: Services) -> _Checked:
 def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) -> _Checked:
     check_task(services.spec, "labels")
     limits, max_len = services.config.limits, services.manager.capacity.max_model_len
-    [query] = prompts_of(request.query, "query", limits, max_prompt_len=max_len)[:1]
+    query, *others = prompts_of(request.query, "query", limits, max_prompt_len=max_len)
+    if others:
+        raise RequestError(
+            f"query has {len(others) + 1} texts; send one, and a request for each of the others",
+            param="query",
+            code="invalid_value",
+        )
     items = prompts_of(request.items, "items", limits, max_prompt_len=max_len)
     label_ids = [*(request.label_token_ids or ())]
     label_ids += [label_id(services.tokenizer, text, "labels") for text in request.labels or ()]
@@ -137,6 +150,15 @@ def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) 
             )
     join = _join(bool(request.item_first), query)
     return _Checked(request, warnings, items=[join(item) for item in items], label_ids=label_ids)
+
+
+def _check_unused(request: ScoreRequest, names: Sequence[str], form: str) -> None:
+    """Refuse fields that belong to another form of the body; without effect they would be missed."""
+    for name in names:
+        if getattr(request, name) not in (None, False, "", []):
+            raise RequestError(
+                f"{name} has no effect on {form}; leave it out, or {_FORMS}", param=name, code="invalid_value"
+            )
 
 
 def _join(item_first: bool, query: Prompt) -> Callable[[Prompt], Prompt]:

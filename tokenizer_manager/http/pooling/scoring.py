@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....runtime.errors import RequestError
-from ...pooling.scoring import Pair, joined_inputs, scores_of, text_inputs, uses_pairs
+from ...pooling.scoring import Pair, joined_inputs, text_inputs, uses_pairs
 from ...pooling.task import check_task
 from ..exchange import Exchange
 from ..services import Services
 from .bodies import PoolingUsage
 from .fields import PoolingFields
+from .results import scores_in_parts
 from .run import pooled_request, run_pooled
 
 
@@ -69,9 +70,11 @@ async def score_pairs(
         param=param,
         id_prefix=id_prefix,
         add_special_tokens=inputs.add_special_tokens,
+        num_kept_tokens=inputs.num_kept_tokens,
     )
     try:
         answer = await run_pooled(exchange, services, request)
     except RequestError as error:
         raise inputs.located(error, param) from None
-    return ScoredPairs(answer.id, answer.model, scores_of(pooling, inputs, answer.vectors), answer.usage)
+    scores = await scores_in_parts(pooling, inputs, answer.vectors)
+    return ScoredPairs(answer.id, answer.model, scores, answer.usage)

@@ -109,6 +109,7 @@ def test_a_part_that_is_not_computed_is_refused_by_name(tmp_path: Path, kind: st
         (f'[{{"type": "{OLD}.Transformer", "path": "0_BERT"}}]', "path of Transformer is '0_BERT'"),
         (f'[{{"type": "{OLD}.Transformer", "path": "../x"}}]', r"path is '../x', expected a folder inside"),
         (f'[{{"type": "{OLD}.Transformer", "path": "/x"}}]', r"path is '/x', expected a folder inside"),
+        (f'[{{"type": "{OLD}.Dense", "path": "a\\u0000b"}}]', r"path is 'a\\x00b', expected a folder inside"),
     ],
 )
 def test_a_damaged_list_is_refused(tmp_path: Path, data: str, message: str) -> None:

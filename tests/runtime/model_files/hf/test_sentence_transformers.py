@@ -392,6 +392,19 @@ class TestScorer:
 
         assert spec_of(write(config, {}, config_sentence_transformers=settings)).activation == "identity"
 
+    def test_a_prompt_before_pairs_is_refused(self, write: WriteFolder) -> None:
+        settings = {"model_type": "CrossEncoder", "prompts": {"find": "find: ", "none": ""}}
+        config = BERT | {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
+        spec_of(
+            write(config, {}, config_sentence_transformers=settings)
+        )  # no pair has it unless it is asked for
+        spec_of(write(config, {}, config_sentence_transformers=settings | {"default_prompt_name": "none"}))
+
+        with pytest.raises(ConfigError, match="default_prompt_name is 'find', pairs with a prompt are not"):
+            spec_of(
+                write(config, {}, config_sentence_transformers=settings | {"default_prompt_name": "find"})
+            )
+
     def test_labels(self, write: WriteFolder) -> None:
         config = BERT | {
             "architectures": ["BertForSequenceClassification"],

@@ -35,6 +35,13 @@ def test_texts_are_compared_by_their_vectors(open_page):
     assert "3 texts in" in tab.text("#compare-status")
 
 
+def test_the_live_panel_counts_texts_and_no_output(open_page):
+    tab, _ = open_page(say_vectors(direction), pooling=EMBEDDER)
+    tab.click("#open-live")
+    tab.wait("document.querySelector('#live').innerText.includes('texts')")
+    assert "output" not in tab.text("#live .figures-list")
+
+
 def test_documents_are_scored(open_page):
     tab, _ = open_page(say_vectors(lambda request: [float(len(ids_of(request)))]), pooling=RERANKER)
     assert "relevant" in tab.text(".compare .note")

@@ -40,6 +40,18 @@ def text_of(request: GenerateRequest) -> str:
     return TOKENIZER.decode(ids_of(request))
 
 
+def test_more_inputs_than_can_wait_name_their_field(serve: Serve):
+    served = serve(ANSWER, pooling=EMBEDDER, max_queued_requests=4)
+
+    response = served.client.post(PATH, json={"input": ["a"] * 13})  # 8 run, 4 wait
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == "input" and "13 results (input)" in error["message"]
+    assert "--max-queued-requests" in error["message"]
+    assert served.client.post(PATH, json={"input": ["a"] * 12}).status_code == 200
+
+
 def test_a_text(serve: Serve):
     served = serve(ANSWER, pooling=EMBEDDER)
 

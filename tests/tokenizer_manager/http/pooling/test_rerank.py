@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.model_files.pooling_spec import PoolingSpec
@@ -118,6 +119,7 @@ def test_an_embedder_scores_by_the_angle_and_computes_each_text_once(serve: Serv
         ({"top_n": -1}, "top_n", "-1"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
         ({"max_tokens_per_doc": -2}, "max_tokens_per_doc", "-2"),
+        ({"max_tokens_per_doc": 9, "truncate_prompt_tokens": 5}, "max_tokens_per_doc", "one of them"),
         ({"rank_fields": ["a"]}, "rank_fields", "not supported"),
         ({"model": "other"}, "model", "org/tiny"),
     ],
@@ -142,6 +144,16 @@ def test_long_documents_are_cut_if_the_request_wants_it(serve: Serve, fields: di
     assert response.status_code == 200
     lengths = [len(ids_of(served.engine.next_request())) for _ in range(2)]
     assert lengths == [2, min(fields.get("max_tokens_per_doc", 256), 256)]
+
+
+@pytest.mark.parametrize("fields", [{"truncate_prompt_tokens": 9}, {"max_tokens_per_doc": 9}])
+def test_a_cut_document_leaves_the_end_of_the_template(serve: Serve, fields: dict[str, Any]):
+    pooling = structs.replace(LABELED, template="<{query}|{document}|yes?>")
+    served = serve(say_vectors(lambda request: [-1.0, -2.0]), pooling=pooling)
+
+    served.client.post("/v1/rerank", json=body_for(documents=["b" * 400]) | fields)
+
+    assert text_of(served.engine.next_request()) == "<q||yes?>"
 
 
 def test_other_models_say_what_they_do(serve: Serve):

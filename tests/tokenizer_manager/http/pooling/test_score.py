@@ -86,6 +86,9 @@ def test_token_ids_as_query_and_items(serve: Serve):
         ({"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1", "2 texts"),
         ({"text_1": [5], "text_2": "b"}, "text_1", "must be a string"),
         ({"text_1": "a", "text_2": "b" * 300}, "text_2", "301 tokens"),
+        ({"text_1": "a", "text_2": "b", "documents": ["c"]}, "documents", "no effect on text_1"),
+        ({"text_1": "a", "text_2": "b", "label_token_ids": [5]}, "label_token_ids", "no effect on pairs"),
+        ({"queries": "a", "documents": "b", "apply_softmax": True}, "apply_softmax", "no effect on pairs"),
     ],
 )
 def test_bad_pairs_are_refused(serve: Serve, fields: dict[str, Any], param: str, words: str):
@@ -105,6 +108,9 @@ def test_bad_pairs_are_refused(serve: Serve, fields: dict[str, Any], param: str,
         ({"label_token_ids": [5], "items": [[3]]}, "items", "different forms"),
         ({"label_token_ids": [5], "items": []}, "items", "empty"),
         ({"label_token_ids": [5], "query": None}, "query", "missing"),
+        ({"label_token_ids": [5], "query": ["q", "r"]}, "query", "2 texts"),
+        ({"label_token_ids": [5], "text_1": "a"}, "text_1", "no effect on query and items"),
+        ({"label_token_ids": [5], "instruction": "find"}, "instruction", "no effect on query and items"),
     ],
 )
 def test_bad_items_are_refused(serve: Serve, fields: dict[str, Any], param: str, words: str):

@@ -88,8 +88,9 @@ export class LivePanel {
     ];
     const rate = this.#report && info.scheduler ? rates(this.#report, report) : null;
     this.#report = info.scheduler ?? null;
-    figures.push(["output", rate ? `${count(Math.round(rate.output))} tok/s` : "…"],
-      ["prompts", rate ? `${count(Math.round(rate.prompt))} tok/s, ${percent(rate.cached)} cached` : "…"],
+    const generates = !info.model_spec?.pooling;
+    if (generates) figures.push(["output", rate ? `${count(Math.round(rate.output))} tok/s` : "…"]);
+    figures.push([generates ? "prompts" : "texts", rate ? `${count(Math.round(rate.prompt))} tok/s, ${percent(rate.cached)} cached` : "…"],
       ["steps", rate ? `${rate.steps.toFixed(1)} /s, ${percent(rate.busy)} busy` : "…"],
       ["evicted", rate ? `${count(Math.round(rate.evicted))} tok/s` : "…"]);
     if (report.policy) figures.push(["policy", report.policy]);
