@@ -97,7 +97,8 @@ class PooledCalls:
         ]
         params = embedding_params(pooling, dimensions=dimensions, normalize=normalize)
         text = prompt_text(pooling, prompt_name=prompt_name, input_type=input_type)
-        given = ScoredInputs(with_prompt(prompts, text), [params] * len(prompts), [])
+        asked = "prompt_name" if prompt_name else "input_type" if input_type else ""
+        given = ScoredInputs(with_prompt(prompts, text, asked), [params] * len(prompts), [])
         vectors = self._run(given, scheduling, param="input", truncate=truncate, progress_bar=progress_bar)
         width = params.dimensions or pooling.size
         result = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(-1, width).copy()
@@ -262,13 +263,13 @@ class PooledCalls:
         capacity, tokenizer = self._engine.capacity, self._tokenizer
         texts = [prompt for prompt in inputs.prompts if isinstance(prompt, str)]
         encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
-        _, num_special = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
+        special = tokenizer.special_ending if truncate and inputs.add_special_tokens else ()
         now_s = time.monotonic()
         requests = []
         for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
             ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
             if truncate:
-                ids = truncated(ids, -1, num_special + inputs.num_kept_tokens, capacity)
+                ids = truncated(ids, -1, special, inputs.num_kept_tokens, capacity)
             check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
             requests.append(
                 GenerateRequest(

@@ -120,6 +120,12 @@ def test_long_inputs_are_cut_when_it_is_asked_for(llm):
     np.testing.assert_array_equal(llm.embed(TEXTS[0], truncate=True), llm.embed(TEXTS[0]))
 
 
+def test_token_ids_without_special_tokens_are_cut_at_their_end(llm):
+    ids = [*llm.tokenizer.encode(TOO_LONG, add_special_tokens=False), *llm.tokenizer.encode("cat")[1:2]]
+    assert len(ids) > MAX_LEN
+    np.testing.assert_allclose(llm.embed(ids, truncate=True), llm.embed(ids[:MAX_LEN]), atol=1e-6)
+
+
 def test_many_inputs_keep_their_order_and_equal_single_ones(llm):
     texts = [f"{n} cat {'two ' * (n % 23)}" for n in range(300)]
     vectors = llm.embed(texts, progress_bar=True)
@@ -148,6 +154,7 @@ def test_many_inputs_keep_their_order_and_equal_single_ones(llm):
         ({"inputs": "a", "truncate": 1}, "truncate"),
         ({"inputs": "a", "prompt_name": "passage"}, "the model's prompts are: document, query"),
         ({"inputs": "a", "prompt_name": 5}, "prompt_name"),
+        ({"inputs": [5, 6], "prompt_name": "query"}, "inputs are token ids"),
         ({"inputs": "a", "input_type": "title"}, "input_type is"),
         ({"inputs": "a", "input_type": ["query"]}, "input_type"),
         ({"inputs": "a", "timeout": -1}, "timeout"),

@@ -113,6 +113,19 @@ def test_a_result_that_takes_too_long_is_no_matter_of_max_tokens(make_scheduler)
     assert "its result was not ready, the limit is 0.1 s; send fewer inputs" in finish.message
 
 
+def test_an_abort_answers_a_request_whose_vector_is_on_its_way(make_scheduler):
+    harness = make_scheduler(overlap=1)
+    for n in range(3):
+        harness.submit(f"v{n}", pooling=LAST)
+    harness.step()
+
+    harness.abort("v1")
+    harness.run_until_idle()
+
+    kinds = [[row.finish.kind for row in harness.answers[f"v{n}"].rows] for n in range(3)]
+    assert kinds == [[FinishKind.STOP], [FinishKind.ABORT], [FinishKind.STOP]]
+
+
 def test_a_vector_that_fails_fails_alone(make_scheduler):
     harness = make_scheduler()
     for n in range(3):

@@ -175,6 +175,8 @@ LONG = CAPACITY.max_model_len + 1
         ({"input": "x", "dimensions": 0}, "dimensions", "at most"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "int8"),
         ({"input": "x", "prompt_name": "nope"}, "prompt_name", "code, document, query"),
+        ({"input": [5, 6], "prompt_name": "query"}, "prompt_name", "inputs are token ids"),
+        ({"input": [[5], [6]], "input_type": "query"}, "input_type", "inputs are token ids"),
         ({"input": "x", "input_type": "nope"}, "input_type", "search_query"),
         ({"input": "x", "model": "other"}, "model", "org/tiny"),
         ({"input": "x", "priority": "urgent"}, "priority", "high"),
@@ -204,10 +206,12 @@ def test_an_input_may_fill_the_context(serve: Serve):
         ({"truncate_prompt_tokens": 7}, 7),
     ],
 )
-def test_a_long_input_is_cut_if_the_request_wants_it(serve: Serve, fields: dict[str, Any], num_tokens):
+@pytest.mark.parametrize("long", ["x" * LONG, [7] * LONG])
+def test_a_long_input_is_cut_if_the_request_wants_it(serve: Serve, fields: dict[str, Any], num_tokens, long):
     served = serve(ANSWER, pooling=EMBEDDER)
+    short = "ab" if isinstance(long, str) else [1, 2]
 
-    body = served.client.post(PATH, json={"input": ["ab", "x" * LONG]} | fields).json()
+    body = served.client.post(PATH, json={"input": [short, long]} | fields).json()
 
     assert [each["embedding"][0] for each in body["data"]] == [2, num_tokens]
 
