@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..runtime.errors import EngineDeadError, RequestError
+from ..runtime.feasibility import longest_input
 from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
@@ -204,7 +205,7 @@ class PooledCalls:
         check_flag("progress_bar", progress_bar)
         _check_texts(instruction=instruction)
         if uses_pairs(pooling):
-            most = self._engine.capacity.max_model_len if truncate else None
+            most = longest_input(self._engine.capacity) if truncate else None
             inputs = joined_inputs(pooling, self._tokenizer.encode_pairs(pairs, most))
         else:
             inputs = text_inputs(pooling, self._tokenizer, pairs, instruction)

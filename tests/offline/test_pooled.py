@@ -240,6 +240,12 @@ def test_a_classifier_has_a_number_per_label_and_ranks_nothing(tmp_path):
             llm.rerank("cat", TEXTS)
 
 
+def test_inputs_are_cut_to_the_memory_that_there_is(tmp_path):
+    folder = make_reranker(tmp_path / "reranker")
+    with open_llm(folder) as whole, open_llm(folder, max_total_tokens=32, max_model_len=MAX_LEN) as small:
+        assert small.score("cat", TOO_LONG, truncate=True) == whole.score("cat", "one " * 28, truncate=True)
+
+
 def test_pairs_that_are_too_long_are_cut_when_it_is_asked_for(reranker):
     with pytest.raises(RequestError, match=rf"pair\[1\] has \d+ tokens and the model takes {MAX_LEN}"):
         reranker.rerank("cat", ["a", TOO_LONG])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from engine.runtime.messages import FinishKind
 from engine.runtime.pooling import PoolingKind, PoolingParams
+from engine.scheduler.records.decision_log import vector_digest
 
 from .fake_runner import expected_vector, ints
 from .harness import Pages, extend_lens
@@ -124,6 +126,23 @@ def test_an_abort_answers_a_request_whose_vector_is_on_its_way(make_scheduler):
 
     kinds = [[row.finish.kind for row in harness.answers[f"v{n}"].rows] for n in range(3)]
     assert kinds == [[FinishKind.STOP], [FinishKind.ABORT], [FinishKind.STOP]]
+
+
+def test_the_checksum_of_a_step_covers_its_results(make_scheduler):
+    harness = make_scheduler()
+    harness.submit(pooling=LAST)
+    [batch] = harness.run_until_idle()
+
+    without = structs.replace(batch, plan=structs.replace(batch.plan, pools=b""))
+
+    assert batch.plan.pools and batch.checksum() != without.checksum()
+
+
+def test_a_replay_has_the_digest_of_a_vector_in_place_of_the_vector():
+    vector = expected_vector(PROMPT)
+    digest = vector_digest(vector)
+    assert digest != vector and vector_digest(digest) == digest
+    assert vector_digest(expected_vector(PROMPT[1:])) != digest
 
 
 def test_a_vector_that_fails_fails_alone(make_scheduler):

@@ -12,7 +12,13 @@ from typing import Final
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.feasibility import Capacity, max_new_tokens_for, reason_against, reason_against_pooling
+from ...runtime.feasibility import (
+    Capacity,
+    longest_input,
+    max_new_tokens_for,
+    reason_against,
+    reason_against_pooling,
+)
 from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_params import SamplingParams
 
@@ -103,7 +109,7 @@ def truncated(
         special: the special tokens that end a text, and stay; a client's own token ids need not have them.
         num_kept: further tokens at the end that stay: the end of a template.
     """
-    most = min(capacity.max_model_len, capacity.max_total_tokens)
+    most = longest_input(capacity)
     if limit >= 0:
         most = min(most, max(limit, 1))
     if len(ids) <= most:

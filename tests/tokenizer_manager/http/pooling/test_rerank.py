@@ -105,6 +105,15 @@ def test_an_embedder_scores_by_the_angle_and_computes_each_text_once(serve: Serv
     assert served.engine.generate.qsize() == 3
 
 
+def test_the_length_of_vectors_does_not_change_their_scores(serve: Serve):
+    served = serve(LENGTH, pooling=structs.replace(EMBEDDER, normalize=False, size=1))
+
+    served.client.post("/v1/rerank", json=body_for()).raise_for_status()
+
+    requests = [served.engine.next_request() for _ in range(4)]
+    assert all(request.pooling is not None and request.pooling.normalize for request in requests)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
