@@ -32,7 +32,13 @@ from ..tokenizer_manager.pooling.scoring import (
     text_inputs,
     uses_pairs,
 )
-from ..tokenizer_manager.pooling.task import POOLING_SAMPLING, Want, check_ranking, check_task
+from ..tokenizer_manager.pooling.task import (
+    POOLING_SAMPLING,
+    Want,
+    check_instruction,
+    check_ranking,
+    check_task,
+)
 from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 
@@ -204,6 +210,7 @@ class PooledCalls:
         check_flag("truncate", truncate)
         check_flag("progress_bar", progress_bar)
         _check_texts(instruction=instruction)
+        check_instruction(pooling, instruction)
         if uses_pairs(pooling):
             most = longest_input(self._engine.capacity) if truncate else None
             inputs = joined_inputs(pooling, self._tokenizer.encode_pairs(pairs, most))

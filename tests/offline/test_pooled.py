@@ -276,6 +276,7 @@ def test_a_wrong_argument_of_rerank_is_named(reranker, arguments, message):
         ({"top_n": 1.5}, "top_n"),
         ({"instruction": 5}, "instruction"),
         ({"truncate": "yes"}, "truncate"),
+        ({"instruction": "find"}, "instruction is not supported"),
         ({"progress_bar": "no"}, "progress_bar"),
     ],
 )

@@ -130,6 +130,7 @@ def test_the_length_of_vectors_does_not_change_their_scores(serve: Serve):
         ({"max_tokens_per_doc": -2}, "max_tokens_per_doc", "-2"),
         ({"max_tokens_per_doc": 9, "truncate_prompt_tokens": 5}, "max_tokens_per_doc", "one of them"),
         ({"rank_fields": ["a"]}, "rank_fields", "not supported"),
+        ({"instruction": "find"}, "instruction", "leave it out"),
         ({"model": "other"}, "model", "org/tiny"),
     ],
 )
