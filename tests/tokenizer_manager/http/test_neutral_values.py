@@ -7,13 +7,14 @@ import asyncio
 import copy
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.ollama.fields import OllamaOptions
+from engine.tokenizer_manager.http.reference.examples import OF_EMBEDDERS
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.field_policy import (
     CHAT_NOT_YET,
@@ -25,6 +26,7 @@ from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 
 from ..fake_engine import CAPACITY, WAIT_S, FakeEngine, make_services, say_all
 from .calling import call
+from .pooling.test_embeddings import ANSWER, EMBEDDER
 from .test_any_input import VALID
 
 STRUCTS = {route.path: route.request for route in ROUTES if route.path in VALID and route.request is not None}
@@ -177,17 +179,26 @@ MEMBERS = sorted(
 """Every name that some object inside a request may have; in another one it is unknown, which is a warning."""
 
 
+class Apps(NamedTuple):
+    """The application of a model that generates text, and that of an embedder."""
+
+    generator: App
+    embedder: App
+
+
 @pytest.fixture(scope="module")
-def app() -> Iterator[App]:
-    engine = FakeEngine(say_all("x"))
-    services = make_services(
-        engine, capacity=msgspec.structs.replace(CAPACITY, max_model_len=4096, num_pages=2048)
-    )
-    yield App(services)
-    services.close()
+def app() -> Iterator[Apps]:
+    capacity = msgspec.structs.replace(CAPACITY, max_model_len=4096, num_pages=2048)
+    generator = make_services(FakeEngine(say_all("x")), capacity=capacity)
+    embedder = make_services(FakeEngine(ANSWER), capacity=capacity, pooling=EMBEDDER)
+    yield Apps(App(generator), App(embedder))
+    generator.close()
+    embedder.close()
 
 
-def answer(app: App, path: str, body: dict[str, Any]) -> tuple[int, str]:
+def answer(apps: Apps, path: str, body: dict[str, Any]) -> tuple[int, str]:
+    app = apps.embedder if path in OF_EMBEDDERS else apps.generator
+
     async def run() -> tuple[int, str]:
         reply = await asyncio.wait_for(call(app, path, body), WAIT_S)
         return reply.status, reply.body.decode()
@@ -195,7 +206,7 @@ def answer(app: App, path: str, body: dict[str, Any]) -> tuple[int, str]:
     return asyncio.run(run())
 
 
-def check_accepted(app: App, path: str, body: dict[str, Any]) -> None:
+def check_accepted(app: Apps, path: str, body: dict[str, Any]) -> None:
     status, text = answer(app, path, body)
     wants = {200} if path != "/start_profile" else {200, 409}
     assert status in wants, (json.dumps(body), text)
@@ -203,6 +214,8 @@ def check_accepted(app: App, path: str, body: dict[str, Any]) -> None:
 
 def fields_with_empty_values() -> Iterator[Any]:
     for path, struct in STRUCTS.items():
+        if "lora_adapter" in path:  # the application has no adapters to load
+            continue
         for field in msgspec.structs.fields(struct):
             if field.required or (path, field.name) in NOT_EMPTY:
                 continue
@@ -227,7 +240,7 @@ def _kinds(info: Any) -> set[type]:
 
 
 @pytest.mark.parametrize(("path", "fields"), list(fields_with_empty_values()))
-def test_in_every_field_of_every_request(app: App, path: str, fields: dict[str, Any]):
+def test_in_every_field_of_every_request(app: Apps, path: str, fields: dict[str, Any]):
     check_accepted(app, path, VALID[path] | fields)
 
 
@@ -236,13 +249,13 @@ def test_in_every_field_of_every_request(app: App, path: str, fields: dict[str, 
     [(CHAT, CHAT_NOT_YET), (COMPLETIONS, COMPLETION_NOT_YET), (RESPONSES, SAMPLING_NOT_YET)],
 )
 @pytest.mark.parametrize("value", [None, "", []])
-def test_in_every_field_that_is_not_supported_yet(app: App, path: str, names: Any, value: Any):
+def test_in_every_field_that_is_not_supported_yet(app: Apps, path: str, names: Any, value: Any):
     check_accepted(app, path, VALID[path] | dict.fromkeys(names, value))
 
 
 @pytest.mark.parametrize(("path", "body", "at", "needed"), PLACES)
 def test_in_every_member_of_an_object_inside(
-    app: App, path: str, body: dict[str, Any], at: str, needed: set[str]
+    app: Apps, path: str, body: dict[str, Any], at: str, needed: set[str]
 ):
     for name in MEMBERS:
         if name in needed:
@@ -274,7 +287,7 @@ def test_in_every_member_of_an_object_inside(
         (MESSAGES, {"output_config": {"effort": ""}}),
     ],
 )
-def test_what_real_clients_send(app: App, path: str, fields: dict[str, Any]):
+def test_what_real_clients_send(app: Apps, path: str, fields: dict[str, Any]):
     check_accepted(app, path, VALID[path] | fields)
 
 

@@ -5,6 +5,7 @@ writes the page.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -103,8 +104,12 @@ class ApiDocs:
             for each in types:
                 schemas.get(getattr(each, "__name__", ""), {}).update(_either(getattr(each, "one_of", ())))
             paths: dict[str, Any] = {}
+            num_with_name: Counter[str] = Counter()
             for route in self._routes:
                 operation = _operation(route, schema_of, self._model)
+                num_with_name[operation["operationId"]] += 1
+                if (number := num_with_name[operation["operationId"]]) > 1:  # one handler at several paths
+                    operation["operationId"] += f"_{number}"
                 if self._needs_key and route.path in OPEN_PATHS:
                     operation["security"] = []
                 if route.path in KEY_HEADER_PATHS:

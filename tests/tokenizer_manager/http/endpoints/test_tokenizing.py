@@ -15,7 +15,7 @@ def test_characters_that_the_vocabulary_lacks_are_named(
     assert "warnings" not in served.client.post("/tokenize", json=prompt).json()
 
     tokenizer = served.services.encoder.tokenizer
-    monkeypatch.setattr(tokenizer, "_bytes_without_token", b"\x01")
+    monkeypatch.setattr(tokenizer._token_bytes, "without_token", b"\x01")
     monkeypatch.setattr(tokenizer, "token_bytes", lambda token_id: b"")
 
     for text in ("a\u0001b", "\u0001" * 5000):
