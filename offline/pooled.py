@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..runtime.errors import EngineDeadError, RequestError
+from ..runtime.feasibility import longest_input
 from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
@@ -31,7 +32,13 @@ from ..tokenizer_manager.pooling.scoring import (
     text_inputs,
     uses_pairs,
 )
-from ..tokenizer_manager.pooling.task import POOLING_SAMPLING, Want, check_ranking, check_task
+from ..tokenizer_manager.pooling.task import (
+    POOLING_SAMPLING,
+    Want,
+    check_instruction,
+    check_ranking,
+    check_task,
+)
 from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 
@@ -97,7 +104,8 @@ class PooledCalls:
         ]
         params = embedding_params(pooling, dimensions=dimensions, normalize=normalize)
         text = prompt_text(pooling, prompt_name=prompt_name, input_type=input_type)
-        given = ScoredInputs(with_prompt(prompts, text), [params] * len(prompts), [])
+        asked = "prompt_name" if prompt_name else "input_type" if input_type else ""
+        given = ScoredInputs(with_prompt(prompts, text, asked), [params] * len(prompts), [])
         vectors = self._run(given, scheduling, param="input", truncate=truncate, progress_bar=progress_bar)
         width = params.dimensions or pooling.size
         result = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(-1, width).copy()
@@ -202,8 +210,9 @@ class PooledCalls:
         check_flag("truncate", truncate)
         check_flag("progress_bar", progress_bar)
         _check_texts(instruction=instruction)
+        check_instruction(pooling, instruction)
         if uses_pairs(pooling):
-            most = self._engine.capacity.max_model_len if truncate else None
+            most = longest_input(self._engine.capacity) if truncate else None
             inputs = joined_inputs(pooling, self._tokenizer.encode_pairs(pairs, most))
         else:
             inputs = text_inputs(pooling, self._tokenizer, pairs, instruction)
@@ -262,13 +271,13 @@ class PooledCalls:
         capacity, tokenizer = self._engine.capacity, self._tokenizer
         texts = [prompt for prompt in inputs.prompts if isinstance(prompt, str)]
         encoded = iter(tokenizer.encode_batch(texts, inputs.add_special_tokens))
-        _, num_special = tokenizer.special_frame if truncate and inputs.add_special_tokens else (0, 0)
+        special = tokenizer.special_ending if truncate and inputs.add_special_tokens else ()
         now_s = time.monotonic()
         requests = []
         for n, (prompt, pooling) in enumerate(zip(inputs.prompts, inputs.poolings, strict=True)):
             ids = array("i", next(encoded) if isinstance(prompt, str) else prompt)
             if truncate:
-                ids = truncated(ids, -1, num_special + inputs.num_kept_tokens, capacity)
+                ids = truncated(ids, -1, special, inputs.num_kept_tokens, capacity)
             check_pooled_length(len(ids), capacity, _name(param, n, len(inputs.prompts)))
             requests.append(
                 GenerateRequest(

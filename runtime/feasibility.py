@@ -84,6 +84,11 @@ def max_new_tokens_for(prompt_len: int, capacity: Capacity) -> int:
     return min(by_context, by_memory)
 
 
+def longest_input(capacity: Capacity) -> int:
+    """The most tokens of a pooling request."""
+    return min(capacity.max_model_len, capacity.max_total_tokens)
+
+
 def reason_against_pooling(prompt_len: int, capacity: Capacity) -> str | None:
     """The same for a pooling request, which computes its prompt only."""
     if prompt_len > capacity.max_model_len:

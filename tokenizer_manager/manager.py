@@ -290,9 +290,9 @@ class TokenizerManager:
             ]
             return encoded, resolved
         if request.truncate_len is not None:
-            _, num_special = self._encoder.tokenizer.special_frame if request.add_special_tokens else (0, 0)
-            num_last = num_special + request.num_kept_tokens
-            encoded = [truncated(ids, request.truncate_len, num_last, self.capacity) for ids in encoded]
+            special = self._encoder.tokenizer.special_ending if request.add_special_tokens else ()
+            limit, num_kept = request.truncate_len, request.num_kept_tokens
+            encoded = [truncated(ids, limit, special, num_kept, self.capacity) for ids in encoded]
         for name, ids in zip(names, encoded, strict=True):
             check_pooled_length(len(ids), self.capacity, name)
         return encoded, [request.sampling] * len(encoded)

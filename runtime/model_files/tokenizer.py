@@ -272,12 +272,12 @@ class Tokenizer:
         return self._core.token_to_id(token)
 
     @functools.cached_property
-    def special_frame(self) -> tuple[int, int]:
-        """Number of special tokens that `encode` puts before a text, and after it."""
+    def special_ending(self) -> list[int]:
+        """The special tokens that `encode` puts after a text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         num_added = len(whole) - len(bare)
         num_before = next(i for i in range(num_added + 1) if whole[i : i + len(bare)] == bare)
-        return num_before, num_added - num_before
+        return whole[num_before + len(bare) :]
 
     @functools.cached_property
     def _token_bound(self) -> TokenBound | None:

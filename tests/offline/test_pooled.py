@@ -120,6 +120,12 @@ def test_long_inputs_are_cut_when_it_is_asked_for(llm):
     np.testing.assert_array_equal(llm.embed(TEXTS[0], truncate=True), llm.embed(TEXTS[0]))
 
 
+def test_token_ids_without_special_tokens_are_cut_at_their_end(llm):
+    ids = [*llm.tokenizer.encode(TOO_LONG, add_special_tokens=False), *llm.tokenizer.encode("cat")[1:2]]
+    assert len(ids) > MAX_LEN
+    np.testing.assert_allclose(llm.embed(ids, truncate=True), llm.embed(ids[:MAX_LEN]), atol=1e-6)
+
+
 def test_many_inputs_keep_their_order_and_equal_single_ones(llm):
     texts = [f"{n} cat {'two ' * (n % 23)}" for n in range(300)]
     vectors = llm.embed(texts, progress_bar=True)
@@ -148,6 +154,7 @@ def test_many_inputs_keep_their_order_and_equal_single_ones(llm):
         ({"inputs": "a", "truncate": 1}, "truncate"),
         ({"inputs": "a", "prompt_name": "passage"}, "the model's prompts are: document, query"),
         ({"inputs": "a", "prompt_name": 5}, "prompt_name"),
+        ({"inputs": [5, 6], "prompt_name": "query"}, "inputs are token ids"),
         ({"inputs": "a", "input_type": "title"}, "input_type is"),
         ({"inputs": "a", "input_type": ["query"]}, "input_type"),
         ({"inputs": "a", "timeout": -1}, "timeout"),
@@ -233,6 +240,12 @@ def test_a_classifier_has_a_number_per_label_and_ranks_nothing(tmp_path):
             llm.rerank("cat", TEXTS)
 
 
+def test_inputs_are_cut_to_the_memory_that_there_is(tmp_path):
+    folder = make_reranker(tmp_path / "reranker")
+    with open_llm(folder) as whole, open_llm(folder, max_total_tokens=32, max_model_len=MAX_LEN) as small:
+        assert small.score("cat", TOO_LONG, truncate=True) == whole.score("cat", "one " * 28, truncate=True)
+
+
 def test_pairs_that_are_too_long_are_cut_when_it_is_asked_for(reranker):
     with pytest.raises(RequestError, match=rf"pair\[1\] has \d+ tokens and the model takes {MAX_LEN}"):
         reranker.rerank("cat", ["a", TOO_LONG])
@@ -263,6 +276,7 @@ def test_a_wrong_argument_of_rerank_is_named(reranker, arguments, message):
         ({"top_n": 1.5}, "top_n"),
         ({"instruction": 5}, "instruction"),
         ({"truncate": "yes"}, "truncate"),
+        ({"instruction": "find"}, "instruction is not supported"),
         ({"progress_bar": "no"}, "progress_bar"),
     ],
 )

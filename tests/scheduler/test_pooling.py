@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from engine.runtime.messages import FinishKind
 from engine.runtime.pooling import PoolingKind, PoolingParams
+from engine.scheduler.records.decision_log import vector_digest
 
 from .fake_runner import expected_vector, ints
 from .harness import Pages, extend_lens
@@ -90,7 +92,7 @@ def test_a_mean_that_loses_its_memory_is_computed_again_from_its_first_token(mak
         num_pages=64,
         num_host_pages=64,
         preemption_mode="swap",
-        chaos="retract=1:3",
+        chaos="retract=0.5:3",  # not in the first pass, before a token is computed
         chunked_prefill_size=8,
         overlap=1,
     )
@@ -111,6 +113,36 @@ def test_a_result_that_takes_too_long_is_no_matter_of_max_tokens(make_scheduler)
     finish = harness.answers["slow"].finish
     assert (finish.kind, finish.status) == (FinishKind.ERROR, 504)
     assert "its result was not ready, the limit is 0.1 s; send fewer inputs" in finish.message
+
+
+def test_an_abort_answers_a_request_whose_vector_is_on_its_way(make_scheduler):
+    harness = make_scheduler(overlap=1)
+    for n in range(3):
+        harness.submit(f"v{n}", pooling=LAST)
+    harness.step()
+
+    harness.abort("v1")
+    harness.run_until_idle()
+
+    kinds = [[row.finish.kind for row in harness.answers[f"v{n}"].rows] for n in range(3)]
+    assert kinds == [[FinishKind.STOP], [FinishKind.ABORT], [FinishKind.STOP]]
+
+
+def test_the_checksum_of_a_step_covers_its_results(make_scheduler):
+    harness = make_scheduler()
+    harness.submit(pooling=LAST)
+    [batch] = harness.run_until_idle()
+
+    without = structs.replace(batch, plan=structs.replace(batch.plan, pools=b""))
+
+    assert batch.plan.pools and batch.checksum() != without.checksum()
+
+
+def test_a_replay_has_the_digest_of_a_vector_in_place_of_the_vector():
+    vector = expected_vector(PROMPT)
+    digest = vector_digest(vector)
+    assert digest != vector and vector_digest(digest) == digest
+    assert vector_digest(expected_vector(PROMPT[1:])) != digest
 
 
 def test_a_vector_that_fails_fails_alone(make_scheduler):

@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 
 from ...runtime.errors import RequestError
-from ...runtime.feasibility import Capacity, max_new_tokens_for, reason_against, reason_against_pooling
+from ...runtime.feasibility import (
+    Capacity,
+    longest_input,
+    max_new_tokens_for,
+    reason_against,
+    reason_against_pooling,
+)
 from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_params import SamplingParams
 
@@ -92,17 +99,21 @@ def check_pooled_length(prompt_len: int, capacity: Capacity, param: str) -> None
         raise RequestError(reason, param=param, code="context_length_exceeded")
 
 
-def truncated(ids: array[int], limit: int, num_last: int, capacity: Capacity) -> array[int]:
+def truncated(
+    ids: array[int], limit: int, special: Sequence[int], num_kept: int, capacity: Capacity
+) -> array[int]:
     """The beginning of an input and its last tokens, as sentence-transformers cuts it.
 
     Args:
         limit: most tokens; -1: what the model takes.
-        num_last: tokens at the end that stay: special tokens, or the end of a template.
+        special: the special tokens that end a text, and stay; a client's own token ids need not have them.
+        num_kept: further tokens at the end that stay: the end of a template.
     """
-    most = min(capacity.max_model_len, capacity.max_total_tokens)
+    most = longest_input(capacity)
     if limit >= 0:
         most = min(most, max(limit, 1))
     if len(ids) <= most:
         return ids
-    num_last = min(num_last, most - 1)
+    num_special = len(special) if ids[len(ids) - len(special) :].tolist() == list(special) else 0
+    num_last = min(num_special + num_kept, most - 1)
     return ids[: most - num_last] + ids[len(ids) - num_last :]

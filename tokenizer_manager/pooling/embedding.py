@@ -106,8 +106,22 @@ def prompt_text(
     return next((prompts[name] for name in _TYPES[input_type] if name in prompts), default)
 
 
-def with_prompt(prompts: Sequence[Prompt], text: str) -> list[Prompt]:
-    """The inputs with a text before each; token ids are as they are."""
+def with_prompt(prompts: Sequence[Prompt], text: str, asked: str = "") -> list[Prompt]:
+    """The inputs with a text before each; token ids are as they are.
+
+    Args:
+        asked: the field that asks for the text; "": it is the default.
+
+    Raises:
+        RequestError: an input is token ids, and the request asks for the text.
+    """
     if not text:
         return list(prompts)
+    if asked and not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError(
+            f"{asked} asks for a text before each input, but inputs are token ids; send texts, or put its "
+            f"tokens before them and leave {asked} out",
+            param=asked,
+            code="invalid_value",
+        )
     return [text + prompt if isinstance(prompt, str) else prompt for prompt in prompts]

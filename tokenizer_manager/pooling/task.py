@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from ...runtime.errors import RequestError
 from ...runtime.model_files.model_spec import ModelSpec
+from ...runtime.model_files.pooling_spec import PoolingSpec
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.sampling_params import SamplingParams
 
@@ -63,6 +64,20 @@ def check_ranking(spec: ModelSpec, instead: str) -> None:
         raise RequestError(
             f"this model has {spec.pooling.size} scores for a pair, and documents are ordered by one; use {instead}",
             code="unsupported_task",
+        )
+
+
+def check_instruction(pooling: PoolingSpec, instruction: str | None) -> None:
+    """Refuse an instruction that would have no effect.
+
+    Raises:
+        RequestError: the model takes none.
+    """
+    if instruction and not pooling.template:
+        raise RequestError(
+            "instruction is not supported by this model, whose prompts have none; leave it out",
+            param="instruction",
+            code="invalid_value",
         )
 
 

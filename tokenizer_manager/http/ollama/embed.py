@@ -15,7 +15,7 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..pooling.fields import PoolingFields
 from ..pooling.results import json_in_parts
-from ..pooling.run import pooled_request, run_pooled
+from ..pooling.run import most_token_ids, pooled_request, run_pooled
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import Count, Prompts
 from ..schema.json_body import Body, convert
@@ -141,12 +141,13 @@ def _checked(
     check_task(services.spec, "embed")
     pooling = services.spec.pooling
     assert pooling is not None
+    fields = PoolingFields(model=model, truncate=truncate)
     prompts = prompts_of(
-        value, param, services.config.limits, max_prompt_len=services.manager.capacity.max_model_len
+        value, param, services.config.limits, max_prompt_len=most_token_ids(fields, services)
     )
     params = embedding_params(pooling, dimensions=dimensions)
     generation = pooled_request(
-        PoolingFields(model=model, truncate=truncate),
+        fields,
         services,
         caller,
         with_prompt(prompts, prompt_text(pooling)),

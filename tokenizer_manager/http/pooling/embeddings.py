@@ -21,7 +21,7 @@ from ..services import Services
 from .bodies import Embedding, EmbeddingsBody, PoolingUsage
 from .fields import EMBEDDINGS_POLICY, EmbeddingsRequest
 from .results import json_in_parts
-from .run import pooled_request, run_pooled
+from .run import most_token_ids, pooled_request, run_pooled
 
 
 async def embeddings(exchange: Exchange, services: Services) -> None:
@@ -72,15 +72,16 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
     pooling = services.spec.pooling
     assert pooling is not None
     prompts = prompts_of(
-        request.input, "input", services.config.limits, max_prompt_len=services.manager.capacity.max_model_len
+        request.input, "input", services.config.limits, max_prompt_len=most_token_ids(request, services)
     )
     text = prompt_text(pooling, prompt_name=request.prompt_name, input_type=request.input_type)
+    asked = "prompt_name" if request.prompt_name else "input_type" if request.input_type else ""
     params = embedding_params(pooling, dimensions=request.dimensions, normalize=request.normalize)
     generation = pooled_request(
         request,
         services,
         caller,
-        with_prompt(prompts, text),
+        with_prompt(prompts, text, asked),
         [params] * len(prompts),
         param="input",
         id_prefix="embd",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....runtime.pooling import PoolingParams
+from ....runtime.sampling_params import MAX_COUNT
 from ...generation import Generation, GenerationRequest, Prompt
 from ...pooling.task import POOLING_SAMPLING
 from ...scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
@@ -77,6 +78,11 @@ def pooled_request(
         truncate_len=fields.truncate_len(),
         num_kept_tokens=num_kept_tokens,
     )
+
+
+def most_token_ids(fields: PoolingFields, services: Services) -> int:
+    """Token ids that an input may have: any number if the request wants longer ones to be cut."""
+    return services.manager.capacity.max_model_len if fields.truncate_len() is None else MAX_COUNT
 
 
 async def run_pooled(exchange: Exchange, services: Services, request: GenerationRequest) -> PooledAnswer:

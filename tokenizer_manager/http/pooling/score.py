@@ -19,7 +19,7 @@ from ..schema.protocol import prompts_of
 from ..services import Services
 from .bodies import Score, ScoreBody
 from .fields import SCORE_POLICY, ScoreRequest
-from .run import pooled_request, run_pooled
+from .run import most_token_ids, pooled_request, run_pooled
 from .scoring import score_pairs
 
 _FORMS: Final = "send text_1 and text_2, or queries and documents, or query and items with label_token_ids"
@@ -123,7 +123,7 @@ def _read(body: Body, services: Services) -> _Checked:
 
 def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) -> _Checked:
     check_task(services.spec, "labels")
-    limits, max_len = services.config.limits, services.manager.capacity.max_model_len
+    limits, max_len = services.config.limits, most_token_ids(request, services)
     query, *others = prompts_of(request.query, "query", limits, max_prompt_len=max_len)
     if others:
         raise RequestError(

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ....runtime.errors import RequestError
+from ....runtime.feasibility import longest_input
 from ...pooling.scoring import Pair, joined_inputs, text_inputs, uses_pairs
-from ...pooling.task import check_task
+from ...pooling.task import check_instruction, check_task
 from ..exchange import Exchange
 from ..services import Services
 from .bodies import PoolingUsage
@@ -55,8 +56,9 @@ async def score_pairs(
     check_task(services.spec, "score")
     pooling = services.spec.pooling
     assert pooling is not None
+    check_instruction(pooling, instruction)
     if uses_pairs(pooling):
-        limit, max_len = fields.truncate_len(), services.manager.capacity.max_model_len
+        limit, max_len = fields.truncate_len(), longest_input(services.manager.capacity)
         most = None if limit is None else max_len if limit < 0 else min(limit, max_len)
         inputs = joined_inputs(pooling, await services.encoder.encode_pairs(pairs, most))
     else:

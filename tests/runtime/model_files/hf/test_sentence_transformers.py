@@ -244,6 +244,13 @@ class TestEmbedder:
         with pytest.raises(ConfigError, match=f"config_sentence_transformers.json: {message}"):
             read(write(BERT, {"Pooling": OLD_MEAN}, config_sentence_transformers=settings))
 
+    @pytest.mark.parametrize("normalize", [True, False])
+    def test_vectors_have_length_1_only_if_the_last_module_says_so(
+        self, write: WriteFolder, normalize: bool
+    ) -> None:
+        last: dict[str, dict[str, Any]] = {"Normalize": {}} if normalize else {}
+        assert spec_of(write(BERT, {"Pooling": OLD_MEAN} | last)).normalize is normalize
+
     def test_a_pooling_without_the_prompt_is_refused(self, write: WriteFolder) -> None:
         pooling = {**OLD_MEAN, "include_prompt": False}
         assert spec_of(write(BERT, {"Pooling": pooling})).pooling == "mean"  # there is no prompt

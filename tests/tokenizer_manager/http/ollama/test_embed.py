@@ -12,10 +12,9 @@ from ..pooling.test_embeddings import ANSWER, EMBEDDER
 
 def test_the_official_client(serve: Serve):
     served = serve(ANSWER, pooling=EMBEDDER)
-    client = ollama.Client(served.url)
-
-    answer = client.embed(model="org/tiny", input=["hello", "you"])
-    old = client.embeddings(model="org/tiny", prompt="hello")
+    with ollama.Client(served.url) as client:
+        answer = client.embed(model="org/tiny", input=["hello", "you"])
+        old = client.embeddings(model="org/tiny", prompt="hello")
 
     assert [vector[0] for vector in answer.embeddings] == [5.0, 3.0]
     assert answer.prompt_eval_count == 8

@@ -147,11 +147,12 @@ def test_a_default_prompt(serve: Serve):
     )
 
     served.client.post(PATH, json={"input": ["x", "y"]})
+    served.client.post(PATH, json={"input": "z", "input_type": "query"})  # has no prompt of its own
     served.client.post(PATH, json={"input": [5, 6]})
 
-    requests = [served.engine.next_request() for _ in range(3)]
-    assert [text_of(request) for request in requests[:2]] == ["D: x", "D: y"]
-    assert ids_of(requests[2]) == [5, 6]
+    requests = [served.engine.next_request() for _ in range(4)]
+    assert [text_of(request) for request in requests[:3]] == ["D: x", "D: y", "D: z"]
+    assert ids_of(requests[3]) == [5, 6]
     assert all(request.pooling and request.pooling.all_tokens for request in requests)
 
 
@@ -175,6 +176,8 @@ LONG = CAPACITY.max_model_len + 1
         ({"input": "x", "dimensions": 0}, "dimensions", "at most"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format", "int8"),
         ({"input": "x", "prompt_name": "nope"}, "prompt_name", "code, document, query"),
+        ({"input": [5, 6], "prompt_name": "query"}, "prompt_name", "inputs are token ids"),
+        ({"input": [[5], [6]], "input_type": "query"}, "input_type", "inputs are token ids"),
         ({"input": "x", "input_type": "nope"}, "input_type", "search_query"),
         ({"input": "x", "model": "other"}, "model", "org/tiny"),
         ({"input": "x", "priority": "urgent"}, "priority", "high"),
@@ -204,10 +207,12 @@ def test_an_input_may_fill_the_context(serve: Serve):
         ({"truncate_prompt_tokens": 7}, 7),
     ],
 )
-def test_a_long_input_is_cut_if_the_request_wants_it(serve: Serve, fields: dict[str, Any], num_tokens):
+@pytest.mark.parametrize("long", ["x" * LONG, [7] * LONG])
+def test_a_long_input_is_cut_if_the_request_wants_it(serve: Serve, fields: dict[str, Any], num_tokens, long):
     served = serve(ANSWER, pooling=EMBEDDER)
+    short = "ab" if isinstance(long, str) else [1, 2]
 
-    body = served.client.post(PATH, json={"input": ["ab", "x" * LONG]} | fields).json()
+    body = served.client.post(PATH, json={"input": [short, long]} | fields).json()
 
     assert [each["embedding"][0] for each in body["data"]] == [2, num_tokens]
 
@@ -226,6 +231,34 @@ def test_one_failed_input_fails_the_call_with_its_index(serve: Serve):
     assert response.status_code == 500
     assert response.json()["error"]["param"] == "input[1]"
     assert response.json()["error"]["message"] == "input[1]: the model's output is not finite"
+
+
+def test_vectors_have_the_order_of_their_inputs_and_not_of_their_ends(serve: Serve):
+    arrived: list[GenerateRequest] = []
+
+    def script(request: GenerateRequest) -> list[TextOutput]:
+        arrived.append(request)
+        if len(arrived) < 3:
+            return []
+        return [row for each in reversed(arrived) for row in ANSWER(each)]
+
+    served = serve(script, pooling=EMBEDDER)
+
+    data = served.client.post(PATH, json={"input": [[1], [2], [3]]}).json()["data"]
+
+    assert [(each["index"], each["embedding"][1]) for each in data] == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+def test_scheduling_fields_reach_the_scheduler(serve: Serve):
+    served = serve(ANSWER, pooling=EMBEDDER)
+    fields = {"priority": 3, "cache_salt": "salt", "user": "me", "timeout": 7.5, "queue_timeout": 2.5}
+
+    served.client.post(PATH, json={"input": "x"} | fields).raise_for_status()
+    served.client.post(PATH, json={"input": "x"}).raise_for_status()
+
+    request, plain = served.engine.next_request(), served.engine.next_request()
+    assert (request.priority, request.timeout_s, request.queue_timeout_s) == (3, 7.5, 2.5)
+    assert request.extra_key != plain.extra_key and request.tenant != plain.tenant
 
 
 def test_many_inputs(serve: Serve):

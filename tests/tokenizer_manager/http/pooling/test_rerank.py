@@ -105,6 +105,15 @@ def test_an_embedder_scores_by_the_angle_and_computes_each_text_once(serve: Serv
     assert served.engine.generate.qsize() == 3
 
 
+def test_the_length_of_vectors_does_not_change_their_scores(serve: Serve):
+    served = serve(LENGTH, pooling=structs.replace(EMBEDDER, normalize=False, size=1))
+
+    served.client.post("/v1/rerank", json=body_for()).raise_for_status()
+
+    requests = [served.engine.next_request() for _ in range(4)]
+    assert all(request.pooling is not None and request.pooling.normalize for request in requests)
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -121,6 +130,7 @@ def test_an_embedder_scores_by_the_angle_and_computes_each_text_once(serve: Serv
         ({"max_tokens_per_doc": -2}, "max_tokens_per_doc", "-2"),
         ({"max_tokens_per_doc": 9, "truncate_prompt_tokens": 5}, "max_tokens_per_doc", "one of them"),
         ({"rank_fields": ["a"]}, "rank_fields", "not supported"),
+        ({"instruction": "find"}, "instruction", "leave it out"),
         ({"model": "other"}, "model", "org/tiny"),
     ],
 )
