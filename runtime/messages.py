@@ -404,6 +404,8 @@ class SchedulerReport(Message, frozen=True):
     grammar_masks_total: int = 0  # token masks that were filled, one per row of logits
     grammar_mask_s_total: float = 0.0
     overruled_tokens_total: int = 0  # see `GrammarUsage`
+    num_adapters: int = 0  # LoRA adapters in host memory, or being read
+    num_adapter_slots_used: int = 0  # by running requests
 
 
 class FlushCacheDone(Message, frozen=True):

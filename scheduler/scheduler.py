@@ -492,6 +492,8 @@ class Scheduler:
             draft_tokens_total=stats.draft_tokens,
             accepted_draft_tokens_total=stats.accepted_draft_tokens,
             overruled_tokens_total=stats.overruled_tokens,
+            num_adapters=len(self._parts.adapters),
+            num_adapter_slots_used=self._parts.adapter_slots.num_in_use,
         )
 
     def _waiting_by_reason(self) -> dict[str, int]:

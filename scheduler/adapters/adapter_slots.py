@@ -52,6 +52,11 @@ class AdapterSlots:
         self._drained = ""  # fingerprint
         self._drained_for: Req | None = None
 
+    @property
+    def num_in_use(self) -> int:
+        """Slots that rows use."""
+        return len(self._in_use)
+
     # ------------------------------------------------------------ as a constraint
 
     def refusal(self, req: Req) -> Verdict | None:

@@ -318,6 +318,8 @@ def test_streams_of_three_adapters_survive_a_killed_scheduler(
         texts = {name: job.result() for name, job in jobs.items()}
 
     engine.wait_for_log("recovered restart=1")
+    metrics = engine.idle_metrics()
+    assert (metrics["num_adapters"], metrics["num_adapter_slots_used"]) == (NUM, 0)  # a2 has two names
     assert texts == {name: reference.text(n, num_tokens=num_tokens) for name, n in served.items()}
     engine.idle_metrics()
     assert engine.stop() == 0, engine.log

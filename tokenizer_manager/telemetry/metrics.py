@@ -64,6 +64,8 @@ _GAUGES: Final = (
     ("host_used_tokens", "Slots of the host's KV pool that requests hold."),
     ("host_total_tokens", "Slots of the host's KV pool."),
     ("pinned_tokens", "KV slots of pinned prefixes."),
+    ("num_adapters", "LoRA adapters in host memory."),
+    ("num_adapter_slots_used", "Adapter slots of the device that running requests use."),
     ("detokenizer_reqs", "Requests that the detokenizer has a text state of."),
 )
 _TOTALS: Final = (
