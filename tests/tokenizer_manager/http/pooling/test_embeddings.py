@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec import structs
 
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
 from engine.runtime.model_files.pooling_spec import PoolingSpec
@@ -259,6 +260,18 @@ def test_scheduling_fields_reach_the_scheduler(serve: Serve):
     request, plain = served.engine.next_request(), served.engine.next_request()
     assert (request.priority, request.timeout_s, request.queue_timeout_s) == (3, 7.5, 2.5)
     assert request.extra_key != plain.extra_key and request.tenant != plain.tenant
+
+
+@pytest.mark.parametrize(("fields", "dimensions"), [({}, 2), ({"dimensions": 4}, 0), ({"dimensions": 2}, 2)])
+def test_a_model_with_shorter_vectors_by_default_still_has_whole_ones(
+    serve: Serve, fields: dict[str, Any], dimensions: int
+):
+    served = serve(ANSWER, pooling=structs.replace(EMBEDDER, default_dimensions=2))
+
+    served.client.post(PATH, json={"input": "x"} | fields).raise_for_status()
+
+    pooling = served.engine.next_request().pooling
+    assert pooling is not None and pooling.dimensions == dimensions
 
 
 def test_many_inputs(serve: Serve):
