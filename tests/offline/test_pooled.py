@@ -378,6 +378,7 @@ class FailingEngine:
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity = capacity
+        self.requests: list[GenerateRequest] = []
         self.rids: list[str] = []
         self.aborted: list[str] = []
 
@@ -385,6 +386,7 @@ class FailingEngine:
         pass
 
     def submit_all(self, requests: list[GenerateRequest], rows: RowQueue) -> None:
+        self.requests = requests
         self.rids = [request.rid for request in requests]
         finish = Finish(FinishKind.ERROR, message="not finite", status=500)
         rows.put(TextOutput(self.rids[1], "", b"", Usage(1, 0), finish))
@@ -401,7 +403,7 @@ def test_an_input_that_fails_is_named_and_the_others_are_aborted(llm):
     with pytest.raises(RequestError, match=r"^input\[1\]: not finite") as caught:
         calls.embed(
             ["a", "cat", "one"],
-            Scheduling(),
+            Scheduling(priority=3, extra_key="salt", tenant="me", timeout_s=7.5, queue_timeout_s=2.5),
             dimensions=None,
             normalize=None,
             prompt_name=None,
@@ -412,6 +414,9 @@ def test_an_input_that_fails_is_named_and_the_others_are_aborted(llm):
 
     assert (caught.value.param, caught.value.status) == ("input[1]", 500)
     assert engine.aborted == [engine.rids[0], engine.rids[2]]
+    for request in engine.requests:
+        assert (request.priority, request.extra_key, request.tenant) == (3, "salt", "me")
+        assert (request.timeout_s, request.queue_timeout_s) == (7.5, 2.5)
 
 
 def test_values_of_other_libraries_are_taken(llm):
