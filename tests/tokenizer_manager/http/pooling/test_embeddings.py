@@ -14,7 +14,7 @@ from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOut
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 
 from ...conftest import Serve
-from ...fake_engine import CAPACITY, TOKENIZER, ids_of, say_all, say_vectors
+from ...fake_engine import CAPACITY, TOKENIZER, WAIT_S, ids_of, say_all, say_vectors
 
 PATH = "/v1/embeddings"
 EMBEDDER = PoolingSpec(
@@ -272,6 +272,20 @@ def test_a_model_with_shorter_vectors_by_default_still_has_whole_ones(
 
     pooling = served.engine.next_request().pooling
     assert pooling is not None and pooling.dimensions == dimensions
+
+
+def test_an_aborted_call_is_an_error_and_has_no_empty_vectors(serve: Serve):
+    served = serve(None, pooling=EMBEDDER)
+    waiting = served.post_later(PATH, json={"input": "x"})
+    request = served.engine.next_request()
+
+    reply = served.client.post("/abort_request", json={"rid": request.rid})
+    finish = Finish(FinishKind.ABORT, message="aborted by request")
+    served.engine.say(TextOutput(request.rid, "", b"", Usage(1, 0), finish))
+
+    assert reply.json()["aborted"] == 1
+    response = waiting.result(WAIT_S)
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "aborted")
 
 
 def test_many_inputs(serve: Serve):
