@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from engine.detokenizer.incremental import NoText
 from engine.detokenizer.manager import Detokenizer
 from engine.runtime.messages import (
     BatchTokenOutput,
@@ -408,4 +409,16 @@ def test_one_that_joins_late_drops_rows_of_requests_it_has_not_seen_begin(make_t
     new.send([5], LENGTH)
 
     assert new.text == "df"
+    assert detokenizer.num_live_reqs == 0
+
+
+def test_a_vector_is_passed_on_as_it_is_by_a_detokenizer_without_tokens():
+    detokenizer = Detokenizer(NoText())
+    usage, finish, vector = Usage(3, 0), Finish(FinishKind.STOP), struct.pack("<2f", 0.5, -1.0)
+
+    batch = detokenizer.process(
+        BatchTokenOutput([TokenOutput("r1", b"", usage, finish, TextOptions(), vector=vector)])
+    )
+
+    assert batch.outputs == [TextOutput("r1", "", b"", usage, finish, vector=vector)]
     assert detokenizer.num_live_reqs == 0

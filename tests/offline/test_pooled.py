@@ -6,15 +6,20 @@ import math
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from engine import LLM, EngineDeadError, RequestError
+from engine.offline.engine import RowQueue
+from engine.offline.pooled import PooledCalls
 from engine.runtime.config.config_sources import from_arguments, merge
+from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
 from engine.runtime.resolve.prepare import Prepared
+from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder, make_reranker
 
 TEXTS = ["the quick brown fox", "a cat and a kitten", "stock market", "one " * 40]
@@ -366,6 +371,52 @@ def test_a_failed_call_leaves_nothing_running(llm):
     assert math.isclose(float(np.linalg.norm(llm.embed("a"))), 1.0, abs_tol=1e-5)
     report = llm.flush_cache()
     assert report.kept_tokens == 0
+
+
+class FailingEngine:
+    """Answers the second request of a call with an error, and no other."""
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
+        self.requests: list[GenerateRequest] = []
+        self.rids: list[str] = []
+        self.aborted: list[str] = []
+
+    def check_usable(self) -> None:
+        pass
+
+    def submit_all(self, requests: list[GenerateRequest], rows: RowQueue) -> None:
+        self.requests = requests
+        self.rids = [request.rid for request in requests]
+        finish = Finish(FinishKind.ERROR, message="not finite", status=500)
+        rows.put(TextOutput(self.rids[1], "", b"", Usage(1, 0), finish))
+
+    def abort(self, rid: str, reason: str) -> None:
+        self.aborted.append(rid)
+
+
+def test_an_input_that_fails_is_named_and_the_others_are_aborted(llm):
+    spec = llm._spec
+    engine = FailingEngine(Capacity(64, 16, 16, 8, spec.vocab_size))
+    calls = PooledCalls(cast("Any", engine), llm.tokenizer, spec)
+
+    with pytest.raises(RequestError, match=r"^input\[1\]: not finite") as caught:
+        calls.embed(
+            ["a", "cat", "one"],
+            Scheduling(priority=3, extra_key="salt", tenant="me", timeout_s=7.5, queue_timeout_s=2.5),
+            dimensions=None,
+            normalize=None,
+            prompt_name=None,
+            input_type=None,
+            truncate=False,
+            progress_bar=False,
+        )
+
+    assert (caught.value.param, caught.value.status) == ("input[1]", 500)
+    assert engine.aborted == [engine.rids[0], engine.rids[2]]
+    for request in engine.requests:
+        assert (request.priority, request.extra_key, request.tenant) == (3, "salt", "me")
+        assert (request.timeout_s, request.queue_timeout_s) == (7.5, 2.5)
 
 
 def test_values_of_other_libraries_are_taken(llm):

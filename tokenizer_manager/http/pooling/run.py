@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ....runtime.errors import RequestError
+from ....runtime.messages import FinishKind
 from ....runtime.pooling import PoolingParams
 from ....runtime.sampling_params import MAX_COUNT
 from ...generation import Generation, GenerationRequest, Prompt
@@ -97,6 +99,9 @@ async def run_pooled(exchange: Exchange, services: Services, request: Generation
         async for rows in generation:
             for row in rows:
                 row.choice.read(row.output)
+                finish = row.output.finish
+                if finish is not None and finish.kind is FinishKind.ABORT:
+                    raise RequestError("the request was aborted; send it again", code="aborted", status=409)
                 vectors[row.choice.index] = row.output.vector
     model = request.scheduling.served_as or services.served_model
     return PooledAnswer(generation.id, model, vectors, _usage(generation))

@@ -8,12 +8,13 @@ from typing import Any
 
 import openai
 import pytest
+from msgspec import structs
 
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 
 from ...conftest import Serve
-from ...fake_engine import CAPACITY, TOKENIZER, ids_of, say_all, say_vectors
+from ...fake_engine import CAPACITY, TOKENIZER, WAIT_S, ids_of, say_all, say_vectors
 
 PATH = "/v1/embeddings"
 EMBEDDER = PoolingSpec(
@@ -259,6 +260,32 @@ def test_scheduling_fields_reach_the_scheduler(serve: Serve):
     request, plain = served.engine.next_request(), served.engine.next_request()
     assert (request.priority, request.timeout_s, request.queue_timeout_s) == (3, 7.5, 2.5)
     assert request.extra_key != plain.extra_key and request.tenant != plain.tenant
+
+
+@pytest.mark.parametrize(("fields", "dimensions"), [({}, 2), ({"dimensions": 4}, 0), ({"dimensions": 2}, 2)])
+def test_a_model_with_shorter_vectors_by_default_still_has_whole_ones(
+    serve: Serve, fields: dict[str, Any], dimensions: int
+):
+    served = serve(ANSWER, pooling=structs.replace(EMBEDDER, default_dimensions=2))
+
+    served.client.post(PATH, json={"input": "x"} | fields).raise_for_status()
+
+    pooling = served.engine.next_request().pooling
+    assert pooling is not None and pooling.dimensions == dimensions
+
+
+def test_an_aborted_call_is_an_error_and_has_no_empty_vectors(serve: Serve):
+    served = serve(None, pooling=EMBEDDER)
+    waiting = served.post_later(PATH, json={"input": "x"})
+    request = served.engine.next_request()
+
+    reply = served.client.post("/abort_request", json={"rid": request.rid})
+    finish = Finish(FinishKind.ABORT, message="aborted by request")
+    served.engine.say(TextOutput(request.rid, "", b"", Usage(1, 0), finish))
+
+    assert reply.json()["aborted"] == 1
+    response = waiting.result(WAIT_S)
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "aborted")
 
 
 def test_many_inputs(serve: Serve):
