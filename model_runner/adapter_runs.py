@@ -74,6 +74,8 @@ class AdapterBatch:
 def plan_of(slots: Int64s) -> Int64s:
     """The plan for the slots of some rows, [n] -> [1 + 3 * runs]."""
     num = len(slots)
+    if not num:  # the rows of logits of a step in which nothing is sampled
+        return np.zeros(1, dtype=np.int64)
     begins = np.flatnonzero(np.concatenate(([True], slots[1:] != slots[:-1])))
     lengths = np.diff(np.append(begins, num))
     if num and lengths.max() > MAX_RUN_TOKENS:

@@ -80,6 +80,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         )
         for adapter in prepared.adapters:
             pipeline.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
+        pipeline.finish_reads()
         return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 
     return EngineThread(build)

@@ -77,6 +77,10 @@ class EventLoop:
         """Take a message of this process's own."""
         self._pipeline.handle(message)
 
+    def finish_reads(self) -> None:
+        """See `Pipeline`."""
+        self._pipeline.finish_reads()
+
     def run(self) -> None:
         """Loop until the supervisor requests a stop."""
         try:

@@ -22,20 +22,24 @@ between the forward pass of step 2, which the device computes meanwhile, and its
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from ..runtime.errors import ConfigError
 from ..runtime.messages import AdapterRead, LoadAdapter, SchedulerInput, SchedulerReport, UnloadAdapter
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
-from .adapters.adapter_reader import AdapterReader, NoAdapterReader
+from .adapters.adapter_reader import AdapterReader, EndOfRead, NoAdapterReader
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
 from .grammar.step_masks import MaskMeter, StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 
 class InFlight(NamedTuple):
@@ -103,8 +107,25 @@ class Pipeline:
     def _take_adapters(self) -> None:
         """Tell the scheduler of adapters that have been read."""
         for read in self._adapters.done() if self._num_reads else ():
-            self._num_reads -= 1
-            self._handle(AdapterRead(read.store_id, read.error))
+            self._take_adapter(read)
+
+    def _take_adapter(self, read: EndOfRead) -> None:
+        self._num_reads -= 1
+        if read.error:
+            logger.warning("an adapter cannot be read: %s", read.error)
+        self._handle(AdapterRead(read.store_id, read.error))
+
+    def finish_reads(self) -> None:
+        """Wait until all adapters are read; for the start.
+
+        Raises:
+            ConfigError: one cannot be read.
+        """
+        while self._num_reads:
+            read = self._adapters.wait()
+            self._take_adapter(read)
+            if read.error:
+                raise ConfigError(read.error)
 
     def advance(self, has_news: Callable[[], bool]) -> bool:
         """Plan and launch a step if there is one, and settle a step if it must be; whether anything was done.

@@ -96,6 +96,8 @@ def main(child: Child) -> None:
     )
     for adapter in settings.adapters:
         loop.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
+    if not settings.life:  # later, one that cannot be read any more fails its own requests
+        loop.finish_reads()
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
     load_s = f"{time.monotonic() - started_s:.2f}"
     child.ready(capacity=capacity, load_s=load_s, **build_facts(own_runner))

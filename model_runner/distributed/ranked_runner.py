@@ -61,6 +61,10 @@ class RankedAdapters:
         """See `AdapterStore`; the other ranks wait for their own reads when a step needs them."""
         return self._store.done()
 
+    def wait(self) -> AdapterRead:
+        """See `AdapterStore`."""
+        return self._store.wait()
+
     def drop(self, store_id: int) -> None:
         """See `AdapterStore`."""
         self._others.send(DropAdapter(store_id))

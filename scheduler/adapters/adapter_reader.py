@@ -29,6 +29,10 @@ class AdapterReader(Protocol):
         """The reads that have ended since the last call; does not wait."""
         ...
 
+    def wait(self) -> EndOfRead:
+        """The next read that ends; call it only while one is going on."""
+        ...
+
     def drop(self, store_id: int) -> None:
         """Forget an adapter, which may be unknown or still being read."""
         ...
@@ -51,6 +55,9 @@ class NoAdapterReader:
     def done(self) -> Sequence[EndOfRead]:
         asked, self._asked = self._asked, []
         return asked
+
+    def wait(self) -> EndOfRead:
+        return self._asked.pop(0)
 
     def drop(self, store_id: int) -> None:
         pass

@@ -77,26 +77,18 @@ def test_each_call_takes_the_adapter(llm: LLM, root: Path):
     assert llm.adapters[0].path == str(root / "a0")
 
 
-NO_SAMPLE = pytest.mark.xfail(
-    strict=True, reason="the runner fails on a step of adapted rows in which nothing is sampled (issue 28)"
-)
-
-
-@NO_SAMPLE
 def test_labels_take_the_adapter(tiny_model: Path, root: Path):
     labels = ["a", "b", "c"]
     with open_llm(tiny_model, lora=[f"sql={root / 'a0'}"]) as llm:
         assert llm.label_probabilities(PROMPT, labels, lora="sql") != llm.label_probabilities(PROMPT, labels)
 
 
-@NO_SAMPLE
 def test_a_prompt_in_chunks_takes_the_adapter(tiny_model: Path, root: Path, llm: LLM):
     with open_llm(tiny_model, lora=[f"sql={root / 'a0'}"], chunked_prefill_size=16) as chunked:
         in_chunks = chunked.generate(PROMPT, GREEDY, lora="sql").token_ids
     assert in_chunks == llm.generate(PROMPT, GREEDY, lora="sql").token_ids
 
 
-@NO_SAMPLE
 def test_vectors_take_the_adapter(tmp_path: Path):
     model = make_decoder_embedder(tmp_path / "embedder")
     base = prepare(merge(from_arguments({"model": str(model)}))).spec

@@ -180,7 +180,7 @@ def _with_adapters(
     Raises:
         RequestError: an adapter is unknown, or there are more or fewer of them than prompts.
     """
-    paths = request.lora_path
+    paths = request.lora_path or None  # as for other neutral values, an empty list is no adapter
     if not isinstance(paths, list):
         scheduling = services.with_adapter(generation.scheduling, None, paths)
         return msgspec.structs.replace(generation, scheduling=scheduling)
