@@ -38,11 +38,11 @@ test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
 test-slow: test-env ## run the slow tests and those that need the default model, which is fetched once
-	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
+	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
 chaos: test-env ## kill, crash, freeze random processes for ten minutes under 200 streams; ARGS="--minutes 1 --clients 8"
-	@$(RUN) -c 'from engine.runtime.model_files.default_model import ensure_default_model; ensure_default_model()'
+	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
 	@$(RUN) -m tests.faults.chaos $(ARGS)
 
 soak: test-env ## ten minutes of load storms on a small server, then a check for leaks; ARGS="--overload refuse --minutes 60"

@@ -355,6 +355,7 @@ def vllm_environment(vllm: Vllm, threads: int) -> dict[str, str]:
     return {
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; all sides run at once, and an encoder needs none
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(vllm.cache),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import configparser
+import importlib
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -202,3 +204,12 @@ def test_range_of_torch_admits_what_the_gpu_extras_need(project: dict[str, Any],
     (torch,) = (requirement for requirement in requirements if requirement.name == "torch")
 
     assert torch.specifier.contains(torch_version)
+
+
+@pytest.mark.parametrize("path", ["Makefile", ".ci/run"])
+def test_imports_in_shell_commands_exist(path: str) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    imports = re.findall(r"from (engine[\w.]*) import (\w+)", text)
+    assert imports
+    for module, name in imports:
+        assert hasattr(importlib.import_module(module), name), f"{path}: {module}.{name}"
