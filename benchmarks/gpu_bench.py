@@ -32,6 +32,7 @@ import torch
 from benchmarks.gpu_engine import Engine, Work
 from benchmarks.gpu_models import SHAPES, TINY_SHAPE, write_shape
 from benchmarks.gpu_sections import Figure, LoggedMessages, Report, Section, run_sections
+from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.step_plan import ForwardMode
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class Best:
         self._found = found
         # A separate embedding is only a look-up.
         looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-        self._num_weights = spec.num_parameters - looked_up
+        self._num_weights = num_parameters(spec) - looked_up
         self._head = spec.vocab_size * spec.hidden_size
         self._kv_bytes = spec.kv_bytes_per_token(2)
 

@@ -25,6 +25,7 @@ from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.model_files.weight_memory import num_parameters
 
 
 class OtherModelError(Exception):
@@ -48,7 +49,7 @@ def served_model(models: Models, sides: Sequence[str]) -> ServedModel:
         )
     if not any(form_of(side, models) == models.gguf for side in sides):
         return ServedModel(costs)
-    in_file = models.gguf.stat().st_size * costs.all_parameters / spec.num_parameters
+    in_file = models.gguf.stat().st_size * costs.all_parameters / num_parameters(spec)
     return ServedModel(costs, round(in_file / 1e6))
 
 

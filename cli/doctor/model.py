@@ -13,6 +13,7 @@ from ...runtime.feasibility import capacity_of, pages_for
 from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.model_files.quantization import BLOCK_METHODS
 from ...runtime.model_files.quantization_choice import with_quantization
+from ...runtime.model_files.weight_memory import num_parameters
 from ...runtime.resolve.host_facts import HostFacts
 from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.pool_size import largest_step_of
@@ -59,7 +60,7 @@ def check_files(facts: ModelFacts) -> Check:
     spec = facts.spec
     return ok(
         "model",
-        f"{facts.source.name}: {spec.model_type}, {spec.num_layers} layers, {spec.num_parameters / 1e6:,.0f} million "
+        f"{facts.source.name}: {spec.model_type}, {spec.num_layers} layers, {num_parameters(spec) / 1e6:,.0f} million "
         f"parameters, {spec.known_positions} positions",
     )
 

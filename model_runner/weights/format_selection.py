@@ -12,6 +12,7 @@ import torch
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.quantization import BLOCK_METHODS
 from ...runtime.model_files.quantization_choice import with_quantization
+from ...runtime.model_files.weight_memory import tied_head_bytes, weight_bytes
 from ..kernels.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
@@ -134,7 +135,7 @@ def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
 def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantized: bool = False) -> int:
     """MiB of all ranks together. A plain head tied to the embedding counts once, although some kernels copy it."""
     width = target.dtype.itemsize
-    num_bytes = spec.weight_bytes(width, dequantized=dequantized)
+    num_bytes = weight_bytes(spec, width, dequantized=dequantized)
     if target.device.type == "cpu" and not dequantized:
-        num_bytes += spec.tied_head_bytes(width)
+        num_bytes += tied_head_bytes(spec, width)
     return num_bytes >> 20

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..config.engine_config import EngineConfig, SchedulerConfig
 from ..errors import ConfigError
+from ..model_files.weight_memory import num_parameters
 
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
@@ -62,7 +63,7 @@ def encoder_step_tokens(config: EngineConfig, spec: ModelSpec, device: str, num_
         return asked
     assert spec.encoder is not None
     tables = (spec.vocab_size + spec.encoder.position_rows) * spec.hidden_size
-    flop_per_token = 2 * max(1, spec.num_parameters - tables)
+    flop_per_token = 2 * max(1, num_parameters(spec) - tables)
     tokens = int(_CPU_STEP_FLOP * num_threads / flop_per_token)
     tokens = min(max(tokens, CPU_LEAST_STEP_TOKENS), CPU_STEP_TOKENS)
     page_size = config.cache.page_size

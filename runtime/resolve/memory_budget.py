@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ..kv_size import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
+from ..model_files.weight_memory import tied_head_bytes, weight_bytes
 from .rank_spec import rank_spec
 
 if TYPE_CHECKING:
@@ -108,9 +109,9 @@ def plan_memory(
     width, vocab_size = BYTES_OF_DTYPE[dtype], spec.vocab_size
     spec = rank_spec(spec, tp)
     dequantized = spec.quantization is not None and not spec.quantization.is_kept(on_cpu=on_cpu)
-    weights = spec.weight_bytes(width, dequantized=dequantized)
+    weights = weight_bytes(spec, width, dequantized=dequantized)
     if on_cpu:
-        weights += spec.tied_head_bytes(width, dequantized=dequantized)
+        weights += tied_head_bytes(spec, width, dequantized=dequantized)
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)

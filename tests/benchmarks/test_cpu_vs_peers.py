@@ -17,6 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.weight_memory import num_parameters
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUIET = {"server": 1.5, "client": 0.1, "others": 0.02, "stolen": 0.0}
@@ -359,7 +360,7 @@ def test_costs_are_the_weights_of_the_architecture(bench: Any, experts: ExpertsS
 
     norms = (2 * spec.num_layers + 1) * spec.hidden_size
     embedding = spec.vocab_size * spec.hidden_size  # rows of it are looked up: not read as a whole
-    assert costs.all_parameters == spec.num_parameters - norms - embedding
+    assert costs.all_parameters == num_parameters(spec) - norms - embedding
     assert costs.kv_token_bytes == spec.kv_bytes_per_token(2)
     if experts is None:
         assert costs.layer_parameters == costs.dense_parameters == costs.all_parameters - embedding

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
@@ -148,4 +149,4 @@ def test_facts_of_a_model_whose_files_are_here():
         torch_dtype="bfloat16",
     )
     assert ModelFacts.of("smollm2-135m", spec) == MODELS["smollm2-135m"]
-    assert MODELS["smollm2-135m"].weight_bytes == pytest.approx(spec.weight_bytes(2), rel=0.001)
+    assert MODELS["smollm2-135m"].weight_bytes == pytest.approx(weight_bytes(spec, 2), rel=0.001)

@@ -6,30 +6,22 @@ changes the computation and is not implemented is refused by name.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from msgspec import structs
 
 from ...errors import ConfigError
 from ..block_forms import GGUF_FORMS
 from ..fields import Fields
-from ..hf.hf_families import windows_by_pattern
-from ..model_spec import DTypeName, ExpertsSpec, ModelSpec
+from ..model_spec import DTypeName, ModelSpec
 from ..quantization import QuantizationSpec
+from .families.family import GGUFFamily
+from .families.registry import GGUF_FAMILIES
 from .gguf_file import GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .gguf_sampling import read_gguf_sampling
 
-_MODEL_TYPES: Final = {  # GGUF architecture -> Hugging Face model_type
-    "llama": "llama",  # and Mistral; its files do not mention a window
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
-    "gemma3": "gemma3_text",
-    "phi3": "phi3",
-}
-_GEMMA3_27B_LAYERS: Final = 62
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -42,25 +34,26 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = Fields(file.path, file.metadata)
     arch = fields.text("general.architecture")
-    if arch not in _MODEL_TYPES:
+    if arch not in GGUF_FAMILIES:
         raise fields.error(
-            "general.architecture", arch, f"which is not supported; supported are: {', '.join(_MODEL_TYPES)}"
+            "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
         )
-    if arch != "qwen3moe" and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
+    family = GGUF_FAMILIES[arch]
+    if not family.has_experts and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(
             f"{arch}.expert_count", fields.get(f"{arch}.expert_count"), "experts are not supported"
         )
     vocab_size = _vocab_size(file, fields, arch)
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
-    head_dim = _head_dim(fields, arch, hidden_size // num_heads)
+    head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
     rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
     eos_token_ids = [
         token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
     ]
     spec = ModelSpec(
-        model_type=_MODEL_TYPES[arch],
+        model_type=family.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
@@ -81,7 +74,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         sampling_defaults=read_gguf_sampling(file),
-        **_family_facts(fields, arch, num_heads, hidden_size),
+        **family.facts(fields, arch),
     )
     spec = structs.replace(
         spec, max_position_embeddings=spec.known_positions, quantization=_quantization(file, spec)
@@ -119,7 +112,7 @@ def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:
     return fields.integer(f"{arch}.vocab_size", 1, 1 << 24)
 
 
-def _head_dim(fields: Fields, arch: str, default: int) -> int:
+def _head_dim(fields: Fields, arch: str, family: GGUFFamily, default: int) -> int:
     head_dim = fields.integer(f"{arch}.attention.key_length", 1, 1 << 12, default=default)
     key = f"{arch}.attention.value_length"
     value = fields.integer(key, 1, 1 << 12, default=head_dim)
@@ -127,49 +120,10 @@ def _head_dim(fields: Fields, arch: str, default: int) -> int:
         raise fields.error(key, value, f"expected the head size {head_dim}: values must be as wide as keys")
     key = f"{arch}.rope.dimension_count"
     rotated = fields.integer(key, 1, 1 << 12, default=head_dim)
-    if rotated != head_dim and (arch != "phi3" or rotated > head_dim):
+    if rotated != head_dim and (not family.partial_rotary or rotated > head_dim):
         rule = f"expected the head size {head_dim}: rotary over a part of the head is not supported"
         raise fields.error(key, rotated, rule)
     return head_dim
-
-
-def _family_facts(fields: Fields, arch: str, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    """The fields that the architecture adds to or changes in the common ones."""
-    num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
-    if arch == "phi3":
-        window = fields.integer(f"{arch}.attention.sliding_window", 0, 1 << 30, default=0)
-        return {"sliding_window": window, "windowed_layers": (True,) * num_layers} if window else {}
-    if arch == "qwen3":
-        return {"qk_norm": True}
-    if arch == "qwen3moe":
-        experts = ExpertsSpec(
-            num_experts=fields.integer(f"{arch}.expert_count", 1, 1 << 16),
-            num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16),
-            intermediate_size=fields.integer(f"{arch}.expert_feed_forward_length", 1, 1 << 22),
-            normalize=True,  # llama.cpp always normalizes
-        )
-        return {"qk_norm": True, "experts": experts}
-    if arch == "gemma3":
-        return _gemma3_facts(fields, num_layers, num_heads, hidden_size)
-    return {}
-
-
-def _gemma3_facts(fields: Fields, num_layers: int, num_heads: int, hidden_size: int) -> dict[str, Any]:
-    for key in ("gemma3.attn_logit_softcapping", "gemma3.final_logit_softcapping"):
-        if fields.number(key, 0.0, 1e9, default=0.0):
-            raise fields.error(key, fields.get(key), "capped scores and logits are not supported")
-    pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
-    facts: dict[str, Any] = {
-        "qk_norm": True,
-        "norms_per_layer": 4,
-        "float32_norms": True,
-        "sliding_window": fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
-        "windowed_layers": windows_by_pattern(pattern, num_layers),
-        "local_rope_theta": fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
-    }
-    if num_layers == _GEMMA3_27B_LAYERS:  # the file does not say; the others scale by the head size
-        facts["query_scale"] = (hidden_size / num_heads) ** -0.5
-    return facts
 
 
 def _dtype(file: GGUFFile) -> DTypeName:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from .families.registry import layer_names
+
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
 
@@ -12,30 +14,6 @@ _GLOBAL_NAMES: Final = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
-}
-_LAYER_NAMES: Final = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_GEMMA3_NAMES: Final = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_PHI3_NAMES: Final = {
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-}
-_QK_NORM_NAMES: Final = {
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
 }
 _EXPERT_NAMES: Final = {
     "gate_proj": "ffn_gate_exps",
@@ -67,13 +45,7 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
     """
     for hf, gguf in _GLOBAL_NAMES.items():
         yield hf, gguf, None
-    in_layer = dict(_LAYER_NAMES)
-    if spec.model_type == "gemma3_text":
-        in_layer |= _GEMMA3_NAMES
-    if spec.model_type == "phi3":
-        in_layer = {hf: gguf for hf, gguf in in_layer.items() if gguf != "ffn_up"} | _PHI3_NAMES
-    if spec.qk_norm:
-        in_layer |= _QK_NORM_NAMES
+    in_layer = layer_names(spec.model_type)
     for layer in range(spec.num_layers):
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):

@@ -9,6 +9,7 @@ Two families are built: `gpt2`, byte-level BPE with merges, and `llama`, Sentenc
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -50,7 +51,9 @@ def build_gguf_tokenizer(file: GGUFFile) -> CoreTokenizer:
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         token, count = Counter(tokens).most_common(1)[0]
-        raise ConfigError(f"{file.path}: the vocabulary is damaged: token {token!r} appears {count} times")
+        raise ConfigError(
+            f"{file.path}: the vocabulary is damaged: token {reprlib.repr(token)} appears {count} times"
+        )
     model = fields.text("tokenizer.ggml.model")
     if model == "gpt2":
         core, add_bos = _byte_level_bpe(file, fields, vocab)
@@ -94,7 +97,9 @@ def _merge_pairs(file: GGUFFile, merges: Sequence[str]) -> list[tuple[str, str]]
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not (left and space and right):
-            raise ConfigError(f"{file.path}: tokenizer.ggml.merges is damaged: {merge!r} is not a pair")
+            raise ConfigError(
+                f"{file.path}: tokenizer.ggml.merges is damaged: {reprlib.repr(merge)} is not a pair"
+            )
         pairs.append((left, right))
     return pairs
 

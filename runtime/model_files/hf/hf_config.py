@@ -1,7 +1,7 @@
 """Architecture facts from a folder in Hugging Face layout: config.json and generation_config.json.
 
 A feature that changes the computation and is not implemented is refused by name, never ignored: a model that loads and
-then produces wrong output is the worst failure. This module reads the common fields, `hf_families` those of one
+then produces wrong output is the worst failure. This module reads the common fields, `families` those of one
 architecture, and `hf_other` those of architectures that the engine has no model for.
 """
 
@@ -20,8 +20,9 @@ from ..json_file import read_json
 from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
 from ..pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from ..tokenizer_files.special_tokens import read_eos_ids
+from .families.family import Family
+from .families.registry import FAMILIES
 from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
-from .hf_families import FAMILIES, Family
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS

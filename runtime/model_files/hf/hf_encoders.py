@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ..encoder_spec import EncoderActivation, EncoderSpec
 from ..fields import Fields
-from .hf_families import Facts, Family, layer_types
+from .families.family import Facts, Family, layer_types
 from .hf_rope import MAX_POSITIONS, read_two_ropes
 
 _ACTIVATIONS: Final[dict[str, EncoderActivation]] = {

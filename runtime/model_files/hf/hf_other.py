@@ -12,7 +12,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..model_spec import ExpertsSpec
-from .hf_families import Facts, Family, layer_types, window_everywhere
+from .families.family import Facts, Family, layer_types, window_everywhere
 
 _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "d_model"),

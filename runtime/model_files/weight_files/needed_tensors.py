@@ -6,6 +6,7 @@ them with the headers of the files, before any process exists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,17 +29,31 @@ class Module(NamedTuple):
     is_linear: bool = False
     has_bias: bool = False
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether each expert of the layer has such a module."""
+        return ".experts." in self.name
 
-def needed_modules(spec: ModelSpec) -> Iterator[Module]:
-    """All modules; the output head only if it is not tied to the embedding."""
+    @property
+    def num_parameters(self) -> int:
+        """Numbers of the weight and of the bias."""
+        return math.prod(self.shape) + (self.shape[0] if self.has_bias else 0)
+
+
+def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Module]:
+    """All modules; the output head only if it is not tied to the embedding.
+
+    Args:
+        one_expert: of the experts of a layer, which have the same shapes, only the first.
+    """
     table = (spec.vocab_size, spec.hidden_size)
     yield Module("model.embed_tokens", table)
-    yield Module("model.norm", (spec.hidden_size,))
+    yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
         yield Module("lm_head", table)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer)):
+        for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
 
@@ -55,11 +70,8 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 
 
 def _norms(spec: ModelSpec) -> Iterator[Module]:
-    names = ["input_layernorm", "post_attention_layernorm"]
-    if spec.norms_per_layer == 4:
-        names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    for name in names:
-        yield Module(name, (spec.hidden_size,))
+    for name in spec.form.norms:
+        yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if spec.qk_norm:
         yield Module("self_attn.q_norm", (spec.head_dim,))
         yield Module("self_attn.k_norm", (spec.head_dim,))
@@ -79,13 +91,13 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
     yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
 
-def _mlp(spec: ModelSpec, layer: int) -> Iterator[Module]:
+def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
     if experts is None or layer in experts.dense_layers:
         yield from _gated("mlp", size, spec.intermediate_size, spec)
         return
     yield Module("mlp.gate", (experts.num_experts, size))
-    for expert in range(experts.num_experts):
+    for expert in range(1 if one_expert else experts.num_experts):
         yield from _gated(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
 
 

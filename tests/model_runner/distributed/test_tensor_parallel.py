@@ -24,6 +24,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.source import ModelSource
+from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.resolve.rank_spec import check_tp, rank_spec, reason_against_tp
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
@@ -300,7 +301,7 @@ def test_memory_of_all_ranks_is_that_of_the_model_and_what_is_held_twice(num_kv_
     norms = (size - 1) * (2 * spec.num_layers + 1) * spec.hidden_size
     padding = (own.vocab_size * size - vocab) * spec.hidden_size * (1 if tied else 2)
 
-    assert own.num_parameters * size == spec.num_parameters + kv_twice + norms + padding
+    assert num_parameters(own) * size == num_parameters(spec) + kv_twice + norms + padding
     assert own.kv_bytes_per_token(2) * size == spec.kv_bytes_per_token(2) * copies
 
 

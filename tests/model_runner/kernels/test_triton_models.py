@@ -17,6 +17,7 @@ from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
 from engine.model_runner.weights import dummy
+from engine.runtime.model_files.layer_form import FOUR_NORMS
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
@@ -56,7 +57,7 @@ SPECS = {
         qk_norm=True,
         tie_word_embeddings=True,
         float32_norms=True,
-        norms_per_layer=4,
+        form=FOUR_NORMS,
         sliding_window=4,
         windowed_layers=(True, False),
         local_rope_theta=100.0,

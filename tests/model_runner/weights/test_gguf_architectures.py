@@ -19,6 +19,7 @@ from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
@@ -190,7 +191,7 @@ def test_is_the_same_model_as_in_safetensors(
     spec = read_gguf_spec(GGUFFile(path))
     driver = make_driver(spec, path, kind="gguf")
 
-    assert spec.num_parameters == tiny.spec.num_parameters
+    assert num_parameters(spec) == num_parameters(tiny.spec)
     req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
@@ -238,7 +239,7 @@ def test_experts_keep_the_numbers_of_the_file(write_mixture, make_driver, unpack
     # Activations are rounded to 8 bits, too, which now and then sends a token to another expert.
     assert np.abs(found[None] - found["none"]).mean() < 0.1
 
-    saved = spec.weight_bytes(2, dequantized=True) - spec.weight_bytes(2)
+    saved = weight_bytes(spec, 2, dequantized=True) - weight_bytes(spec, 2)
     assert saved == 2 * (2 * 4 * 3 * 64 * 32) - num_bytes
 
 

@@ -28,6 +28,7 @@ from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.model_files.weight_memory import tied_head_bytes, weight_bytes
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 
 MAX_PEAK_BYTES = 32 << 20  # the files have some KB; a tokenizer of 256 tokens takes 1 MB
@@ -66,8 +67,8 @@ def read(path: Path, reader: Callable[[Path], object], *, watch_memory: bool) ->
 
 def use(spec: ModelSpec) -> None:
     """What is computed of every model before its weights are read."""
-    spec.weight_bytes(2)
-    spec.tied_head_bytes(2)
+    weight_bytes(spec, 2)
+    tied_head_bytes(spec, 2)
     spec.kv_bytes_per_token(2)
 
 

@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -32,7 +33,7 @@ def test_number_of_parameters(tmp_path: Path, tied: bool, bias: bool) -> None:
 
     spec = read_hf_spec(tmp_path)
 
-    assert spec.num_parameters == sum(p.numel() for p in model.parameters())
-    assert spec.weight_bytes(2) == 2 * spec.num_parameters
+    assert num_parameters(spec) == sum(p.numel() for p in model.parameters())
+    assert weight_bytes(spec, 2) == 2 * num_parameters(spec)
     # Keys and values, 3 layers, 1 head of 16, 4 bytes each.
     assert spec.kv_bytes_per_token(4) == 2 * 3 * 1 * 16 * 4

@@ -11,6 +11,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import QuantizationSpec, QuantMethod
 from engine.runtime.model_files.quantization_choice import with_quantization
+from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.resolve.memory_budget import plan_memory
 
 
@@ -79,17 +80,17 @@ def test_memory_of_quantized_weights() -> None:
     linears = {"q": (256, 256), "k": (128, 256), "v": (128, 256), "o": (256, 256)}
     linears |= {"gate": (512, 256), "up": (512, 256), "down": (256, 512)}
     in_linears = 3 * sum(rows * columns for rows, columns in linears.values())
-    rest = 2 * (spec().num_parameters - in_linears)
+    rest = 2 * (num_parameters(spec()) - in_linears)
 
     fp8 = spec(quantization=QuantizationSpec(method="fp8"))
-    assert fp8.weight_bytes(2) == rest + in_linears + 3 * 4 * sum(rows for rows, _ in linears.values())
-    assert fp8.weight_bytes(2, dequantized=True) == spec().weight_bytes(2)
+    assert weight_bytes(fp8, 2) == rest + in_linears + 3 * 4 * sum(rows for rows, _ in linears.values())
+    assert weight_bytes(fp8, 2, dequantized=True) == weight_bytes(spec(), 2)
 
     awq = spec(quantization=QuantizationSpec(method="awq", group_size=64, plain_modules=("mlp",)))
     attention = [linears[name] for name in "qkvo"]
     quantized = 3 * sum(rows * columns // 2 + 3 * rows * columns // 64 for rows, columns in attention)
-    plain = 2 * (spec().num_parameters - 3 * sum(rows * columns for rows, columns in attention))
-    assert awq.weight_bytes(2) == quantized + plain
+    plain = 2 * (num_parameters(spec()) - 3 * sum(rows * columns for rows, columns in attention))
+    assert weight_bytes(awq, 2) == quantized + plain
 
 
 def test_memory_is_planned_for_what_the_device_keeps() -> None:
@@ -106,5 +107,5 @@ def test_memory_is_planned_for_what_the_device_keeps() -> None:
         )
         return budget.weights_bytes
 
-    assert weights(on_cpu=True) == spec().weight_bytes(2)  # dequantized while loading
-    assert weights(on_cpu=False) < 0.6 * spec().weight_bytes(2)
+    assert weights(on_cpu=True) == weight_bytes(spec(), 2)  # dequantized while loading
+    assert weights(on_cpu=False) < 0.6 * weight_bytes(spec(), 2)

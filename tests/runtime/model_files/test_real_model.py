@@ -12,6 +12,7 @@ from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.load_spec import load_spec
 from engine.runtime.model_files.source import ModelSource, resolve_source
 from engine.runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.resolve.model_resolution import read_model
 
 pytestmark = pytest.mark.model
@@ -32,7 +33,7 @@ def tokenizer(source: ModelSource) -> Tokenizer:
 def test_source_and_spec(source: ModelSource) -> None:
     assert (source.kind, source.name) == ("gguf", "SmolLM2-135M-Instruct")
     spec = load_spec(source)
-    assert spec.num_parameters == 134_515_008
+    assert num_parameters(spec) == 134_515_008
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (30, 9, 3, 64)
     assert (spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (576, 1536, 49152)
     assert (spec.rope_theta, spec.max_position_embeddings) == (100_000.0, 8192)
@@ -58,12 +59,12 @@ def test_weights_agree_with_the_reference_reader(source: ModelSource) -> None:
 
 def test_all_weights_are_finite_and_counted_once(source: ModelSource) -> None:
     file = GGUFFile(source.path)
-    num_parameters = 0
+    num_in_file = 0
     for name in file.tensors:
         weights = file.read(name)
         assert np.isfinite(weights).all(), name
-        num_parameters += weights.size
-    assert num_parameters == load_spec(source).num_parameters
+        num_in_file += weights.size
+    assert num_in_file == num_parameters(load_spec(source))
 
 
 GOLDEN = {

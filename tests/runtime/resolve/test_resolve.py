@@ -18,6 +18,7 @@ from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.quantization_choice import with_quantization
+from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.resolve.block_weights import KERNEL_FLAGS
 from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
 from engine.runtime.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
@@ -279,7 +280,7 @@ def test_the_pool_is_what_the_sums_say():
     )
     head = SPEC.vocab_size * SPEC.hidden_size
     by_hand = (
-        (16 * GIB - 2 * (SPEC.num_parameters + head) - budget.workspace_bytes)
+        (16 * GIB - 2 * (num_parameters(SPEC) + head) - budget.workspace_bytes)
         * 0.4
         / (2 * 30 * 3 * 64 * 2 + 2 * (2 * 3 * 64 * 2))
     )  # KV of 30 layers, and two copies of one
@@ -497,7 +498,7 @@ class TestLongContexts:
         assert resolved.model.max_model_len == 131_072
         assert resolved.scheduler.chunked_prefill_size == chunk
 
-        weights, kv = 2 * LLAMA_8B.num_parameters, pool_of(resolved) * 128 * 1024
+        weights, kv = 2 * num_parameters(LLAMA_8B), pool_of(resolved) * 128 * 1024
         block = 256 * 32 * 131_072 * 4  # scores of one block of queries in float32, every head
         gathered = pool_of(resolved) * 4096  # one layer of everybody, all decoding
         activations = chunk * (3 * 14_336 + 6 * 4096) * 2

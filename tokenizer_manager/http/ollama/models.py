@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import UNSET
 
 from ....runtime.errors import RequestError
+from ....runtime.model_files.weight_memory import num_parameters, weight_bytes
 from ..exchange import Exchange
 from ..schema.json_body import convert
 from ..services import Services
@@ -97,7 +98,7 @@ async def show(exchange: Exchange, services: Services) -> None:
             model_info={
                 "general.architecture": family,
                 "general.basename": services.served_model,
-                "general.parameter_count": spec.num_parameters,
+                "general.parameter_count": num_parameters(spec),
                 f"{family}.context_length": services.manager.capacity.max_model_len,
                 f"{family}.embedding_length": spec.hidden_size,
                 f"{family}.block_count": spec.num_layers,
@@ -152,7 +153,7 @@ def _details(services: Services) -> ModelDetails:
         format="gguf" if types or str(services.config.model.model).endswith(".gguf") else "safetensors",
         family=spec.model_type,
         families=[spec.model_type],
-        parameter_size=_short(spec.num_parameters),
+        parameter_size=_short(num_parameters(spec)),
         quantization_level=level,
     )
 
@@ -163,7 +164,7 @@ def _short(count: int) -> str:
 
 def _size(services: Services) -> int:
     """Bytes of the weights: quantized, or in the serving dtype."""
-    return services.spec.weight_bytes(_BYTES.get(str(services.config.model.dtype), 2))
+    return weight_bytes(services.spec, _BYTES.get(str(services.config.model.dtype), 2))
 
 
 def _digest(services: Services) -> str:

@@ -15,6 +15,7 @@ from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
 from engine.runtime.model_files.weight_files.encoder_tensors import encoder_modules
+from engine.runtime.model_files.weight_memory import num_parameters
 
 BERT: dict[str, Any] = {
     "architectures": ["BertModel"],
@@ -167,7 +168,7 @@ def test_tensors_are_found_with_and_without_a_head(tmp_path, name, has_head):
         shapes[f"{module.name}.weight"] = module.shape
         if module.has_bias:
             shapes[f"{module.name}.bias"] = module.shape[:1]
-    assert sum(int(np.prod(shape)) for shape in shapes.values()) == spec.num_parameters
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == num_parameters(spec)
     beside: dict[str, tuple[int, ...]] = {
         f"{prefix}embeddings.position_ids": (1, 40),
         f"{prefix}pooler.dense.weight": (32, 32),

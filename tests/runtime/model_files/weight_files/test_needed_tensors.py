@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.model_files.layer_form import FOUR_NORMS
 from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
 from engine.runtime.model_files.weight_files.needed_tensors import needed_modules
+from engine.runtime.model_files.weight_memory import num_parameters
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -29,24 +31,24 @@ EXPERTS = ExpertsSpec(num_experts=5, num_active=2, intermediate_size=24, normali
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "weights"),
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-        {"model_type": "qwen3", "qk_norm": True},
-        {"model_type": "qwen3_moe", "qk_norm": True, "experts": EXPERTS},
-        {"model_type": "gemma3_text", "qk_norm": True, "norms_per_layer": 4},
-        {"model_type": "phi3"},
+        ({}, 38_880),
+        ({"tie_word_embeddings": True}, 35_680),
+        ({"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}, 39_744),
+        ({"model_type": "qwen3", "qk_norm": True}, 38_976),
+        ({"model_type": "qwen3_moe", "qk_norm": True, "experts": EXPERTS}, 53_120),
+        ({"model_type": "gemma3_text", "qk_norm": True, "form": FOUR_NORMS}, 39_168),
+        ({"model_type": "phi3"}, 38_880),
     ],
     ids=str,
 )
-def test_they_have_all_parameters(changes: dict[str, Any]) -> None:
+def test_they_have_all_parameters(changes: dict[str, Any], weights: int) -> None:
     spec = ModelSpec(**LLAMA | changes)
     modules = list(needed_modules(spec))
     assert len({module.name for module in modules}) == len(modules)
-    weights = sum(math.prod(module.shape) for module in modules)
-    assert weights + sum(module.shape[0] for module in modules if module.has_bias) == spec.num_parameters
+    biases = sum(module.shape[0] for module in modules if module.has_bias)
+    assert sum(math.prod(module.shape) for module in modules) + biases == weights == num_parameters(spec)
 
 
 def test_linear_layers_are_those_of_the_layers() -> None:

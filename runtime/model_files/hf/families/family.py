@@ -1,0 +1,69 @@
+"""`Family`: how to read one `model_type`, and the fields that several architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...fields import Fields
+from ..hf_rope import MAX_POSITIONS, Rope
+
+Facts = dict[str, Any]
+"""The fields of `ModelSpec` that a family adds or changes."""
+
+
+class Family(NamedTuple):
+    """How to read one `model_type`, and its defaults for missing fields."""
+
+    architecture: str  # the class name in transformers
+    read: Callable[[Fields], Facts]
+    activation: str = "silu"  # the only supported one
+    tied: bool = False
+    head_dim: int | None = None  # None: hidden size divided by heads
+    body: str = ""  # the class without an output head; "": that of `architecture`
+
+    def classes(self, task: str) -> tuple[str, ...]:
+        """The classes in transformers with the weights for a task; the first one is the usual one."""
+        stem = self.architecture.removesuffix("ForCausalLM")
+        body = self.body or f"{stem}Model"
+        match task:
+            case "embed":
+                return self.architecture, body
+            case "score":
+                inner = body.removesuffix("Model")
+                names = (f"{inner}ForSequenceClassification", f"{stem}ForSequenceClassification")
+                return (*dict.fromkeys(names), self.architecture)
+            case _:
+                return (self.architecture,)
+
+
+def windows_by_pattern(pattern: int, num_layers: int) -> tuple[bool, ...]:
+    """All layers have a window except every `pattern`th."""
+    return tuple((layer + 1) % pattern != 0 for layer in range(num_layers))
+
+
+def window_everywhere(fields: Fields) -> Facts:
+    """`sliding_window` for all layers, if it is set."""
+    if fields.get("sliding_window") is None:
+        return {}
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    return {
+        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
+        "windowed_layers": (True,) * num_layers,
+    }
+
+
+def layer_types(fields: Fields) -> tuple[bool, ...]:
+    """Which layers have a window, from the field `layer_types`."""
+    value = fields.get("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(value, list) or any(kind not in known for kind in value):
+        raise fields.error("layer_types", value, f"expected a list of {' and '.join(known)}")
+    return tuple(kind == "sliding_attention" for kind in value)
+
+
+def rope_facts(fields: Fields, rope: Rope) -> Facts:
+    """The rotary embedding of a model whose heads rotate whole."""
+    if rope.partial_factor != 1.0:
+        raise fields.error("partial_rotary_factor", rope.partial_factor, "only 1.0 is supported")
+    return {"rope_theta": rope.theta, "rope_scaling": rope.scaling}

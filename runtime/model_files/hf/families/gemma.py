@@ -1,0 +1,62 @@
+"""Gemma 3."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...fields import Fields
+from ...layer_form import FOUR_NORMS
+from ..hf_rope import MAX_POSITIONS, read_two_ropes
+from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+
+_GEMMA3_PATTERN: Final = 6  # every sixth layer has no window
+
+
+def _gemma3(fields: Fields) -> Facts:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.get(name) is not None:
+            raise fields.error(name, fields.get(name), "capped scores and logits are not supported")
+    if fields.get("use_bidirectional_attention") != "vision" and fields.boolean(
+        "use_bidirectional_attention", default=False
+    ):
+        raise fields.error(
+            "use_bidirectional_attention", True, "only attention to earlier tokens is supported"
+        )
+    rope, local_theta = read_two_ropes(fields, 1_000_000.0, "rope_local_base_freq", 10_000.0)
+    bias = fields.boolean("attention_bias", default=False)
+    return rope_facts(fields, rope) | {
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "qk_norm": True,
+        "query_scale": fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0) ** -0.5,
+        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
+        "windowed_layers": _gemma3_windows(fields),
+        "local_rope_theta": local_theta,
+        "form": FOUR_NORMS,
+        "float32_norms": True,
+    }
+
+
+def _gemma3_windows(fields: Fields) -> tuple[bool, ...]:
+    if fields.get("layer_types") is not None:
+        return layer_types(fields)
+    name, saved = "sliding_window_pattern", "_sliding_window_pattern"
+    pattern = fields.integer(name, 1, 1 << 12, default=_GEMMA3_PATTERN)
+    # transformers writes the second name beside `layer_types` and never reads it.
+    if fields.integer(saved, 1, 1 << 12, default=pattern) != pattern:
+        raise fields.error(
+            saved, fields.get(saved), f"but {name} is {fields.get(name)} and {pattern} is used; set {name}"
+        )
+    return windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        _gemma3,
+        activation="gelu_pytorch_tanh",
+        tied=True,
+        head_dim=256,
+        body="Gemma3TextModel",
+    ),
+}

@@ -1,0 +1,19 @@
+"""`FAMILIES`: the reader of each `model_type` that has a model of the engine's own.
+
+A reader returns the fields of `ModelSpec` that its family adds or changes. A feature that changes the computation and
+is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from . import gemma, llama, phi, qwen
+from .family import Family
+
+FAMILIES: Final[dict[str, Family]] = {
+    **llama.FAMILIES,
+    **qwen.FAMILIES,
+    **gemma.FAMILIES,
+    **phi.FAMILIES,
+}

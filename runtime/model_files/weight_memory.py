@@ -1,0 +1,107 @@
+"""The memory of a model's weights, from its architecture alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from .quantization import BLOCK_METHODS
+from .weight_files.needed_tensors import needed_modules
+
+if TYPE_CHECKING:
+    from .model_spec import ModelSpec
+
+
+class _Linear(NamedTuple):
+    """A linear layer that occurs `num` times in a layer of the model: outputs per module name, and number of inputs."""
+
+    rows: dict[str, int]
+    columns: int
+    num: int = 1
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Weights of the model; a tied output head counts once."""
+    if spec.stored_parameters is not None:
+        return spec.stored_parameters
+    if spec.encoder is not None:
+        return spec.encoder.num_parameters(
+            vocab_size=spec.vocab_size,
+            size=spec.hidden_size,
+            inner=spec.intermediate_size,
+            num_layers=spec.num_layers,
+            biases=(spec.attention_bias, spec.attention_out_bias, spec.mlp_bias),
+        )
+    num_experts = spec.experts.num_experts if spec.experts is not None else 1
+    return sum(
+        module.num_parameters * (num_experts if module.is_expert else 1)
+        for module in needed_modules(spec, one_expert=True)  # a file may name any number of them
+    )
+
+
+def _norm_parameters(spec: ModelSpec) -> int:
+    norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
+    heads = 2 * spec.head_dim if spec.qk_norm else 0
+    return spec.num_layers * (norms + heads) + spec.hidden_size
+
+
+def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
+    """Memory of the weights; those that are not quantized take `dtype_bytes` each.
+
+    `dequantized`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
+    """
+    wider = (4 - dtype_bytes) * _norm_parameters(spec) if spec.float32_norms else 0
+    saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes)
+    return num_parameters(spec) * dtype_bytes + wider - saved
+
+
+def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
+    """Bytes saved by linear layers, by experts in blocks, and by an output head that is not tied."""
+    if spec.quantization is None:
+        return 0
+    saved = 0
+    for layer in range(spec.num_layers):
+        for linear in _linears(spec, layer):
+            modules = [(f"model.layers.{layer}.{name}", rows) for name, rows in linear.rows.items()]
+            together = spec.quantization.bytes_together(modules, linear.columns)
+            for held, rows in zip(together, linear.rows.values(), strict=True):
+                if held is not None:
+                    saved += linear.num * (rows * linear.columns * dtype_bytes - held)
+    table = spec.vocab_size * spec.hidden_size * dtype_bytes
+    if not spec.tie_word_embeddings:
+        saved += table - _head_bytes(spec, "lm_head", dtype_bytes)
+    elif _head_bytes(spec, "model.embed_tokens", dtype_bytes) < table:
+        saved += table  # rows are looked up in the head
+    return saved
+
+
+def tied_head_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
+    """Memory of a head that is tied to the embedding but packed for its kernel, which makes it a copy."""
+    if not spec.tie_word_embeddings or spec.encoder is not None:
+        return 0
+    if spec.quantization is None or dequantized:
+        return spec.vocab_size * spec.hidden_size * dtype_bytes
+    return _head_bytes(spec, "model.embed_tokens", dtype_bytes)
+
+
+def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
+    assert spec.quantization is not None
+    held = spec.quantization.bytes_of(name, spec.vocab_size, spec.hidden_size)
+    return spec.vocab_size * spec.hidden_size * dtype_bytes if held is None else held
+
+
+def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
+    """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
+    size, inner = spec.hidden_size, spec.intermediate_size
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    linears = [
+        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
+        _Linear({"self_attn.o_proj": size}, q_size),
+    ]
+    mlp, num, experts = "mlp", 1, spec.experts
+    if experts is not None and layer not in experts.dense_layers:
+        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+            return linears
+        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
+    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
+    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
