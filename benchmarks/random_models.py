@@ -1,0 +1,323 @@
+"""Models with random weights of real shapes, as folders in Hugging Face layout and as GGUF files.
+
+The tensors are those of the table with which a start checks files, so every family of the engine can be written. The
+tokenizer is that of another GGUF file, which may have fewer tokens than these models have rows.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from engine.runtime.model_files.gguf.families.registry import GGUF_FAMILIES
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.gguf.gguf_names import stacked_names, stored_names
+from engine.runtime.model_files.gguf.gguf_tokenizer import build_gguf_tokenizer
+from engine.runtime.model_files.load_spec import load_spec
+from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.model_files.source import resolve_source
+from engine.runtime.model_files.weight_files.needed_tensors import Module, needed_modules
+
+if TYPE_CHECKING:
+    import gguf
+
+    Bytes = np.typing.NDArray[np.uint8]
+
+DEVIATION: Final = 0.02
+"""Of the weights of linear layers, as that of real models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A real model's shape.
+
+    Attributes:
+        config: its config.json.
+        metadata: keys of its GGUF file that are not common to all architectures, without the architecture's name.
+        expert_type: GGUF type of its experts; everything else is in Q4_0.
+    """
+
+    config: Mapping[str, Any]
+    metadata: Mapping[str, float | int | bool] = field(default_factory=dict)
+    expert_type: str = "Q4_0"
+
+    def with_layers(self, layers: int) -> Shape:
+        """The same with another number of layers."""
+        return Shape({**self.config, "num_hidden_layers": layers}, self.metadata, self.expert_type)
+
+
+_COMMON: Final = {"dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 8192}
+
+SHAPES: Final[Mapping[str, Shape]] = {
+    "llama-3.2-1b": Shape(
+        {
+            **_COMMON,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "qwen3-1.7b": Shape(
+        {
+            **_COMMON,
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": True,
+        }
+    ),
+    "gemma-3-1b": Shape(
+        {
+            **_COMMON,
+            "model_type": "gemma3_text",
+            "architectures": ["Gemma3ForCausalLM"],
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        {"attention.sliding_window": 512},
+    ),
+    "qwen3-30b-a3b": Shape(
+        {
+            **_COMMON,
+            "model_type": "qwen3_moe",
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 49152,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": False,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        }
+    ),
+    "llama-3.1-8b": Shape(
+        {
+            **_COMMON,
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        }
+    ),
+}
+"""By the name of the model. The mixture has four layers, and the vocabulary of the default model."""
+
+
+def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
+    """A bf16 model in Hugging Face layout, written atomically if it is missing; `tokenizer`: a GGUF file with one."""
+    import torch
+    from safetensors.torch import save_file
+
+    if folder.exists():
+        return folder
+    partial = _partial(folder)
+    partial.mkdir(parents=True)
+    (partial / "config.json").write_text(json.dumps(shape.config, indent=2))
+    build_gguf_tokenizer(GGUFFile(tokenizer)).save(str(partial / "tokenizer.json"))
+    (partial / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    generator = torch.Generator().manual_seed(0)
+
+    def random(module: Module) -> torch.Tensor:
+        if _is_norm(module):
+            return torch.ones(module.shape, dtype=torch.bfloat16)
+        weight = torch.empty(module.shape, dtype=torch.bfloat16)
+        return weight.normal_(0.0, DEVIATION, generator=generator)
+
+    index: dict[str, str] = {}
+    for number, modules in enumerate(_shards(spec_of(partial))):
+        tensors = {f"{module.name}.weight": random(module) for module in modules}
+        for module in modules:
+            if module.has_bias:
+                tensors[f"{module.name}.bias"] = torch.zeros(module.shape[0], dtype=torch.bfloat16)
+        name = f"model-{number:05}.safetensors"
+        save_file(tensors, partial / name, metadata={"format": "pt"})
+        index |= dict.fromkeys(tensors, name)
+    (partial / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    partial.rename(folder)
+    return folder
+
+
+def write_gguf(shape: Shape, path: Path, tokenizer: Path) -> Path:
+    """A GGUF file in 4 bits, written atomically if it is missing; `tokenizer`: another one with a tokenizer."""
+    import gguf
+
+    if path.exists():
+        return path
+    partial = _partial(path)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    config = partial.with_suffix(".config")
+    config.mkdir(exist_ok=True)
+    (config / "config.json").write_text(json.dumps(shape.config))
+    spec = spec_of(config)
+    shutil.rmtree(config)
+    arch = next(arch for arch, family in GGUF_FAMILIES.items() if family.model_type == spec.model_type)
+    writer: Any = gguf.GGUFWriter(partial, arch)  # its annotations are incomplete
+    _copy_tokenizer(writer, gguf.GGUFReader(tokenizer), spec.vocab_size)
+    _add_metadata(writer, spec)
+    for key, value in shape.metadata.items():
+        kind = {bool: "add_bool", int: "add_uint32", float: "add_float32"}[type(value)]
+        getattr(writer, kind)(f"{arch}.{key}", value)
+    _add_tensors(writer, spec, shape.expert_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+    return path
+
+
+def spec_of(folder: Path) -> ModelSpec:
+    """The architecture of a folder, which may be without weights."""
+    return load_spec(resolve_source(str(folder), need_weights=False))
+
+
+def _partial(path: Path) -> Path:
+    partial = path.with_name(path.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.unlink(missing_ok=True)
+    return partial
+
+
+def _is_norm(module: Module) -> bool:
+    return len(module.shape) == 1
+
+
+def _shards(spec: ModelSpec) -> Iterator[list[Module]]:
+    """Modules of about a gigabyte each."""
+    shard: list[Module] = []
+    for module in needed_modules(spec):
+        shard.append(module)
+        if sum(2 * each.num_parameters for each in shard) > 1e9:
+            yield shard
+            shard = []
+    if shard:
+        yield shard
+
+
+def _copy_tokenizer(writer: gguf.GGUFWriter, reader: gguf.GGUFReader, vocab_size: int) -> None:
+    """With unused tokens up to the model's number, which llama.cpp wants."""
+    import gguf
+
+    num_tokens = len(reader.fields["tokenizer.ggml.tokens"].contents())
+    more = vocab_size - num_tokens
+    fillers: dict[str, list[Any]] = {
+        "tokenizer.ggml.tokens": [f"<|unused_{n}|>" for n in range(more)],
+        "tokenizer.ggml.token_type": [int(gguf.TokenType.UNUSED)] * more,
+        "tokenizer.ggml.scores": [0.0] * more,
+    }
+    for entry in reader.fields.values():
+        if not entry.name.startswith("tokenizer."):
+            continue
+        if entry.types[0] == gguf.GGUFValueType.ARRAY:
+            writer.add_array(entry.name, [*entry.contents(), *fillers.get(entry.name, [])])
+        else:
+            writer.add_key_value(entry.name, entry.contents(), entry.types[0])
+
+
+def _add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    writer.add_context_length(spec.max_position_embeddings)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.num_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.num_heads)
+    writer.add_head_count_kv(spec.num_kv_heads)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_vocab_size(spec.vocab_size)
+    if spec.experts is not None:
+        writer.add_expert_count(spec.experts.num_experts)
+        writer.add_expert_used_count(spec.experts.num_active)
+        writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
+
+
+def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str) -> None:
+    import gguf
+
+    rng = np.random.default_rng(0)
+    stored = {name: in_file for name, in_file, _ in stored_names(spec)}
+    stacks = dict(stacked_names(spec))
+    for module in needed_modules(spec, one_expert=True):
+        if module.is_expert:
+            assert spec.experts is not None
+            stack = module.name.replace(".experts.0.", ".experts.")
+            blocks = random_blocks(rng, (spec.experts.num_experts, *module.shape), expert_type)
+            writer.add_tensor(stacks[stack], blocks, raw_dtype=gguf.GGMLQuantizationType[expert_type])
+            continue
+        name = stored[f"{module.name}.weight"]
+        if _is_norm(module):
+            writer.add_tensor(name, np.ones(module.shape, dtype=np.float32))
+        elif module.is_linear or module.name in ("model.embed_tokens", "lm_head"):
+            blocks = random_blocks(rng, module.shape, "Q4_0")
+            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+        else:  # a router
+            weight = rng.standard_normal(module.shape, dtype=np.float32) * np.float32(DEVIATION)
+            writer.add_tensor(name, weight)
+        if module.has_bias:
+            writer.add_tensor(stored[f"{module.name}.bias"], np.zeros(module.shape[0], dtype=np.float32))
+
+
+def random_blocks(rng: np.random.Generator, shape: tuple[int, ...], ggml_type: str) -> Bytes:
+    """Weights of about `DEVIATION` in blocks of 32: uniform nibbles, and scales that give their values this size."""
+    num = int(np.prod(shape)) // 32
+    nibbles = rng.integers(0, 256, (num, 16), dtype=np.uint8)
+    if ggml_type == "MXFP4":  # a power of two; the nibbles are values to 6, with a deviation of 2.9
+        scales = np.full((num, 1), 127 - 7, dtype=np.uint8)
+    else:
+        assert ggml_type == "Q4_0", ggml_type  # integers from -8 to 7, with a deviation of 4.6
+        deltas = rng.uniform(0.7, 1.3, num) * DEVIATION / 4.6
+        scales = deltas.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    blocks = np.concatenate([scales, nibbles], axis=1)
+    return blocks.reshape(*shape[:-1], -1)

