@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,12 @@ from ..block_forms import IQ1, IQ2, IQ3_S, IQ3_XXS, IQ4, MXFP4, TERNARY, BlockFo
 from .ggml_bytes import Bytes, Floats, f16, nibbles
 from .ggml_grids import GridName, grid
 
+Integers = npt.NDArray[np.integer[Any]]
+
+_NIBBLE: Final = np.uint8(15)
+_HALF: Final = np.float32(0.5)
+_QUARTER: Final = np.float32(0.25)
+_EIGHTH: Final = np.float32(0.125)
 _SIGN: Final = 8
 """Bit of a code that negates a magnitude of IQ2 and IQ3, or the offset of IQ1."""
 
@@ -77,7 +83,7 @@ def _mxfp4(b: Bytes) -> tuple[Bytes, Floats]:
 def _nvfp4(b: Bytes) -> tuple[Bytes, Floats]:
     """Scales are positive e4m3 of 16 numbers each; values are twice the floats."""
     qs = b[:, 4:].reshape(-1, 4, 8)
-    codes = np.concatenate([qs & 15, qs >> 4], axis=2).reshape(-1, 64)
+    codes = np.concatenate([qs & _NIBBLE, qs >> 4], axis=2).reshape(-1, 64)
     exponents, mantissas = (b[:, :4] >> 3 & 15).astype(np.int32), (b[:, :4] & 7).astype(np.float32)
     scales = np.where(
         exponents == 0,
@@ -89,7 +95,7 @@ def _nvfp4(b: Bytes) -> tuple[Bytes, Floats]:
 
 def _pairs(b: Bytes) -> Bytes:
     """The nibbles of each byte, the low one first: [N, k] -> [N, 2k]."""
-    return (b[:, :, None] >> np.array([0, 4], dtype=np.uint8)).reshape(len(b), -1) & 15
+    return (b[:, :, None] >> np.array([0, 4], dtype=np.uint8)).reshape(len(b), -1) & _NIBBLE
 
 
 # ---------------------------------------------------------------- base 3
@@ -109,14 +115,14 @@ def _tq1_0(b: Bytes) -> tuple[Bytes, Floats]:
 
 def _tq2_0(b: Bytes) -> tuple[Bytes, Floats]:
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    return (b[:, :64].reshape(-1, 2, 1, 32) >> shifts & 3).reshape(-1, 256), f16(b[:, 64:])
+    return (b[:, :64].reshape(-1, 2, 1, 32) >> shifts & np.uint8(3)).reshape(-1, 256), f16(b[:, 64:])
 
 
 # ---------------------------------------------------------------- grids
 
 
 @functools.cache
-def _packed_grid(name: GridName) -> npt.NDArray[np.uint32] | npt.NDArray[np.uint64]:
+def _packed_grid(name: GridName) -> npt.NDArray[Any]:
     """The tuples of a grid as one integer each, so that a look-up copies one item."""
     codes = grid(name)
     return codes.view(np.uint32 if codes.shape[1] == 4 else np.uint64)[:, 0]
@@ -133,18 +139,18 @@ def _packed_signs() -> npt.NDArray[np.uint64]:
 def _even_signs() -> Bytes:
     """The 8 signs of which 7 are stored: their number is even."""
     seven = np.arange(128, dtype=np.uint8)
-    odd = np.unpackbits(seven[:, None], axis=1).sum(axis=1) % 2
-    return seven | (odd << 7).astype(np.uint8)
+    odd: Bytes = np.bitwise_xor.reduce(np.unpackbits(seven[:, None], axis=1), axis=1)
+    return seven | odd << np.uint8(7)
 
 
-def _from_grid(name: GridName, indices: npt.NDArray[np.unsignedinteger], signs: Bytes) -> Bytes:
+def _from_grid(name: GridName, indices: Integers, signs: Bytes) -> Bytes:
     """Codes of 256 numbers: indices [N, 32 or 64] of the grid, signs [N, 32] one bit per number."""
     together = np.ascontiguousarray(_packed_grid(name)[indices]).view(np.uint64)
     together |= _packed_signs()[signs]
     return together.view(np.uint8)
 
 
-def _high_bits(qs: Bytes, high: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.uint16]:
+def _high_bits(qs: Bytes, high: Integers) -> Integers:
     """Indices of more than 8 bits."""
     return qs | high.astype(np.uint16) << 8
 
@@ -152,37 +158,38 @@ def _high_bits(qs: Bytes, high: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[
 def _bits(b: Bytes, width: int) -> Bytes:
     """The parts of `width` bits of each byte, the lowest first: [N, k] -> [N, 8 / width * k]."""
     shifts = np.arange(0, 8, width, dtype=np.uint8)
-    return (b[:, :, None] >> shifts).reshape(len(b), -1) & ((1 << width) - 1)
+    return (b[:, :, None] >> shifts).reshape(len(b), -1) & np.uint8((1 << width) - 1)
 
 
 def _signs_of(words: npt.NDArray[np.uint32]) -> Bytes:
     """Four times 7 bits of signs per word: [N, 8] -> [N, 32]."""
     shifts = np.array([0, 7, 14, 21], dtype=np.uint32)
-    return _even_signs()[(words[:, :, None] >> shifts & 127).reshape(len(words), -1)]
+    signs: Bytes = _even_signs()[(words[:, :, None] >> shifts & 127).reshape(len(words), -1)]
+    return signs
 
 
 def _iq2_xxs(b: Bytes) -> tuple[Bytes, Floats]:
     words = np.ascontiguousarray(b[:, 2:]).view("<u4").reshape(-1, 8, 2)
     indices, rest = np.ascontiguousarray(words[:, :, 0]).view(np.uint8), words[:, :, 1]
-    scales = f16(b[:, :2]) * ((rest >> 28).astype(np.float32) + 0.5) * 0.25
+    scales = f16(b[:, :2]) * ((rest >> 28).astype(np.float32) + _HALF) * _QUARTER
     return _from_grid("IQ2_XXS", indices, _signs_of(rest)), scales
 
 
 def _iq2_xs(b: Bytes) -> tuple[Bytes, Floats]:
     qs = np.ascontiguousarray(b[:, 2:66]).view("<u2")
     codes = _from_grid("IQ2_XS", qs & 511, _even_signs()[qs >> 9])
-    return codes, f16(b[:, :2]) * (_pairs(b[:, 66:]).astype(np.float32) + 0.5) * 0.25
+    return codes, f16(b[:, :2]) * (_pairs(b[:, 66:]).astype(np.float32) + _HALF) * _QUARTER
 
 
 def _iq2_s(b: Bytes) -> tuple[Bytes, Floats]:
     indices = _high_bits(b[:, 2:34], _bits(b[:, 66:74], 2))
-    scales = f16(b[:, :2]) * (_pairs(b[:, 74:]).astype(np.float32) + 0.5) * 0.25
+    scales = f16(b[:, :2]) * (_pairs(b[:, 74:]).astype(np.float32) + _HALF) * _QUARTER
     return _from_grid("IQ2_S", indices, b[:, 34:66]), scales
 
 
 def _iq3_xxs(b: Bytes) -> tuple[Bytes, Floats]:
     rest = np.ascontiguousarray(b[:, 66:]).view("<u4")
-    scales = f16(b[:, :2]) * ((rest >> 28).astype(np.float32) + 0.5) * 0.5
+    scales = f16(b[:, :2]) * ((rest >> 28).astype(np.float32) + _HALF) * _HALF
     return _from_grid("IQ3_XXS", b[:, 2:66], _signs_of(rest)), scales
 
 
@@ -197,7 +204,7 @@ def _iq1_s(b: Bytes) -> tuple[Bytes, Floats]:
     high = np.ascontiguousarray(b[:, 34:]).view("<u2")
     upper = (high[:, :, None] >> np.array([0, 3, 6, 9], dtype=np.uint16)).reshape(len(b), -1) & 7
     signs = np.repeat((high >> 15).astype(np.uint8) * 255, 4, axis=1)
-    scales = f16(b[:, :2]) * ((high >> 12 & 7).astype(np.float32) * 2 + 1) / 8
+    scales = f16(b[:, :2]) * ((high >> 12 & 7).astype(np.float32) * 2 + 1) * _EIGHTH
     return _from_grid("IQ1_S", _high_bits(b[:, 2:34], upper), signs), scales
 
 
@@ -207,8 +214,10 @@ def _iq1_m(b: Bytes) -> tuple[Bytes, Floats]:
     high = _pairs(b[:, 32:48])
     half = (words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
     factors = (words[:, :, None] >> np.array([0, 3, 6, 9], dtype=np.uint16)).reshape(len(b), -1) & 7
-    scales = half.view(np.float16).astype(np.float32)[:, None] * (factors.astype(np.float32) * 2 + 1) / 8
-    return _from_grid("IQ1_S", _high_bits(b[:, :32], high & 7), (high >> 3) * np.uint8(255)), scales
+    scales = (
+        half.view(np.float16).astype(np.float32)[:, None] * (factors.astype(np.float32) * 2 + 1) * _EIGHTH
+    )
+    return _from_grid("IQ1_S", _high_bits(b[:, :32], high & 7), (high >> np.uint8(3)) * np.uint8(255)), scales
 
 
 CODED_TYPES: Final[dict[str, CodedType]] = {
