@@ -1,4 +1,4 @@
-"""`FAMILIES`: the families of models with an implementation of the engine's own, by the names that people search for."""
+"""`FAMILIES`: the families of models with an implementation of the engine's own, by names that people search for."""
 
 from __future__ import annotations
 
