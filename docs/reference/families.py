@@ -31,5 +31,9 @@ FAMILIES: Final = (
     FamilyRow("Qwen3", "qwen3"),
     FamilyRow("Qwen3-30B-A3B, Qwen3-Coder", "qwen3_moe"),
     FamilyRow("Gemma 3", "gemma3_text"),
+    FamilyRow("DeepSeek-V2", "deepseek_v2"),
+    FamilyRow("DeepSeek-V3, R1", "deepseek_v3"),
+    FamilyRow("Kimi K2", "kimi_k2"),
+    FamilyRow("GLM-4.7-Flash", "glm4_moe_lite"),
     FamilyRow("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3"),
 )
