@@ -55,9 +55,11 @@ def store_latent(
 
 def _pairs_apart(x: Tensor) -> Tensor:
     """[..., R]: the first elements of all pairs, then the second ones."""
-    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    pairs: Tensor = x.unflatten(-1, (-1, 2))
+    return pairs.transpose(-1, -2).flatten(-2)
 
 
 def _pairs_together(x: Tensor) -> Tensor:
     """The inverse of `_pairs_apart`."""
-    return x.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    halves: Tensor = x.unflatten(-1, (2, -1))
+    return halves.transpose(-1, -2).flatten(-2)
