@@ -16,6 +16,7 @@ from ...runtime.model_files.quantization_choice import with_quantization
 from ...runtime.model_files.weight_memory import num_parameters
 from ...runtime.resolve.host_facts import HostFacts
 from ...runtime.resolve.memory_budget import plan_memory, size_text
+from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
 from .check import Check, fail, ok, refused, skip, warn
@@ -71,7 +72,8 @@ def check_task(facts: ModelFacts) -> Check:
         return skip("task", "the architecture is not known")
     pooling = facts.spec.pooling
     if pooling is None:
-        return ok("task", "generate text")
+        only = text_only(facts.spec, facts.weights)
+        return ok("task", f"generate text{only and f'; serves {only}'}")
     what = f"{pooling.task}: {pooling.pooling} pooling, "
     if pooling.task == "embed":
         what += f"vectors of {counted(pooling.size, 'number')}{', of length 1' if pooling.normalize else ''}"
@@ -92,9 +94,9 @@ def check_weights(facts: ModelFacts) -> Check:
         return skip("weights", "the architecture is not known")
     if facts.weights is None:
         return skip("weights", "random weights are asked for")
-    num_files, num_tensors, num_bytes = facts.weights
-    files = "1 file" if num_files == 1 else f"{num_files} files"
-    return ok("weights", f"{num_tensors} tensors in {files}, {size_text(num_bytes)}, all there")
+    found = facts.weights
+    files = counted(found.num_files, "file")
+    return ok("weights", f"{found.num_tensors} tensors in {files}, {size_text(found.num_bytes)}, all there")
 
 
 def check_checksums(facts: ModelFacts) -> Check:

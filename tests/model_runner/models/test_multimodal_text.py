@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.hf.language_part import MULTIMODAL
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
@@ -59,10 +60,133 @@ GEMMA = {
     "boi_token_index": 91,
     "eoi_token_index": 92,
 }
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+}
+IDEFICS = {name: value for name, value in SIGLIP.items() if name != "model_type"}
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mrope_section": [2, 1, 1],
+}
+AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "max_source_positions": 8,
+    "num_mel_bins": 4,
+}
+VOXTRAL = {
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_source_positions": 8,
+    "num_mel_bins": 4,
+}
+OF_LLAMA = TEXT | {"model_type": "llama"}
+OF_QWEN = TEXT | {"rope_parameters": MROPE}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", GEMMA),
     "gemma3 untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False}),
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3 window tied": (
+        "mistral3",
+        {"text_config": TEXT | {"model_type": "mistral", "sliding_window": 23}, "vision_config": PIXTRAL},
+    ),
+    "qwen2_vl": (
+        "qwen2_vl",
+        {"text_config": OF_QWEN, "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 48}},
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"text_config": OF_QWEN, "vision_config": QWEN_VISION}),
+    "qwen2_5_vl yarn tied": (
+        "qwen2_5_vl",
+        {
+            "text_config": OF_QWEN | {"rope_parameters": YARN},
+            "vision_config": QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_5_vl window": (
+        "qwen2_5_vl",
+        {
+            "text_config": OF_QWEN
+            | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": OF_QWEN | {"head_dim": 8, "attention_bias": True},
+            "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        },
+    ),
+    "llava of llama": ("llava", {"text_config": OF_LLAMA, "vision_config": CLIP}),
+    "llava_next of mistral": (
+        "llava_next",
+        {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": CLIP},
+    ),
+    "llava_onevision of qwen2": (
+        "llava_onevision",
+        {"text_config": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True}, "vision_config": SIGLIP},
+    ),
+    "vipllava": (
+        "vipllava",
+        {"text_config": OF_LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1]},
+    ),
+    "internvl of qwen3": (
+        "internvl",
+        {
+            "text_config": TEXT | {"model_type": "qwen3", "head_dim": 8},
+            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "idefics3": ("idefics3", {"text_config": OF_LLAMA, "vision_config": IDEFICS}),
+    "smolvlm tied": (
+        "smolvlm",
+        {"text_config": OF_LLAMA, "vision_config": IDEFICS, "tie_word_embeddings": True},
+    ),
+    "qwen2_audio": (
+        "qwen2_audio",
+        {"text_config": TEXT | {"model_type": "qwen2"}, "audio_config": AUDIO},
+    ),
+    "voxtral": (
+        "voxtral",
+        {
+            "text_config": OF_LLAMA | {"head_dim": 16, "rope_theta": 1e4},
+            "audio_config": VOXTRAL,
+        },
+    ),
 }
+"""Name -> `model_type` and options of a tiny configuration."""
 kinds = pytest.mark.parametrize(("outer", "options"), KINDS.values(), ids=KINDS.keys())
 MakeTiny = Callable[..., TinyModel]
 
@@ -78,11 +202,12 @@ def make_tiny(tmp_path: Path) -> MakeTiny:
     def make(
         outer: str, options: dict[str, Any], *, dtype: str = "float32", names: str = "saved", **save: Any
     ) -> TinyModel:
-        from transformers import AutoConfig, AutoModelForImageTextToText
+        import transformers
 
         torch.manual_seed(0)
-        config = AutoConfig.for_model(outer, **options)
-        reference = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+        config = transformers.AutoConfig.for_model(outer, **options)
+        config._attn_implementation = "eager"
+        reference = getattr(transformers, MULTIMODAL[outer].architecture)(config).eval()
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 if "norm" in name:
@@ -128,7 +253,7 @@ def test_logits_are_those_of_transformers(
     tower = sum(
         tensor.numel()
         for name, tensor in tiny.reference.named_parameters()
-        if "language_model" not in name and not name.startswith("lm_head")
+        if not name.startswith(("model.language_model.", "model.text_model.", "lm_head."))
     )
     assert summary.num_ignored > 0 and summary.ignored_bytes == 4 * tower
     assert num_parameters(spec) == sum(p.numel() for p in tiny.reference.parameters()) - tower
