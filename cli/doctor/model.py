@@ -72,8 +72,7 @@ def check_task(facts: ModelFacts) -> Check:
         return skip("task", "the architecture is not known")
     pooling = facts.spec.pooling
     if pooling is None:
-        only = text_only(facts.spec, facts.weights)
-        return ok("task", f"generate text{only and f'; serves {only}'}")
+        return ok("task", "generate text")
     what = f"{pooling.task}: {pooling.pooling} pooling, "
     if pooling.task == "embed":
         what += f"vectors of {counted(pooling.size, 'number')}{', of length 1' if pooling.normalize else ''}"
@@ -94,9 +93,12 @@ def check_weights(facts: ModelFacts) -> Check:
         return skip("weights", "the architecture is not known")
     if facts.weights is None:
         return skip("weights", "random weights are asked for")
-    found = facts.weights
-    files = counted(found.num_files, "file")
-    return ok("weights", f"{found.num_tensors} tensors in {files}, {size_text(found.num_bytes)}, all there")
+    weights = facts.weights
+    files = counted(weights.num_files, "file")
+    text = f"{weights.num_tensors} tensors in {files}, {size_text(weights.num_bytes)}, all there"
+    if only := text_only(facts.spec, weights):
+        text += f"; serves {only}"
+    return ok("weights", text)
 
 
 def check_checksums(facts: ModelFacts) -> Check:

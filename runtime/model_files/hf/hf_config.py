@@ -99,6 +99,11 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     facts = {
+        # Models older than grouped-query attention do not have these two fields.
+        "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
+        "head_dim": fields.integer(
+            "head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads
+        ),
         "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         **family.read(fields),
     }
@@ -109,9 +114,6 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
         num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
-        # Models older than grouped-query attention do not have these two fields.
-        num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
-        head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
