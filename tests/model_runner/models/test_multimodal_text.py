@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.hf.language_part import MULTIMODAL
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
-
-from ..conftest import TinyModel
-from .test_architectures import tokens_of
+from tests.model_runner.conftest import Driver, TinyModel
+from tests.model_runner.distributed.test_tensor_parallel import load_rank
+from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+from tests.model_runner.models.test_architectures import tokens_of
+from tests.model_runner.weights.test_gguf_architectures import write
 
 TEXT = {
     "vocab_size": 96,
@@ -195,8 +201,7 @@ MakeTiny = Callable[..., TinyModel]
 def make_tiny(tmp_path: Path) -> MakeTiny:
     """A tiny random multimodal model, saved by transformers.
 
-    With `old_names` its tensors are called as transformers called them before 4.52, with `new_names` as its modules
-    are.
+    `names`: "saved": those that it writes, which are older than 4.52; "new": those of its modules.
     """
 
     def make(
@@ -257,3 +262,126 @@ def test_logits_are_those_of_transformers(
     )
     assert summary.num_ignored > 0 and summary.ignored_bytes == 4 * tower
     assert num_parameters(spec) == sum(p.numel() for p in tiny.reference.parameters()) - tower
+
+
+def _check(tiny: TinyModel, driver: Any, unpack: Any) -> None:
+    """Check the logits of one prompt and the tokens after it."""
+    prompt = tokens_of(60, vocab=90)
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    found, _, _ = unpack(driver.step([(req, 60)]).prompt_logprobs[0])
+    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(59), prompt[1:]], atol=2e-4)
+    while len(req.output) < 4:
+        driver.step([(req, 1)])
+    assert tiny.logprobs(prompt + req.output)[59:-1].argmax(-1).tolist() == req.output
+
+
+@pytest.mark.parametrize("names", ["saved", "new"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_both_names_of_tensors_are_tested(make_tiny: MakeTiny, name: str, names: str) -> None:
+    tiny = make_tiny(*KINDS[name], names=names)
+    stored = load_file(tiny.folder / "model.safetensors")
+    old = {"qwen2_5_vl": "model.layers.0."}.get(name, "language_model.model.layers.0.")
+
+    assert any(tensor.startswith("model.language_model.layers.0.") for tensor in stored) is (names == "new")
+    assert any(tensor.startswith(old) for tensor in stored) is (names == "saved")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl yarn tied"])
+def test_fields_beside_the_vision_config(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    """Published folders of Qwen2-VL and 2.5 have no `text_config`."""
+    tiny = make_tiny(*KINDS[name])
+    path = tiny.folder / "config.json"
+    config = json.loads(path.read_text())
+    inner = config.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    del inner["model_type"]
+    scaling = rope | {"type": "mrope" if kind == "default" else kind}
+    path.write_text(json.dumps({**inner, **config, "rope_theta": theta, "rope_scaling": scaling}))
+
+    spec = read_hf_spec(tiny.folder)
+
+    assert spec == tiny.spec
+    _check(tiny, make_driver(spec, tiny.folder), unpack)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    tiny = make_tiny(*KINDS[name], dtype="bfloat16")
+    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16")
+    prompt = tokens_of(120, vocab=90)
+    theirs = tiny.logprobs(prompt)[torch.arange(119), prompt[1:]].numpy()
+    tiny.reference.float()
+    exact = tiny.logprobs(prompt)[torch.arange(119), prompt[1:]].numpy()
+
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    ours, _, _ = unpack(driver.step([(req, 120)]).prompt_logprobs[0])
+
+    assert tiny.spec.torch_dtype == "bfloat16"
+    assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
+
+
+def test_shards(make_tiny: MakeTiny, make_driver: Any, unpack: Any) -> None:
+    tiny = make_tiny(*KINDS["gemma3"], max_shard_size="60KB")
+    assert (tiny.folder / "model.safetensors.index.json").exists()
+
+    spec, summary = check_folder_weights(tiny.folder, tiny.spec)
+
+    assert summary.num_files > 2 and summary.num_ignored > 0
+    _check(tiny, make_driver(spec, tiny.folder), unpack)
+
+
+def test_ranks_and_dummy_weights(make_tiny: MakeTiny, make_driver: Any) -> None:
+    tiny = make_tiny(*KINDS["gemma3"])
+    prompts = [tokens_of(30, vocab=90), tokens_of(7, seed=1, vocab=90)]
+    expected = make_driver(tiny.spec, tiny.folder).generate(prompts, num=6)
+
+    def tokens(group: ThreadGroup) -> list[list[int]]:
+        runner, capacity = load_rank(tiny, group)
+        return Driver(runner, capacity).generate(prompts, num=6)
+
+    assert on_ranks(2, tokens) == [expected, expected]
+    dummy = make_driver(tiny.spec).generate(prompts, num=6)
+    assert dummy == make_driver(tiny.spec).generate(prompts, num=6) != expected
+
+
+def test_a_missing_and_an_unknown_tensor_are_named(make_tiny: MakeTiny) -> None:
+    tiny = make_tiny(*KINDS["mistral3"])
+    path = tiny.folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.novel.weight": torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"unexpected tensor 'model\.novel\.weight' \(1 in all\)"):
+        check_folder_weights(tiny.folder, tiny.spec)
+
+    save_file({name: x for name, x in tensors.items() if not name.endswith("0.mlp.up_proj.weight")}, path)
+    with pytest.raises(ConfigError, match=r"tensor 'model\.layers\.0\.mlp\.up_proj\.weight' is missing"):
+        check_folder_weights(tiny.folder, tiny.spec)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl yarn tied", "olmo in llava"])
+def test_transformers_can_compute_the_text(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    """With `--model-impl transformers`, and where the engine has no model of the language model's type."""
+    of_olmo = {"text_config": TEXT | {"model_type": "olmo"}, "vision_config": CLIP}
+    tiny = make_tiny(*KINDS.get(name, ("llava", of_olmo)))
+    spec, _ = check_folder_weights(tiny.folder, tiny.spec)
+
+    _check(tiny, make_driver(spec, tiny.folder, model_impl="transformers"), unpack)
+
+
+@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl"])
+def test_gguf_files_of_the_language_model(
+    make_tiny_model: Any, make_driver: Any, unpack: Any, tmp_path: Path, arch: str
+) -> None:
+    tiny = make_tiny_model(arch.removesuffix("vl"), **({"head_dim": 8} if arch == "qwen3vl" else {}))
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch)
+    spec = read_gguf_spec(GGUFFile(path))
+
+    assert spec.model_type == arch.removesuffix("vl")
+    _check(tiny, make_driver(spec, path, kind="gguf"), unpack)
