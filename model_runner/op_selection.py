@@ -200,6 +200,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain.rotate_and_store),
     ),
     "add": (_native("add"), _plain(plain.add)),
+    "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "deltas": (

@@ -98,10 +98,24 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
         _Linear({"self_attn.o_proj": size}, q_size),
     ]
-    mlp, num, experts = "mlp", 1, spec.experts
-    if experts is not None and layer not in experts.dense_layers:
-        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
-            return linears
-        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+    experts = spec.experts
+    if experts is None or layer in experts.dense_layers:
+        return [*linears, *_mlp_linears("mlp" if experts is None else experts.names.block, size, inner)]
+    block, names = experts.names.block, experts.names
+    if experts.shared_size:
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size)
+    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+        return linears
+    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
+
+
+def _mlp_linears(
+    name: str,
+    size: int,
+    inner: int,
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    num: int = 1,
+) -> list[_Linear]:
+    gate, up, down = (f"{name}.{part}" for part in parts)
+    return [_Linear({gate: inner, up: inner}, size, num), _Linear({down: size}, inner, num)]

@@ -195,7 +195,7 @@ def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: Mode
 
 
 def _tensors_of(module: Module) -> list[tuple[str, tuple[int, ...]]]:
-    tensors = [(f"{module.name}.weight", module.shape)]
+    tensors = [(f"{module.name}.{module.part}", module.shape)]
     return [*tensors, (f"{module.name}.bias", module.shape[:1])] if module.has_bias else tensors
 
 

@@ -18,16 +18,18 @@ class Module(NamedTuple):
     """One module.
 
     Attributes:
-        name: `<name>.weight` is its weight.
+        name: `<name>.weight` is its weight, or `<name>.<part>`.
         shape: of the weight.
         is_linear: its weight may be quantized.
         has_bias: there is `<name>.bias`, one number for each output.
+        part: the last component of the weight's name.
     """
 
     name: str
     shape: tuple[int, ...]
     is_linear: bool = False
     has_bias: bool = False
+    part: str = "weight"
 
     @property
     def is_expert(self) -> bool:
@@ -93,12 +95,24 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
+    block = "mlp" if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
-        yield from _gated("mlp", size, spec.intermediate_size, spec)
+        yield from _gated(block, size, spec.intermediate_size, spec)
         return
-    yield Module("mlp.gate", (experts.num_experts, size))
+    names = experts.names
+    yield Module(f"{block}.{names.router}", (experts.num_experts, size))
+    if experts.routing.has_bias:
+        name, _, part = names.bias.rpartition(".")
+        yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
+    if experts.shared_size:
+        yield from _gated(f"{block}.{names.shared}", size, experts.shared_size, spec)
+    if experts.has_shared_gate:
+        yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
-        yield from _gated(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
+        inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
+        yield Module(f"{name}.{names.gate}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.up}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True)
 
 
 def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:

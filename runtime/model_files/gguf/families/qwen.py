@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import ExpertsSpec, Routing
 from ...fields import Fields
-from ...model_spec import ExpertsSpec
 from .family import LAYER_NAMES, QK_NORM_NAMES, Facts, GGUFFamily, no_facts
 
 
@@ -16,9 +16,9 @@ def _qwen3(fields: Fields, arch: str) -> Facts:
 def _qwen3_moe(fields: Fields, arch: str) -> Facts:
     experts = ExpertsSpec(
         num_experts=fields.integer(f"{arch}.expert_count", 1, 1 << 16),
-        num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16),
         intermediate_size=fields.integer(f"{arch}.expert_feed_forward_length", 1, 1 << 22),
-        normalize=True,  # llama.cpp always normalizes
+        # llama.cpp always normalizes
+        routing=Routing(num_active=fields.integer(f"{arch}.expert_used_count", 1, 1 << 16)),
     )
     return {"qk_norm": True, "experts": experts}
 

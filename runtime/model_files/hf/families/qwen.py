@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import ExpertsSpec, Routing
 from ...fields import Fields
-from ...model_spec import ExpertsSpec
 from ..hf_rope import MAX_POSITIONS, read_rope
 from .family import Facts, Family, layer_types, rope_facts, window_everywhere
 
@@ -27,9 +27,11 @@ def _qwen3_moe(fields: Fields) -> Facts:
     dense |= {layer for layer in range(num_layers) if (layer + 1) % step}
     experts = ExpertsSpec(
         num_experts=fields.integer(name, 1, 1 << 16),
-        num_active=fields.integer("num_experts_per_tok", 1, 1 << 16),
         intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22),
-        normalize=fields.boolean("norm_topk_prob", default=False),
+        routing=Routing(
+            num_active=fields.integer("num_experts_per_tok", 1, 1 << 16),
+            normalize=fields.boolean("norm_topk_prob", default=False),
+        ),
         dense_layers=tuple(sorted(layer for layer in dense if layer < num_layers)),
     )
     return _qwen3_attention(fields) | windows | {"experts": experts}
