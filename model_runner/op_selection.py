@@ -199,6 +199,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),
+    "scale": (_native("scale"), _plain(plain.scale)),
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),

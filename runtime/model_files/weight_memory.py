@@ -40,7 +40,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = 2 * spec.head_dim if spec.qk_norm else 0
+    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
     return spec.num_layers * (norms + heads) + spec.hidden_size
 
 
@@ -103,5 +103,8 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
             return linears
         mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+    first, down = ["gate_proj", "up_proj"], "down_proj"
+    if not spec.form.fused_gate_up:  # parts of a fused one are counted by their own names
+        *first, down = spec.form.mlp_names
+    up = _Linear({f"{mlp}.{name}": inner for name in first}, size, num)
+    return [*linears, up, _Linear({f"{mlp}.{down}": size}, inner, num)]

@@ -109,7 +109,7 @@ def _read_spec(
         # Models older than grouped-query attention do not have these two fields.
         num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
         head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
+        rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
         eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),

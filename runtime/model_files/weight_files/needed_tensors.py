@@ -72,9 +72,8 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 def _norms(spec: ModelSpec) -> Iterator[Module]:
     for name in spec.form.norms:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
-    if spec.qk_norm:
-        yield Module("self_attn.q_norm", (spec.head_dim,))
-        yield Module("self_attn.k_norm", (spec.head_dim,))
+    for name, size in zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
+        yield Module(f"self_attn.{name}", (size,))
 
 
 def _attention(spec: ModelSpec) -> Iterator[Module]:
@@ -83,10 +82,8 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
     )
-    parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    if spec.model_type == "phi3":
-        parts = {"qkv_proj": q_size + 2 * kv_size}
-    for name, rows in parts.items():
+    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_size, kv_size, kv_size]
+    for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
@@ -94,17 +91,16 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
     if experts is None or layer in experts.dense_layers:
-        yield from _gated("mlp", size, spec.intermediate_size, spec)
+        yield from _dense("mlp", size, spec.intermediate_size, spec)
         return
     yield Module("mlp.gate", (experts.num_experts, size))
     for expert in range(1 if one_expert else experts.num_experts):
-        yield from _gated(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
+        yield from _dense(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
 
 
-def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
-    first = {"gate_proj": inner, "up_proj": inner}
-    if spec.model_type == "phi3":
-        first = {"gate_up_proj": 2 * inner}
-    for part, rows in first.items():
+def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
+    *first, down = spec.form.mlp_names
+    rows = 2 * inner if spec.form.fused_gate_up else inner
+    for part in first:
         yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(f"{name}.down_proj", (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+    yield Module(f"{name}.{down}", (size, inner), is_linear=True, has_bias=spec.mlp_bias)

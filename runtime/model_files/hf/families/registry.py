@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import gemma, llama, phi, qwen
+from . import cohere, gemma, glm, llama, ministral, olmo, phi, qwen, smollm, starcoder
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -16,4 +16,10 @@ FAMILIES: Final[dict[str, Family]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **smollm.FAMILIES,
+    **olmo.FAMILIES,
+    **ministral.FAMILIES,
+    **glm.FAMILIES,
+    **starcoder.FAMILIES,
+    **cohere.FAMILIES,
 }
