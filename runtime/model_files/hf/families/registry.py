@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import cohere, gemma, glm, llama, ministral, olmo, phi, qwen, smollm, starcoder
+from . import cohere, deepseek, gemma, glm, llama, ministral, olmo, phi, qwen, smollm, starcoder
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -16,6 +16,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **deepseek.FAMILIES,
     **smollm.FAMILIES,
     **olmo.FAMILIES,
     **ministral.FAMILIES,
