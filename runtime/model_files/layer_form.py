@@ -53,7 +53,10 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
 PRE_NORMS: Final = LayerForm()
 """A norm before attention and one before the MLP."""
 
-FUSED: Final = LayerForm(qkv_names=("qkv_proj",), mlp_names=("gate_up_proj", "down_proj"))
+FUSED_QKV: Final = ("qkv_proj",)
+"""The name of one matrix of q, k and v."""
+
+FUSED: Final = LayerForm(qkv_names=FUSED_QKV, mlp_names=("gate_up_proj", "down_proj"))
 """The same; q, k, v are one matrix, gate and up another, as in Phi-3."""
 
 FOUR_NORMS: Final = LayerForm(
