@@ -28,6 +28,14 @@ FULL_YARN = {
 }
 GROWING = {**YARN, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.3}
 GLM = {"head_dim": 16, "num_attention_heads": 4, "pad_token_id": 0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+FULL = ["full_attention"] * 2
 GPT_J = {"num_attention_heads": 3, "num_key_value_heads": 1}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -100,6 +108,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "cohere": ("cohere", {**GPT_J, "tie_word_embeddings": True, "layer_norm_eps": 1e-2}),
+    "exaone4": (
+        "exaone4",
+        {**WINDOWS, "rope_parameters": {**LLAMA3, "original_max_position_embeddings": 64}},
+    ),
+    "exaone4 without windows, tied": (
+        "exaone4",
+        {"sliding_window": None, "layer_types": FULL, "tie_word_embeddings": True},
+    ),
+    "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16, "tie_word_embeddings": True, "use_bias": True}),
 }
 variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 one_of_each = pytest.mark.parametrize(

@@ -50,6 +50,9 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
     "starcoder2": ("starcoder2", "starcoder2", {"tie_word_embeddings": True}),
     "cohere": ("cohere", "command-r", GPT_J),
     "cohere2": ("cohere2", "cohere2", {**GPT_J, **WINDOWS, "logit_scale": 0.3}),
+    "exaone4": ("exaone4", "exaone4", WINDOWS),
+    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
 
@@ -111,12 +114,12 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_eos_token_id(2)
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
-    if arch in ("mistral3", "glm4"):
+    if arch in ("mistral3", "glm4", "seed_oss", "ernie4_5"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch in ("glm4", "chatglm"):
         writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
-    if arch == "olmo2" and config.model_type == "olmo3":
+    if config.model_type in ("olmo3", "exaone4"):
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
@@ -154,7 +157,12 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
     ("variant", "key", "value", "message"),
     [
         ("cohere2", "cohere2.logit_scale", 0.0, "logit_scale is 0.0, expected a number"),
-        ("olmo3", "olmo2.attention.sliding_window_pattern", np.array([True]), "expected a truth value for each of 5"),
+        (
+            "olmo3",
+            "olmo2.attention.sliding_window_pattern",
+            np.array([True]),
+            "expected a truth value for each of 5",
+        ),
         ("ministral3", "mistral3.attention.scale", 0.5, "another scale of the scores is not supported"),
         ("smollm3", "smollm3.expert_count", 4, "expert_count is 4, experts are not supported"),
     ],

@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from . import cohere, gemma, glm, llama, ministral, olmo, phi, qwen, smollm, starcoder
+from . import (
+    cohere,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    llama,
+    ministral,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+    starcoder,
+)
 from .family import LAYER_NAMES, GGUFFamily
 
 GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
@@ -19,6 +33,9 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **glm.FAMILIES,
     **starcoder.FAMILIES,
     **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **seed.FAMILIES,
+    **ernie.FAMILIES,
 }
 
 _BY_MODEL_TYPE: Final = {

@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import cohere, deepseek, gemma, glm, llama, ministral, olmo, phi, qwen, smollm, starcoder
+from . import (
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    llama,
+    ministral,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+    starcoder,
+)
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -23,4 +38,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **glm.FAMILIES,
     **starcoder.FAMILIES,
     **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **seed.FAMILIES,
+    **ernie.FAMILIES,
 }
