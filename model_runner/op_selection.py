@@ -199,6 +199,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),
+    "scale": (_native("scale"), _plain(plain.scale)),
     "pack_heads": (_plain(plain_latent.pack_heads),),
     "store_latent": (_plain(plain_latent.store_latent),),
     "add": (_native("add"), _plain(plain.add)),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..runtime.model_files.experts_spec import Routing
     from .adapter_runs import AdapterRuns
 
-ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
-"""`gelu` is the exact one, by the error function."""
+ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
+"""`gelu` is the exact one, by the error function; `relu2` is the square of `relu`."""
 
 
 class LinearWeight(Protocol):
@@ -156,6 +156,14 @@ class Activate(Protocol):
         ...
 
 
+class Scale(Protocol):
+    """x * factor, rounded once; any shape."""
+
+    def __call__(self, x: Tensor, factor: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class AddOp(Protocol):
     """x + y, rounded once; [T, K] all, of one dtype."""
 
@@ -193,7 +201,10 @@ class GatedActivation(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each head of q and of k, applied before rotary: weights [D] as in `RMSNormOp`, one eps."""
+    """Norms of q and of k, applied before rotary: weights as in `RMSNormOp`, one eps.
+
+    The weights are [D] each, of every head alone; or [Hq * D] and [H * D], of all heads of a token together.
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -225,10 +236,13 @@ class RotateAndStore(Protocol):
         sin: Tensor,
         kv: LayerKV,
         out_cache_loc: Tensor,
+        *,
+        interleaved: bool = False,
+        query_factors: Tensor | None = None,
     ) -> Tensor:
         """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
 
-        With R = 0 nothing is rotated, for models that know positions by other means.
+        With R = 0 nothing is rotated, for models or layers that know positions by other means.
 
         Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in
         the dtype of cos and sin, and rounded to the model's dtype at the end. Stored values are converted to the pool's
@@ -240,6 +254,9 @@ class RotateAndStore(Protocol):
             cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
             sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
             out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
+            interleaved: neighboring elements are paired, (0, 1), (2, 3), ..., and not the halves; cos and sin are the
+                same.
+            query_factors: [T] float32, contiguous: factors of the rotated q; None: 1.
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
@@ -429,6 +446,7 @@ class Ops:
     add_layer_norm: AddLayerNormOp
     activate: Activate
     rotate_and_store: RotateAndStore
+    scale: Scale
     pack_heads: PackHeads
     store_latent: StoreLatent
     add: AddOp

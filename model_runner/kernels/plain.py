@@ -131,6 +131,7 @@ _ACTIVATIONS: Final[dict[ActivationKind, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
 
@@ -143,20 +144,32 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 # ---------------------------------------------------------------- rotary and KV
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [T, heads, D] rotated; cos, sin [T, 1, R] as in `RotateAndStore`."""
     rotary_dim = cos.shape[-1]
     if rotary_dim == 0:
         return x
     if rotary_dim != x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
+        rotated = rotate(x[..., :rotary_dim], cos, sin, interleaved=interleaved)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    if interleaved:
+        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
     half = rotary_dim // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def rotate_and_store(
-    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    out_cache_loc: Tensor,
+    *,
+    interleaved: bool = False,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """See `RotateAndStore`."""
     num_kv_heads = kv.k.shape[1]
@@ -165,11 +178,20 @@ def rotate_and_store(
     if norms is not None:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         qk = torch.cat(
-            (rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)), dim=1
+            (norm_heads(q, norms.q_weight, norms.eps), norm_heads(k, norms.k_weight, norms.eps)), dim=1
         )
-    qk = rotate(qk, cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype))  # q and k in one call
+    cos, sin = cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype)
+    qk = rotate(qk, cos, sin, interleaved=interleaved)  # q and k in one call
     store_kv(kv, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :], out_cache_loc)
-    return qk[:, :num_heads]
+    q = qk[:, :num_heads]
+    return q if query_factors is None else (q * query_factors.view(-1, 1, 1)).to(q.dtype)
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, heads, D] normalized as in `HeadNorms`: each head, or all heads of a token together."""
+    if len(weight) == x.shape[-1]:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
 def store_kv(kv: LayerKV, k: Tensor, v: Tensor, loc: Tensor) -> None:
@@ -315,6 +337,11 @@ def largest(x: Tensor, k: int) -> Tensor:
             rows = np.partition(rows, rows.shape[1] - k, axis=-1)[:, -k:]
         return torch.from_numpy(np.sort(rows, axis=-1)[:, ::-1].copy())
     return x.topk(k, dim=-1).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """See `Scale`."""
+    return x.mul_(factor)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:

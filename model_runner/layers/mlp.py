@@ -1,4 +1,4 @@
-"""Gated feed-forward block, act(gate) * up, with gate and up in one matmul."""
+"""Feed-forward blocks: act(gate) * up with gate and up in one matmul, or act(up)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import GatedActivation
+    from ..ops import ActivationKind, GatedActivation
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,31 @@ class GatedMLP:
 
     def _unfused(self, x: Tensor, adapters: AdapterRuns) -> Tensor:
         return self.activation(self.gate_up(x, adapters))
+
+
+class PlainMLP:
+    """down(act(up(x)))."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        up: str,
+        down: str,
+        size: int,
+        inner: int,
+        bias: bool,
+        activation: ActivationKind,
+    ) -> None:
+        """Take the weights of the modules `up` and `down` from a checkpoint."""
+        outputs = None if context.group.size == 1 else [equal_span(inner, context.group)]
+        self.up = Linear(context, [up], size, [inner], bias=bias, outputs=outputs)
+        self.down = RowLinear(context, down, inner, size, bias=bias)
+        self._activate = context.ops.activate
+        self._activation: ActivationKind = activation
+
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; `adapters`: see `Linear`."""
+        return self.down(self._activate(self.up(x, adapters), self._activation), adapters)
 
 
 def _done(gate_up: Tensor) -> Tensor:

@@ -26,6 +26,19 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen3_moe",
     "gemma3_text",
     "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "ministral",
+    "ministral3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "seed_oss",
+    "ernie4_5",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -49,6 +62,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
     original context, else from `short_factor`.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
+    `query_beta` does so by position: rotated queries are multiplied by
+    1 + query_beta * log(1 + floor(position / original_max_position)).
     """
 
     kind: RopeKind = "default"
@@ -62,6 +77,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    query_beta: float = 0.0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,6 +144,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def rotates(self, layer_id: int) -> bool:
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
         return not self.rope_layers or self.rope_layers[layer_id]
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of q and of k, if there are any."""
+        heads = (self.num_heads, self.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     @property
     def known_positions(self) -> int:

@@ -40,7 +40,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = 2 * spec.head_dim if spec.qk_norm else 0
+    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
     return spec.num_layers * (norms + heads) + spec.hidden_size
 
 
@@ -94,26 +94,23 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     size, inner = spec.hidden_size, spec.intermediate_size
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
     experts = spec.experts
+    # The parts of a fused matrix are counted by their own names.
+    dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
     if experts is None or layer in experts.dense_layers:
-        return [*linears, *_mlp_linears("mlp" if experts is None else experts.names.block, size, inner)]
+        block = "mlp" if experts is None else experts.names.block
+        return [*linears, *_mlp_linears(block, size, inner, dense)]
     block, names = experts.names.block, experts.names
     if experts.shared_size:
-        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size)
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
     if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
         return linears
     parts, num = (names.gate, names.up, names.down), experts.num_experts
     return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
 
 
-def _mlp_linears(
-    name: str,
-    size: int,
-    inner: int,
-    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    num: int = 1,
-) -> list[_Linear]:
-    gate, up, down = (f"{name}.{part}" for part in parts)
-    return [_Linear({gate: inner, up: inner}, size, num), _Linear({down: size}, inner, num)]
+def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
+    *first, down = (f"{name}.{part}" for part in parts)
+    return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
 
 
 def _attention_linears(spec: ModelSpec) -> list[_Linear]:

@@ -79,9 +79,8 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 def _norms(spec: ModelSpec) -> Iterator[Module]:
     for name in spec.form.norms:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
-    if spec.qk_norm:
-        yield Module("self_attn.q_norm", (spec.head_dim,))
-        yield Module("self_attn.k_norm", (spec.head_dim,))
+    for name, size in zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
+        yield Module(f"self_attn.{name}", (size,))
 
 
 def attention_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -94,10 +93,8 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
     )
-    parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    if spec.model_type == "phi3":
-        parts = {"qkv_proj": q_size + 2 * kv_size}
-    for name, rows in parts.items():
+    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_size, kv_size, kv_size]
+    for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
@@ -131,7 +128,7 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
     block = "mlp" if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
-        yield from _gated(block, size, spec.intermediate_size, spec)
+        yield from _dense(block, size, spec.intermediate_size, spec)
         return
     names = experts.names
     yield Module(f"{block}.{names.router}", (experts.num_experts, size))
@@ -139,7 +136,7 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         name, _, part = names.bias.rpartition(".")
         yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
     if experts.shared_size:
-        yield from _gated(f"{block}.{names.shared}", size, experts.shared_size, spec)
+        yield from _dense(f"{block}.{names.shared}", size, experts.shared_size, spec)
     if experts.has_shared_gate:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
@@ -149,10 +146,9 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield Module(f"{name}.{names.down}", (size, inner), is_linear=True)
 
 
-def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
-    first = {"gate_proj": inner, "up_proj": inner}
-    if spec.model_type == "phi3":
-        first = {"gate_up_proj": 2 * inner}
-    for part, rows in first.items():
+def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
+    *first, down = spec.form.mlp_names
+    rows = 2 * inner if spec.form.fused_gate_up else inner
+    for part in first:
         yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(f"{name}.down_proj", (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+    yield Module(f"{name}.{down}", (size, inner), is_linear=True, has_bias=spec.mlp_bias)

@@ -6,4 +6,4 @@ from typing import Final
 
 from .family import GGUFFamily, no_facts
 
-FAMILIES: Final[dict[str, GGUFFamily]] = {"llama": GGUFFamily("llama", no_facts)}
+FAMILIES: Final[dict[str, GGUFFamily]] = {"llama": GGUFFamily("llama", no_facts, neighbors=True)}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Final
 
 from ...fields import Fields
+from ...layer_form import FUSED
 from .family import LAYER_NAMES, Facts, GGUFFamily
 
 
 def _phi3(fields: Fields, arch: str) -> Facts:
     window = fields.integer("phi3.attention.sliding_window", 0, 1 << 30, default=0)
     num_layers = fields.integer("phi3.block_count", 1, 1 << 12)
-    return {"sliding_window": window, "windowed_layers": (True,) * num_layers} if window else {}
+    windows = {"sliding_window": window, "windowed_layers": (True,) * num_layers} if window else {}
+    return {**windows, "form": FUSED}
 
 
 _NAMES: Final = {
