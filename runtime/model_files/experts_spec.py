@@ -88,6 +88,10 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str = "shared_expert_gate"
 
 
+MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+"""Of Mixtral and Phi-3.5-MoE."""
+
+
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The sparse MLPs of a mixture-of-experts model.
 

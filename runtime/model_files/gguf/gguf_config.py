@@ -62,6 +62,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if facts["form"].head_bias and "output.bias" not in file.tensors:
+        facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -16,6 +16,7 @@ _GLOBAL_NAMES: Final = {
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
 }
 
 NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -58,6 +59,11 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in _expert_names(spec.experts.names).items() if experts else ():
             for expert in range(spec.experts.num_experts):
                 yield f"{block}.experts.{expert}.{hf}.weight", f"blk.{layer}.{gguf}.weight", expert
+
+
+def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops from a matrix of one row."""
+    return wanted if wanted == (1, *stored) else stored
 
 
 def _expert_names(names: ExpertNames) -> dict[str, str]:

@@ -57,7 +57,9 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     yield Module("model.embed_tokens", table)
     yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
-        yield Module("lm_head", table)
+        yield Module("lm_head", table, has_bias=spec.form.head_bias)
+    elif spec.form.head_bias:
+        yield Module("lm_head", table[:1], part="bias")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         for module in (*_norms(spec), *attention_modules(spec), *_mlp(spec, layer, one_expert)):
