@@ -203,6 +203,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "pack_heads": (_plain(plain_latent.pack_heads),),
     "store_latent": (_plain(plain_latent.store_latent),),
     "add": (_native("add"), _plain(plain.add)),
+    "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "deltas": (

@@ -19,6 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
+    from ..runtime.model_files.experts_spec import Routing
     from .adapter_runs import AdapterRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
@@ -106,10 +107,10 @@ class PackExperts(Protocol):
 
 
 class Route(Protocol):
-    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first."""
+    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, in the order of the choice."""
 
-    def __call__(self, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Select the experts of each token; `normalize`: scale the shares of a token to a sum of 1."""
+    def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Select the experts of each token, computed in float32; `bias`: [E] float32, see `Routing.has_bias`."""
         ...
 
 
@@ -168,6 +169,14 @@ class AddOp(Protocol):
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """`y` may be overwritten; use the returned tensor."""
+        ...
+
+
+class AddGatedOp(Protocol):
+    """x + sigmoid(gate) * y, rounded once."""
+
+    def __call__(self, y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+        """`y`, `x`: [T, K] of one dtype; `gate`: [T, 1] float32. `x` may be overwritten; use the returned tensor."""
         ...
 
 
@@ -441,6 +450,7 @@ class Ops:
     pack_heads: PackHeads
     store_latent: StoreLatent
     add: AddOp
+    add_gated: AddGatedOp
     take_rows: TakeRows
     to_float32: ToFloat32
     deltas: MakeDeltas

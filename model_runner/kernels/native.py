@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .native_delta import NativeDeltas
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import Routing
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +74,9 @@ class NativeOps:
             )
         return plain.LoopedExperts(gate_up, down)
 
-    def route(self, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Route`."""
-        return native_experts.route(self._library, logits, num_active, normalize=normalize)
+        return native_experts.route(self._library, logits, routing, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `RMSNormOp`."""
@@ -175,6 +178,17 @@ class NativeOps:
         x, y = x.contiguous(), y.contiguous()
         self._library.add(x.data_ptr(), y.data_ptr(), y.numel(), y.dtype == torch.bfloat16)
         return y
+
+    def add_gated(self, y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+        """See `AddGatedOp`."""
+        assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
+        assert gate.dtype == torch.float32 and gate.shape == (len(x), 1), (gate.dtype, gate.shape)
+        y, gate, x = y.contiguous(), gate.contiguous(), x.contiguous()
+        rows, size = x.shape
+        self._library.add_gated(
+            y.data_ptr(), gate.data_ptr(), x.data_ptr(), rows, size, x.dtype == torch.bfloat16
+        )
+        return x
 
     def take_rows(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
         """See `TakeRows`."""

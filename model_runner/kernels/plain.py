@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,10 +19,15 @@ from torch import Tensor
 
 from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import Routing
+
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
 _LEAST_TOP: Final = 1e-35
 """Smaller values are stored as 0."""
+_LEAST_SUM: Final = 1e-20
+"""Added to the sum of shares, which may be zero if they are sigmoids."""
 _has_onednn: Final[bool] = torch.backends.mkldnn.is_available()
 
 
@@ -227,12 +232,37 @@ def store(pool: Tensor, new: Tensor, loc: Tensor) -> None:
 # ---------------------------------------------------------------- mixture of experts
 
 
-def route(logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `Route`."""
-    shares, expert_ids = logits.softmax(dim=-1, dtype=torch.float32).topk(num_active, dim=-1)
-    if normalize:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    return shares, expert_ids
+    logits = logits.to(torch.float32)
+    if routing.scores == "mixer":
+        return _mix(logits, routing.mixer_tolerance)
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if routing.num_active_groups < routing.num_groups:
+        by_group = choice.unflatten(-1, (routing.num_groups, choice.shape[1] // routing.num_groups))
+        best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
+        groups = best.topk(routing.num_active_groups, dim=-1).indices
+        is_active = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        choice = by_group.masked_fill(~is_active.unsqueeze(-1), -torch.inf).flatten(1)
+    expert_ids = choice.topk(routing.num_active, dim=-1).indices
+    shares = scores.gather(1, expert_ids)
+    if routing.normalize:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    return shares * routing.scale, expert_ids
+
+
+def _mix(logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """`Routing.scores` "mixer": two experts."""
+    ids, shares = [], []
+    left = logits
+    for _ in range(2):
+        most, best = left.max(dim=-1, keepdim=True)
+        is_far = (most - logits) / logits.abs().clamp(min=most) > tolerance
+        ids.append(best)
+        shares.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, best))
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(shares, dim=1), torch.cat(ids, dim=1)
 
 
 class GroupedExperts:
@@ -317,6 +347,11 @@ def scale(x: Tensor, factor: float) -> Tensor:
 def add(x: Tensor, y: Tensor) -> Tensor:
     """See `AddOp`."""
     return y.add_(x)
+
+
+def add_gated(y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+    """See `AddGatedOp`."""
+    return x.copy_(x.to(torch.float32) + gate.sigmoid() * y.to(torch.float32))
 
 
 def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from .attention import SelfAttention
 from .decoder import Decoder, LayerRotary, PreNormLayer, build_head
 from .embedding import Embedding
+from .experts import build_mlp
 from .layer_norm import LayerNorm
 from .mlp import GatedMLP, PlainMLP
 from .norm import RMSNorm
@@ -76,6 +77,12 @@ class DecoderParts:
             activation=activation,
         )
 
+    def mlp(self, layer_id: int) -> MLP:
+        """The MLP of a layer of Llama's structure, which may be a mixture of experts."""
+        if self._spec.experts is None:
+            return self.gated_mlp(layer_id)
+        return build_mlp(self.context, f"model.layers.{layer_id}", layer_id)
+
     def plain_mlp(self, layer_id: int, activation: ActivationKind) -> MLP:
         """The MLP of a layer without a gate."""
         spec, prefix = self._spec, f"model.layers.{layer_id}.mlp."
@@ -90,7 +97,7 @@ class DecoderParts:
             self.layer_norm(layer_id, 0),
             self.attention(layer_id),
             self.layer_norm(layer_id, 1),
-            self.gated_mlp(layer_id),
+            self.mlp(layer_id),
         )
 
     def decoder(self, layers: Sequence[Layer]) -> Decoder:

@@ -22,7 +22,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, stored_names
+from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
 
@@ -83,7 +83,7 @@ class GGUFStore:
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
         stored = self._stored.get(name)
-        return None if stored is None else stored.shape
+        return None if stored is None else full_shape(stored.shape, wanted)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
@@ -95,6 +95,8 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         try:
+            if out.ndim > len(info.shape):  # one row, see `full_shape`
+                out = out.view(-1)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):

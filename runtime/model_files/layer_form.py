@@ -25,6 +25,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         embedding_scale: a factor of the embedding's vectors.
         residual_scale: a factor of what each block adds to the residual stream.
         logits_scale: a factor of the logits.
+        head_bias: the output head has a bias.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -38,6 +39,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    head_bias: bool = False
 
     @property
     def fused_qkv(self) -> bool:
@@ -52,6 +54,9 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
 
 PRE_NORMS: Final = LayerForm()
 """A norm before attention and one before the MLP."""
+
+PRE_NORMS_OVER_HEADS: Final = LayerForm(qk_norm_over_heads=True)
+"""The same with norms of q and k over all heads, as in OLMoE."""
 
 FUSED_QKV: Final = ("qkv_proj",)
 """The name of one matrix of q, k and v."""

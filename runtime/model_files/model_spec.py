@@ -12,6 +12,7 @@ import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
@@ -23,6 +24,10 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "phimoe",
     "gemma3_text",
     "phi3",
     "smollm3",
@@ -77,16 +82,6 @@ class RopeScaling(msgspec.Struct, frozen=True):
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     query_beta: float = 0.0
-
-
-class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The sparse MLPs of a mixture-of-experts model."""
-
-    num_experts: int
-    num_active: int  # experts that compute for a token
-    intermediate_size: int  # of each expert
-    normalize: bool  # the weights of a token's active experts add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +171,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts is None:
             return 3 * self.intermediate_size
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
+        sparse += 3 * self.experts.shared_size
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -205,8 +201,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
         experts = self.experts
-        if experts is not None and experts.num_active > experts.num_experts:
-            return f"{experts.num_active} experts for each token, but there are only {experts.num_experts}"
+        if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
+            return found
         return self._rope_contradiction(rotary_dim // 2)
 
     def _rope_contradiction(self, num_frequencies: int) -> str | None:

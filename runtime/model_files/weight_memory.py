@@ -93,16 +93,24 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
-    mlp, num, experts = "mlp", 1, spec.experts
-    if experts is not None and layer not in experts.dense_layers:
-        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
-            return linears
-        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    first, down = ["gate_proj", "up_proj"], "down_proj"
-    if not spec.form.fused_gate_up:  # parts of a fused one are counted by their own names
-        *first, down = spec.form.mlp_names
-    up = _Linear({f"{mlp}.{name}": inner for name in first}, size, num)
-    return [*linears, up, _Linear({f"{mlp}.{down}": size}, inner, num)]
+    experts = spec.experts
+    # The parts of a fused matrix are counted by their own names.
+    dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
+    if experts is None or layer in experts.dense_layers:
+        block = "mlp" if experts is None else experts.names.block
+        return [*linears, *_mlp_linears(block, size, inner, dense)]
+    block, names = experts.names.block, experts.names
+    if experts.shared_size:
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
+    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+        return linears
+    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
+
+
+def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
+    *first, down = (f"{name}.{part}" for part in parts)
+    return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
 
 
 def _attention_linears(spec: ModelSpec) -> list[_Linear]:

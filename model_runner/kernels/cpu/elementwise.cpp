@@ -313,6 +313,21 @@ void add(const T* x, T* sum, int64_t size) {
     parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { add_row(x + begin, sum + begin, end - begin); });
 }
 
+// sum += sigmoid(gate of the row) * y
+template <class T>
+void add_gated(const T* y, const float* gates, T* sum, int64_t rows, int64_t size) {
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            float gate = 1.0f / (1.0f + exp2(splat(gates[row] * -1.44269504f))[0]);
+            const T* from = y + row * size;
+            T* to = sum + row * size;
+            int64_t n = 0;
+            for (; n + LANES <= size; n += LANES) store(to + n, load(to + n) + load(from + n) * gate);
+            for (; n < size; ++n) from_float(to_float(to[n]) + to_float(from[n]) * gate, to + n);
+        }
+    });
+}
+
 }  // namespace
 }  // namespace engine
 
@@ -397,6 +412,15 @@ EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
         add(static_cast<const float*>(x), static_cast<float*>(sum), size);
 }
 
+// gates: [rows] float32.
+EXPORT void add_gated(const void* y, const float* gates, void* sum, int64_t rows, int64_t size, int is_bf16) {
+    using namespace engine;
+    if (is_bf16)
+        add_gated(static_cast<const bf16*>(y), gates, static_cast<bf16*>(sum), rows, size);
+    else
+        add_gated(static_cast<const float*>(y), gates, static_cast<float*>(sum), rows, size);
+}
+
 EXPORT void widen(const void* x_, float* out, int64_t size) {
     using namespace engine;
     const bf16* x = static_cast<const bf16*>(x_);
@@ -417,6 +441,7 @@ RECORDABLE(rotate_and_store)
 RECORDABLE(take_rows)
 RECORDABLE(scale)
 RECORDABLE(add)
+RECORDABLE(add_gated)
 RECORDABLE(widen)
 
 // Current number of threads that run this library's kernels.

@@ -44,7 +44,7 @@ class BaseModules:
 
     def reason_against(self, name: str) -> str:
         """Why there is no such module."""
-        if ".experts" in name or name.endswith("mlp.gate"):
+        if ".experts" in name or name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
             return "adapters of experts and routers are not supported; train one without them"
         last = name.rpartition(".")[2]
         if name.endswith(KV_UP):

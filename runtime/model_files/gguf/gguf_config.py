@@ -23,6 +23,7 @@ from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .gguf_sampling import read_gguf_sampling
 
+_TOWER: Final = "clip"  # llama.cpp's name for all of them
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -35,6 +36,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = Fields(file.path, file.metadata)
     arch = fields.text("general.architecture")
+    if arch == _TOWER or fields.get("general.type") == "mmproj":
+        raise ConfigError(
+            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj), and the "
+            "engine serves only text; give the GGUF file of the language model, which is beside it"
+        )
     if arch not in GGUF_FAMILIES:
         raise fields.error(
             "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
@@ -56,6 +62,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if facts["form"].head_bias and "output.bias" not in file.tensors:
+        facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -23,16 +23,18 @@ class Module(NamedTuple):
     """One module.
 
     Attributes:
-        name: `<name>.weight` is its weight.
+        name: `<name>.weight` is its weight, or `<name>.<part>`.
         shape: of the weight.
         is_linear: its weight may be quantized.
         has_bias: there is `<name>.bias`, one number for each output.
+        part: the last component of the weight's name.
     """
 
     name: str
     shape: tuple[int, ...]
     is_linear: bool = False
     has_bias: bool = False
+    part: str = "weight"
 
     @property
     def is_expert(self) -> bool:
@@ -55,7 +57,9 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     yield Module("model.embed_tokens", table)
     yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
-        yield Module("lm_head", table)
+        yield Module("lm_head", table, has_bias=spec.form.head_bias)
+    elif spec.form.head_bias:
+        yield Module("lm_head", table[:1], part="bias")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
         for module in (*_norms(spec), *attention_modules(spec), *_mlp(spec, layer, one_expert)):
@@ -124,12 +128,24 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
+    block = "mlp" if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
-        yield from _dense("mlp", size, spec.intermediate_size, spec)
+        yield from _dense(block, size, spec.intermediate_size, spec)
         return
-    yield Module("mlp.gate", (experts.num_experts, size))
+    names = experts.names
+    yield Module(f"{block}.{names.router}", (experts.num_experts, size))
+    if experts.routing.has_bias:
+        name, _, part = names.bias.rpartition(".")
+        yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
+    if experts.shared_size:
+        yield from _dense(f"{block}.{names.shared}", size, experts.shared_size, spec)
+    if experts.has_shared_gate:
+        yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
-        yield from _dense(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
+        inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
+        yield Module(f"{name}.{names.gate}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.up}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True)
 
 
 def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:

@@ -14,7 +14,8 @@ from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.kv_size import MIB
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.quantization_choice import with_quantization
@@ -44,7 +45,7 @@ SPEC = ModelSpec(
 MIXTURE = msgspec.structs.replace(
     SPEC,
     model_type="qwen3_moe",
-    experts=ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalize=True),
+    experts=ExpertsSpec(num_experts=8, intermediate_size=64, routing=Routing(num_active=2, normalize=True)),
 )
 HOST = HostFacts(
     num_cpus=8,

@@ -1,12 +1,14 @@
-"""OLMo 2 and OLMo 3, which share an architecture: files of OLMo 3 have a window."""
+"""OLMo 2 and OLMo 3, which share an architecture (files of OLMo 3 have a window), and OLMoE."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import ExpertNames
 from ...fields import Fields
-from ...layer_form import POST_NORMS_OVER_HEADS
+from ...layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS
 from .family import LAYER_NAMES, QK_NORM_NAMES, Facts, GGUFFamily, windowed_layers
+from .mixtral import mixture_of
 
 _PATTERN: Final = 4  # every fourth layer has no window
 
@@ -26,6 +28,11 @@ def _olmo2(fields: Fields, arch: str) -> Facts:
     }
 
 
+def _olmoe(fields: Fields, arch: str) -> Facts:
+    experts = mixture_of(fields, arch, ExpertNames(), normalize=False)
+    return {"qk_norm": True, "form": PRE_NORMS_OVER_HEADS, "experts": experts}
+
+
 NAMES: Final = {
     **{module: stored for module, stored in LAYER_NAMES.items() if "layernorm" not in module},
     **QK_NORM_NAMES,
@@ -33,4 +40,7 @@ NAMES: Final = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 
-FAMILIES: Final[dict[str, GGUFFamily]] = {"olmo2": GGUFFamily("olmo2", _olmo2, NAMES, also=("olmo3",))}
+FAMILIES: Final[dict[str, GGUFFamily]] = {
+    "olmo2": GGUFFamily("olmo2", _olmo2, NAMES, also=("olmo3",)),
+    "olmoe": GGUFFamily("olmoe", _olmoe, {**LAYER_NAMES, **QK_NORM_NAMES}, has_experts=True),
+}

@@ -1,11 +1,12 @@
-"""OLMo 2 and OLMo 3."""
+"""OLMo 2 and OLMo 3, and OLMoE."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import ExpertsSpec, Routing
 from ...fields import Fields
-from ...layer_form import POST_NORMS_OVER_HEADS
+from ...layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS
 from ...model_spec import RopeScaling
 from ..hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
 from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
@@ -46,7 +47,25 @@ def _layers(fields: Fields) -> Facts:
     }
 
 
+def _olmoe(fields: Fields) -> Facts:
+    if fields.get("clip_qkv") is not None:
+        raise fields.error(
+            "clip_qkv", fields.get("clip_qkv"), "clipped queries, keys and values are not supported"
+        )
+    experts = ExpertsSpec(
+        num_experts=fields.integer(fields.given("num_experts", "num_local_experts"), 1, 1 << 16, default=64),
+        intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
+        routing=Routing(
+            num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=8),
+            normalize=fields.boolean("norm_topk_prob", default=False),
+        ),
+    )
+    facts = rope_facts(fields, read_rope(fields)) | _layers(fields)
+    return facts | {"form": PRE_NORMS_OVER_HEADS, "experts": experts}
+
+
 FAMILIES: Final[dict[str, Family]] = {
     "olmo2": Family("Olmo2ForCausalLM", _olmo2),
     "olmo3": Family("Olmo3ForCausalLM", _olmo3),
+    "olmoe": Family("OlmoeForCausalLM", _olmoe),
 }
