@@ -109,6 +109,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
+    language_of: str = (
+        ""  # `model_type` of the multimodal folder around this language model, see `language_part`
+    )
     pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
     encoder: EncoderSpec | None = (
         None  # of a model in which tokens attend to later ones, too; None: a decoder
