@@ -33,6 +33,7 @@ _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
     "alibi": "position biases (ALiBi) are not supported",
     "kv_lora_rank": "latent attention (MLA) is not supported",
+    "attention_chunk_size": "attention in chunks is not supported",
     "attn_logit_softcapping": "capped scores are not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }
