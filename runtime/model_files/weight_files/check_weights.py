@@ -88,11 +88,16 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     """
     from ..gguf.ggml_types import check_convertible
     from ..gguf.gguf_names import NOT_WEIGHTS, stored_names
+    from ..gguf.split_kv import find_split_kv
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     left = set(file.tensors) - NOT_WEIGHTS
+    split_kv = find_split_kv(file, spec)
+    left -= {part.name for split in split_kv.values() for part in split}
     for module in needed_modules(spec):
         for name, shape in _tensors_of(module):
+            if name in split_kv:
+                continue
             gguf, expert = stored[name]
             info = file.tensors.get(gguf)
             if info is None:

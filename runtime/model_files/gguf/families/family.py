@@ -38,6 +38,7 @@ class GGUFFamily(NamedTuple):
         names: modules of a layer, and their names in a file.
         partial_rotary: only a part of each head may rotate.
         has_experts: the keys of experts are read.
+        has_own_heads: `facts` reads the shape of heads, too.
     """
 
     model_type: str
@@ -45,6 +46,7 @@ class GGUFFamily(NamedTuple):
     names: Mapping[str, str] = LAYER_NAMES
     partial_rotary: bool = False
     has_experts: bool = False
+    has_own_heads: bool = False
 
 
 def no_facts(fields: Fields, arch: str) -> Facts:

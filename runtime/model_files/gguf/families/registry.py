@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from . import gemma, llama, phi, qwen
+from . import deepseek, gemma, llama, phi, qwen
 from .family import LAYER_NAMES, GGUFFamily
 
 GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
@@ -13,6 +13,7 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **deepseek.FAMILIES,
 }
 
 _NAMES: Final = {family.model_type: family.names for family in GGUF_FAMILIES.values()}
