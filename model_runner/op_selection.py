@@ -210,9 +210,11 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),
+    "scale": (_native("scale"), _plain(plain.scale)),
     "pack_heads": (_native_latent("pack_heads"), _plain(plain_latent.pack_heads)),
     "store_latent": (_native_latent("store_latent"), _plain(plain_latent.store_latent)),
     "add": (_native("add"), _plain(plain.add)),
+    "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "deltas": (

@@ -13,6 +13,7 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..block_forms import GGUF_FORMS
 from ..fields import Fields
+from ..layer_form import FUSED_QKV, PRE_NORMS
 from ..model_spec import DTypeName, ModelSpec
 from ..quantization import QuantizationSpec
 from .families.family import GGUFFamily
@@ -53,7 +54,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
-    facts = family.facts(fields, arch)
+    facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
     if not family.has_own_heads:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
@@ -69,14 +70,17 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     eos_token_ids = [
         token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
     ]
+    if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
+        facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if facts["form"].head_bias and "output.bias" not in file.tensors:
+        facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
-        model_type=family.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
         num_layers=fields.integer(f"{arch}.block_count", 1, 1 << 12),
         num_heads=num_heads,
-        rms_norm_eps=fields.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-30, 1.0),
+        rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,
         max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
         tie_word_embeddings="output.weight" not in file.tensors,

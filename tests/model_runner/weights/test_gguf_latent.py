@@ -60,7 +60,15 @@ def write(
     _write_metadata(writer, config, split=split)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DEEPSEEK2, config.num_hidden_layers)
     tensors: dict[str, tuple[np.ndarray[Any, Any], gguf.GGMLQuantizationType]] = {}
+    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, array in _checkpoint(tiny):
+        if ".experts." in name:
+            head, rest = name.split(".experts.")
+            experts.setdefault(f"{head}.experts.{rest.split('.', 1)[1]}", []).append(array)
+            continue
+        if name.endswith("e_score_correction_bias"):
+            tensors[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = array, gguf.GGMLQuantizationType.F32
+            continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if not split or not name.endswith("kv_b_proj.weight"):
             tensors[stored] = array, form if "kv_b" in name else gguf.GGMLQuantizationType.F32
@@ -69,6 +77,9 @@ def write(
         keys, values = np.split(by_head, [config.qk_nope_head_dim], axis=1)
         tensors[stored.replace("kv_b", "k_b")] = keys.transpose(0, 2, 1), gguf.GGMLQuantizationType.F32
         tensors[stored.replace("kv_b", "v_b")] = values, form
+    for name, arrays in experts.items():
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        tensors[stored] = np.stack(arrays), gguf.GGMLQuantizationType.F32
     for name, array in (changes or {}).items():
         tensors[name] = array, gguf.GGMLQuantizationType.F32
     for name, (array, kind) in tensors.items():
@@ -102,6 +113,19 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
     if split:
         writer.add_key_length_mla(key_length)
         writer.add_value_length_mla(config.v_head_dim)
+    if config.first_k_dense_replace < config.num_hidden_layers:
+        is_v3 = config.model_type == "deepseek_v3"
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(bool(is_v3))
+        if is_v3:
+            writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+            writer.add_expert_group_count(config.n_group)
+            writer.add_expert_group_used_count(config.topk_group)
     if config.rope_parameters["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_parameters["factor"])
@@ -110,7 +134,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
 
 
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize(("model_type", "options"), DENSE)
+@pytest.mark.parametrize(("model_type", "options"), [*DENSE, *MODELS])
 def test_a_file_gives_the_logprobs_of_the_folder(
     make_tiny_model, make_driver, unpack, tmp_path, model_type, options, split
 ):
@@ -125,6 +149,8 @@ def test_a_file_gives_the_logprobs_of_the_folder(
     ]
 
     assert found[0] == found[1] == [tiny.greedy(PROMPT, 8)]
+    if spec.experts is not None:
+        assert spec.experts == tiny.spec.experts
     assert spec.latent == tiny.spec.latent and spec.rope_scaling == tiny.spec.rope_scaling
     assert math.isclose(spec.query_scale, tiny.spec.query_scale, rel_tol=1e-6)
     assert num_parameters(spec) == num_parameters(tiny.spec)

@@ -11,14 +11,17 @@ from typing import Final
 
 from msgspec import structs
 
+from ...experts_spec import ExpertNames
 from ...fields import Fields
 from ...latent_spec import LatentSpec
 from ...layer_form import PRE_NORMS
 from ...model_spec import RopeScaling
 from ..gguf_rope import yarn_scaling
 from .family import LAYER_NAMES, Facts, GGUFFamily
+from .mixtral import mixture_of
 
 _MAX_SIZE: Final = 1 << 14
+_SOFTMAX, _SIGMOID = 1, 2
 
 
 def _deepseek2(fields: Fields, arch: str) -> Facts:
@@ -43,6 +46,43 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
         "rope_scaling": scaling,
         "query_scale": mscale**2 * latent.qk_head_dim**-0.5,
         "form": structs.replace(PRE_NORMS, interleaved_rope=True),
+        **_experts(fields, arch),
+    }
+
+
+def _experts(fields: Fields, arch: str) -> Facts:
+    """Experts after the first dense layers. Older files do not name the kind of scores: then they are V2's."""
+    if fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) == 0:
+        return {}
+    gating = fields.integer(f"{arch}.expert_gating_func", 0, 1 << 8, default=0)
+    if gating not in (_SOFTMAX, _SIGMOID, 0):
+        raise fields.error(
+            f"{arch}.expert_gating_func", gating, f"supported are: {_SOFTMAX} (softmax), {_SIGMOID} (sigmoid)"
+        )
+    is_sigmoid = gating == _SIGMOID
+    num_groups = fields.integer(f"{arch}.expert_group_count", 0, 1 << 12, default=0) or 1
+    experts = mixture_of(fields, arch, ExpertNames())
+    dense = fields.integer(f"{arch}.leading_dense_block_count", 0, 1 << 12, default=0)
+    routing = structs.replace(
+        experts.routing,
+        normalize=fields.boolean(f"{arch}.expert_weights_norm", default=False),
+        scores="sigmoid" if is_sigmoid else "softmax",
+        has_bias=is_sigmoid,
+        num_groups=num_groups,
+        num_active_groups=fields.integer(f"{arch}.expert_group_used_count", 0, 1 << 12, default=0)
+        or num_groups,
+        group_best=2 if is_sigmoid else 1,
+        scale=fields.number(f"{arch}.expert_weights_scale", 0.0, 1e6, default=1.0) or 1.0,
+        float32_logits=True,
+    )
+    shared = fields.integer(f"{arch}.expert_shared_count", 0, 1 << 8, default=0)
+    return {
+        "experts": structs.replace(
+            experts,
+            routing=routing,
+            dense_layers=tuple(range(dense)),
+            shared_size=shared * experts.intermediate_size,
+        )
     }
 
 
@@ -70,5 +110,5 @@ _NAMES: Final = {
 }
 
 FAMILIES: Final[dict[str, GGUFFamily]] = {
-    "deepseek2": GGUFFamily("deepseek_v2", _deepseek2, _NAMES, has_own_heads=True),
+    "deepseek2": GGUFFamily("deepseek_v2", _deepseek2, _NAMES, has_experts=True, has_own_heads=True),
 }
