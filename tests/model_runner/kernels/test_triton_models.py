@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine.model_runner import load
-from engine.model_runner.kernels import plain, plain_latent
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
