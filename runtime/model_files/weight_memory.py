@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .gguf.ggml_types import GGML_TYPES
 from .quantization import BLOCK_METHODS, unnumbered
-from .weight_files.needed_tensors import needed_modules
+from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec
@@ -41,7 +41,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = 2 * spec.head_dim if spec.qk_norm else 0
+    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
     return spec.num_layers * (norms + heads) + spec.hidden_size
 
 
@@ -116,16 +116,39 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
+    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
+    experts = spec.experts
+    # The parts of a fused matrix are counted by their own names.
+    dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
+    if experts is None or layer in experts.dense_layers:
+        block = "mlp" if experts is None else experts.names.block
+        return [*linears, *_mlp_linears(block, size, inner, dense)]
+    block, names = experts.names.block, experts.names
+    if experts.shared_size:
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
+    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+        return linears
+    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
+
+
+def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
+    *first, down = (f"{name}.{part}" for part in parts)
+    return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
+
+
+def _attention_linears(spec: ModelSpec) -> list[_Linear]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    linears = [
-        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
-        _Linear({"self_attn.o_proj": size}, q_size),
+    return [
+        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
+        _Linear({"self_attn.o_proj": spec.hidden_size}, q_size),
     ]
-    mlp, num, experts = "mlp", 1, spec.experts
-    if experts is not None and layer not in experts.dense_layers:
-        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
-            return linears
-        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+
+
+def _latent_linears(spec: ModelSpec) -> list[_Linear]:
+    return [
+        _Linear({module.name: module.shape[0]}, module.shape[1])
+        for module in attention_modules(spec)
+        if module.is_linear and module.name != KV_UP
+    ]

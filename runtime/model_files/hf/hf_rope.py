@@ -25,11 +25,16 @@ T = TypeVar("T")
 
 
 class Rope(NamedTuple):
-    """The rotary facts for `ModelSpec`."""
+    """The rotary facts for `ModelSpec`.
+
+    Attributes:
+        mscale: yarn's factor of whole queries and of whole keys, which DeepSeek applies beside `attention_factor`.
+    """
 
     theta: float
     scaling: RopeScaling
     partial_factor: float
+    mscale: float = 1.0
 
 
 def read_rope(
@@ -38,6 +43,7 @@ def read_rope(
     *,
     kinds: tuple[str, ...] = _KINDS,
     outer_original: bool = False,
+    default_partial: float = 1.0,
 ) -> Rope:
     """Base frequency and scaling of a model with the same rope in all layers.
 
@@ -46,6 +52,7 @@ def read_rope(
         default_theta: base frequency if the file has none.
         kinds: the scalings of this architecture.
         outer_original: whether `original_max_position_embeddings` at the top level has precedence, as in Phi-3.
+        default_partial: the part of each head that rotates if the file does not say.
 
     Raises:
         ConfigError: a field is wrong, the scaling is not implemented, or two spellings contradict each other.
@@ -55,7 +62,7 @@ def read_rope(
         if any(isinstance(value, Mapping) for value in values.values()):
             raise fields.error(name, values, "a different rope for some of the layers is not supported")
         rope = Fields(fields.path, values, prefix=f"{name}.")
-        return _read(fields, rope, default_theta, kinds, outer_original)
+        return _read(fields, rope, default_theta, kinds, outer_original, default_partial)
 
     return _read_both(fields, read)
 
@@ -127,6 +134,7 @@ def _read(
     default_theta: float,
     kinds: tuple[str, ...] = _KINDS,
     outer_original: bool = False,
+    default_partial: float = 1.0,
 ) -> Rope:
     """One rope; fields missing in its own object are read from the top level.
 
@@ -134,9 +142,10 @@ def _read(
     """
     theta = rope.number("rope_theta", 1.0, 1e15, fields.number("rope_theta", 1.0, 1e15, default_theta))
     partial = rope.number(
-        "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+        "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, default_partial)
     )
-    return Rope(theta, _scaling(fields, rope, kinds, outer_original), partial)
+    scaling = _scaling(fields, rope, kinds, outer_original)
+    return Rope(theta, scaling, partial, _mscale(rope, scaling.factor) if scaling.kind == "yarn" else 1.0)
 
 
 def _scaling(fields: Fields, rope: Fields, kinds: tuple[str, ...], outer_original: bool) -> RopeScaling:
@@ -194,15 +203,18 @@ def _original(fields: Fields, rope: Fields, outer_original: bool) -> int:
     )
 
 
-def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
-    def sharpness(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _sharpness(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    default = sharpness(1.0)
+
+def _mscale(rope: Fields, factor: float) -> float:
+    return _sharpness(factor, rope.number("mscale_all_dim", 0.0, 1e3, default=0.0))
+
+
+def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
+    default = _sharpness(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = sharpness(rope.number("mscale", 0.0, 1e3)) / sharpness(
-            rope.number("mscale_all_dim", 0.0, 1e3)
-        )
+        default = _sharpness(factor, rope.number("mscale", 0.0, 1e3)) / _mscale(rope, factor)
     return RopeScaling(
         kind="yarn",
         factor=factor,
