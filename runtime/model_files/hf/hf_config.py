@@ -114,7 +114,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
         num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
+        rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
         eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),

@@ -129,6 +129,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral3",
         {"text_config": TEXT | {"model_type": "mistral", "sliding_window": 23}, "vision_config": PIXTRAL},
     ),
+    "mistral3 of ministral3": (
+        "mistral3",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "ministral3",
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+            "vision_config": PIXTRAL,
+        },
+    ),
+    "aya_vision of cohere2": (
+        "aya_vision",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "cohere2",
+                "sliding_window": 19,
+                "num_hidden_layers": 4,
+                "layer_norm_eps": 1e-5,
+                "logit_scale": 0.5,
+            },
+            "vision_config": SIGLIP,
+            "downsample_factor": 2,
+        },
+    ),
     "qwen2_vl": (
         "qwen2_vl",
         {"text_config": OF_QWEN, "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 48}},

@@ -8,7 +8,23 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import deepseek, gemma, llama, phi, qwen
+from . import (
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    llama,
+    ministral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+    starcoder,
+)
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -17,4 +33,14 @@ FAMILIES: Final[dict[str, Family]] = {
     **gemma.FAMILIES,
     **phi.FAMILIES,
     **deepseek.FAMILIES,
+    **mixtral.FAMILIES,
+    **smollm.FAMILIES,
+    **olmo.FAMILIES,
+    **ministral.FAMILIES,
+    **glm.FAMILIES,
+    **starcoder.FAMILIES,
+    **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **seed.FAMILIES,
+    **ernie.FAMILIES,
 }
