@@ -1,11 +1,11 @@
 """What a model costs that runs through transformers' code: CPU time of its steps beside those of the engine's own code.
 
-    python benchmarks/fallback_step.py [--threads 1] [--rounds 40] [--families llama,qwen3,gemma3_text]
+    python benchmarks/fallback_step.py [--threads 1] [--rounds 20] [--prompt-len 256] [--families llama,qwen3]
 
 Families that the engine can run in both ways (`--model-impl engine` and `--model-impl transformers`), in process, with
-random bfloat16 weights in the shape of SmolLM2-135M. Decode: one request at a length of 256; prefill: a prompt of 512
-tokens. The two take turns, and the ratio is the median over the rounds of the CPU time (all threads) of one to that of
-the other: the speed of a shared machine changes from minute to minute.
+random bfloat16 weights in the shape of SmolLM2-135M. Prefill: one prompt in one step; decode: the tokens after it. The
+two take turns, and the ratio is the median over the rounds of the CPU time (all threads) of one to that of the other:
+the speed of a shared machine changes from minute to minute.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 
 Impl = Literal["engine", "transformers"]
 IMPLS: Final[tuple[Impl, ...]] = ("engine", "transformers")
-DECODE_LEN: Final = 256
-PROMPT_LEN: Final = 512
+NUM_DECODES: Final = 6
 TARGET: Final = 2.0
 _COMMON: Final[Mapping[str, Any]] = {
     "vocab_size": VOCAB,
@@ -74,14 +73,14 @@ FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 
 class Round(NamedTuple):
-    """CPU time of one decode and of one prompt, in seconds, by implementation."""
+    """CPU time of a token in decode and in prefill, in seconds, by implementation."""
 
     decode_s: dict[Impl, float]
     prefill_s: dict[Impl, float]
 
 
 class Figures(NamedTuple):
-    """A family's figures: medians in seconds, and the ratio of transformers' to the engine's."""
+    """A family's figures: medians in seconds a token, and the ratio of transformers' to the engine's."""
 
     family: str
     decode_s: dict[Impl, float]
@@ -96,7 +95,8 @@ def main() -> None:
         description="CPU time of steps by transformers' code and by the engine's own"
     )
     parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(1), default=40)
+    parser.add_argument("--rounds", type=at_least(1), default=20)
+    parser.add_argument("--prompt-len", type=at_least(2), default=256)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
     parser.add_argument("--layers", type=at_least(1), default=LAYERS)
     args = parser.parse_args()
@@ -105,12 +105,13 @@ def main() -> None:
     if unknown := sorted(set(families) - set(FAMILIES)):
         sys.exit(f"--families has {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
     found = [
-        figures(family, list(measure(family, args.threads, args.rounds, args.layers))) for family in families
+        figures(family, list(measure(family, args.threads, args.rounds, args.layers, args.prompt_len)))
+        for family in families
     ]
     print("\n".join(table(found, args.threads)))
 
 
-def measure(family: str, num_threads: int, num_rounds: int, layers: int) -> Iterator[Round]:
+def measure(family: str, num_threads: int, num_rounds: int, layers: int, prompt_len: int) -> Iterator[Round]:
     """Rounds of one decode and one prompt by each implementation."""
     source = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -119,13 +120,11 @@ def measure(family: str, num_threads: int, num_rounds: int, layers: int) -> Iter
         players = {impl: Player(_make_runner(Path(folder), impl, num_threads)) for impl in IMPLS}
     for number in range(num_rounds + 1):
         round_ = Round({}, {})
-        prompt = [source.randrange(VOCAB) for _ in range(PROMPT_LEN)]
+        prompt = [source.randrange(VOCAB) for _ in range(prompt_len)]
         for impl, player in players.items():
-            round_.prefill_s[impl] = _cpu_s(player, PROMPT_LEN, [prompt], PROMPT_LEN)
-            player.finished = [0]
-            _cpu_s(player, DECODE_LEN - 1, [prompt[: DECODE_LEN - 1]], DECODE_LEN - 1)
-            decodes = [_cpu_s(player, DECODE_LEN + n, None, 1) for n in range(4)]
-            round_.decode_s[impl] = min(decodes[1:])  # the first one finds cold caches
+            round_.prefill_s[impl] = _cpu_s(player, prompt_len, [prompt], prompt_len) / prompt_len
+            decodes = [_cpu_s(player, prompt_len + 1 + n, None, 1) for n in range(NUM_DECODES)]
+            round_.decode_s[impl] = statistics.median(decodes[1:])  # the first one finds cold caches
             player.finished = [0]
         if number:  # the first round records decodes and allocates
             yield round_
@@ -177,7 +176,7 @@ def table(found: Sequence[Figures], num_threads: int) -> list[str]:
     ]
     for family, decode_s, prefill_s, decode_ratio, prefill_ratio in found:
         decode = [f"{decode_s[impl] * 1e3:.2f}" for impl in IMPLS]
-        prefill = [f"{prefill_s[impl] / PROMPT_LEN * 1e6:.1f}" for impl in IMPLS]
+        prefill = [f"{prefill_s[impl] * 1e6:.1f}" for impl in IMPLS]
         cells = [family, *decode, f"**{decode_ratio:.2f}**", *prefill, f"**{prefill_ratio:.2f}**"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines

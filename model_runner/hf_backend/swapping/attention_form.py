@@ -20,18 +20,32 @@ from torch import Tensor, nn
 
 from ...kernels.plain import rotate
 from .norm_form import NormForm, norm_form_of
-from .probe import SCALES, Operations, Probe, has_other_weights, is_close, plain_linears, probed_copy, randomize
+from .probe import (
+    SCALES,
+    Operations,
+    Probe,
+    has_other_weights,
+    is_close,
+    plain_linears,
+    probed_copy,
+    randomize,
+)
 
 if TYPE_CHECKING:
     from ....runtime.model_files.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
+_VIEWS: Final = (
+    "alias chunk detach expand flatten permute select slice split split_with_sizes squeeze t tensor_split to transpose "
+    "unflatten unsqueeze view _reshape_alias _unsafe_view"
+)
+_COPIES: Final = (
+    "arange cat clone contiguous copy_ empty empty_like lift_fresh new_empty repeat repeat_interleave reshape stack "
+    "_to_copy"
+)
 _HARMLESS: Final = frozenset(
-    "add alias cat chunk clone contiguous copy_ detach div dropout empty empty_like expand flatten lift_fresh mean mul "
-    "neg new_empty permute pow randn reshape rms_norm rsqrt select slice split split_with_sizes square squeeze stack "
-    "sub t tensor_split to _to_copy transpose unflatten _unsafe_view unsqueeze view layer_norm repeat_interleave "
-    "arange repeat _reshape_alias".split()
+    f"{_VIEWS} {_COPIES} add sub mul div neg pow square mean rsqrt rms_norm layer_norm randn dropout".split()
 )
 """Operations without bends: what they compute at one size of numbers they compute at all."""
 
@@ -191,7 +205,11 @@ class _Recognition:
 
         probes = {linear: number(linear) for linear in self._linears}
         copied = probed_copy(self._call.module, {**probes, **{norm: nn.Identity() for norm in self._norms}})
-        unturned = None if self._angles is None else (torch.ones_like(self._angles[0]), torch.zeros_like(self._angles[1]))
+        unturned = (
+            None
+            if self._angles is None
+            else (torch.ones_like(self._angles[0]), torch.zeros_like(self._angles[1]))
+        )
         seen, x = Seen(), self._random_hidden(1.0)
         self._call.run(copied, x, unturned, seen)
         before = [linear for linear, probe in probes.items() if _was_given(probe, x)]
@@ -292,7 +310,8 @@ def _factor_of(query: Tensor, starts: list[int]) -> float:
 
 def _orders(head_dim: int, rotary_dim: int) -> Iterator[Tensor]:
     """The orders of a head's dimensions to try: as stored, and with neighbors, which some models rotate together, R / 2
-    apart."""
+    apart.
+    """
     yield torch.arange(head_dim)
     if rotary_dim:
         dims = torch.arange(head_dim)

@@ -28,7 +28,7 @@ class MLPForm(NamedTuple):
     """down(act(gate(x)) * up(x)), or down(act(up(x))).
 
     Attributes:
-        gate_up: the layers with gates and ups: two, or one whose first half of outputs are the gates; without gates one.
+        gate_up: the layers with gates and ups: two, or one with the gates in its first half; without gates one.
         down: the layer after the activation.
     """
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from ...ops import ActivationKind, GateableWeight, HeadNorms, LinearToFloat32, LinearWithRows
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer with a packed weight. It has no `weight`: code that reads it fails, and the model is not changed."""
+    """A linear layer with a packed weight. It has no `weight`: in a model whose code reads it no module is replaced."""
 
     def __init__(self, weight: LinearWeight, bias: Tensor | None, shape: tuple[int, int]) -> None:
         """`shape`: (N, K)."""
@@ -86,7 +85,11 @@ class MLP(nn.Module):
     """down(act(gate(x)) * up(x)), with gate and up in one matmul; or down(act(up(x)))."""
 
     def __init__(
-        self, gate_up: LinearWeight, bias: Tensor | None, activate: Callable[[Tensor], Tensor], down: PackedLinear
+        self,
+        gate_up: LinearWeight,
+        bias: Tensor | None,
+        activate: Callable[[Tensor], Tensor],
+        down: PackedLinear,
     ) -> None:
         """Take the parts; see `gated` and `ungated`."""
         super().__init__()
@@ -145,8 +148,8 @@ class RotaryTable(nn.Module):
     """cos and sin of every position, computed once by the module that it stands in for.
 
     Attributes:
-        tables: by the arguments besides positions, [positions, R] each: cos and sin as the module returns them, and as in
-            `RotateAndStore`.
+        tables: by the arguments besides positions, [positions, R] each: cos and sin as the module returns them, and as
+            in `RotateAndStore`.
     """
 
     def __init__(self, ops: Ops, tables: dict[tuple[Any, ...], list[Tensor]]) -> None:

@@ -72,9 +72,7 @@ def norm_form_of(module: nn.Module) -> NormForm | None:
         return None
     for form in candidates:
         weight, bias = form.weight_of(copied), form.bias_of(copied)
-        if all(
-            is_close(out, form.compute(x, weight, bias)) for x, out in zip(inputs, outputs, strict=True)
-        ):
+        if all(is_close(out, form.compute(x, weight, bias)) for x, out in zip(inputs, outputs, strict=True)):
             return form
     return None
 

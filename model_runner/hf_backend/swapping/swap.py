@@ -28,7 +28,7 @@ from .modules import (
     RotaryTable,
     positions_and_key,
 )
-from .norm_form import norm_form_of
+from .norm_form import NormForm, norm_form_of
 from .probe import is_close
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class _Swapper:
 
     def _attention(self, form: AttentionForm, module: Any) -> Attention | None:
         spec = self._spec
+        if not self._are_served([*form.projections, form.out]):
+            return None
         factor = form.factor * form.scaling * spec.head_dim**0.5
         weight = torch.cat([linear.weight for linear in form.projections])[form.rows.flatten()]
         bias = _stacked_bias(form.projections)
@@ -194,13 +196,16 @@ class _Swapper:
             q_eps, k_eps = (each.eps for each in form.norm_forms)
             if q_eps != k_eps:
                 return None
-            norms = HeadNorms((q_weight * factor).contiguous(), k_weight.contiguous(), q_eps)
-            if self._dtype == torch.float32 or torch.equal(norms.q_weight.to(self._dtype).float(), norms.q_weight):
-                norms = HeadNorms(norms.q_weight.to(self._dtype), norms.k_weight.to(self._dtype), q_eps)
+            weights = [(q_weight * factor).contiguous(), k_weight.contiguous()]
+            if all(torch.equal(each.to(self._dtype).float(), each) for each in weights):
+                weights = [each.to(self._dtype) for each in weights]
+            norms = HeadNorms(*weights, q_eps)
         elif abs(factor - 1.0) > 1e-6:
             # Exact in bfloat16 for powers of two only.
             scaled = (weight[:num_q].float() * factor).to(self._dtype)
-            if self._dtype != torch.float32 and not torch.equal(scaled.float() / factor, weight[:num_q].float()):
+            if self._dtype != torch.float32 and not torch.equal(
+                scaled.float() / factor, weight[:num_q].float()
+            ):
                 return None
             weight[:num_q] = scaled
             if bias is not None:
@@ -221,7 +226,7 @@ class _Swapper:
         """Replace feed-forward blocks."""
         for module in list(self._model.modules()):
             form = mlp_form_of(module)
-            if form is None:
+            if form is None or not self._are_served([*form.gate_up, form.down]):
                 continue
             made = self._mlp(form)
             if self._is_equal(module, made, form.gate_up[0].in_features):
@@ -240,16 +245,29 @@ class _Swapper:
             form = norm_form_of(module)
             if form is None:
                 continue
-            weight, bias = form.weight_of(module), form.bias_of(module)
-            if form.kind == "rms" and bias is not None:
-                continue
-            if form.kind == "layer" or not form.offset:
-                weight = weight.to(self._dtype)
-            made = Norm(
-                self._ops, form.kind, weight.contiguous(), None if bias is None else bias.to(self._dtype), form.eps
-            )
-            if self._is_equal(module, made, form.size):
+            made = self._norm(form, module)
+            if made is not None and self._is_equal(module, made, form.size):
                 self._replace(module, made, "norm")
+
+    def _norm(self, form: NormForm, module: nn.Module) -> Norm | None:
+        """None: there is no kernel for its parameters."""
+        weight, bias = form.weight_of(module), form.bias_of(module)
+        stored = [parameter.dtype for parameter in module.parameters()] or [self._dtype]
+        if form.kind == "layer":
+            if form.offset or set(stored) != {self._dtype}:  # the kernel's weight has the serving dtype
+                return None
+            weight = weight.to(self._dtype)
+        elif bias is not None:
+            return None
+        elif not form.offset:
+            weight = weight.to(stored[0])
+        return Norm(
+            self._ops,
+            form.kind,
+            weight.contiguous(),
+            None if bias is None else bias.to(self._dtype),
+            form.eps,
+        )
 
     def head_and_embedding(self) -> None:
         """Replace the output head, and the embedding, which may share its weight."""
@@ -268,27 +286,23 @@ class _Swapper:
             return
         source = packed if isinstance(packed, LinearWithRows) else table.detach()
         ids = torch.randint(table.shape[0], (1, _NUM_ROWS), generator=self._generator)
-        rows, expected = table[ids], embedding(ids)
-        at = expected.float().abs().flatten().argmax()
-        ratio = float(expected.float().flatten()[at] / rows.float().flatten()[at])
-        if expected.shape != rows.shape:
-            return
+        expected = embedding(ids)
         named = [
-            float(value)
+            torch.tensor(float(value), dtype=self._dtype).item()
             for name, value in {**vars(embedding), **dict(embedding.named_buffers())}.items()
-            if "scale" in name and (isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim))
+            if "scale" in name
+            and (isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim))
         ]
-        rounded = [torch.tensor(value, dtype=self._dtype).item() for value in named]
-        for scale in (None, *rounded, ratio):
-            made_embedding = PackedEmbedding(self._ops, source, scale)
-            if torch.equal(made_embedding(ids), expected):
-                self._replace(embedding, made_embedding, "embedding")
+        for scale in (None, *named):
+            new = PackedEmbedding(self._ops, source, scale)
+            if torch.equal(new(ids), expected):
+                self._replace(embedding, new, "embedding")
                 return
 
     def linears(self) -> None:
         """Replace the linear layers that are left."""
         for module in list(self._model.modules()):
-            if type(module) is nn.Linear:
+            if type(module) is nn.Linear and self._are_served([module]):
                 made = self._packed(module)
                 if self._is_equal(module, made, module.in_features):
                     self._replace(module, made, "linear")
@@ -298,6 +312,10 @@ class _Swapper:
         return PackedLinear(self._ops.pack_linear(linear.weight.detach()), _bias_of(linear), shape)
 
     # ------------------------------------------------------------ tests and replacement
+
+    def _are_served(self, linears: Iterable[nn.Linear]) -> bool:
+        """Whether weights have the serving dtype; some models keep a few in float32."""
+        return all(linear.weight.dtype == self._dtype for linear in linears)
 
     def _is_equal(self, old: nn.Module, new: nn.Module, size: int) -> bool:
         """Whether two modules compute the same from random input [1, 3, size] in the serving dtype."""
@@ -324,7 +342,10 @@ def _stacked_bias(linears: Iterable[nn.Linear]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     return torch.cat(
-        [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias for linear in linears]
+        [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
     )
 
 
