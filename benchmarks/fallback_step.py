@@ -6,6 +6,8 @@ Families that the engine can run in both ways (`--model-impl engine` and `--mode
 random bfloat16 weights in the shape of SmolLM2-135M. Prefill: one prompt in one step; decode: the tokens after it. The
 two take turns, and the ratio is the median over the rounds of the CPU time (all threads) of one to that of the other:
 the speed of a shared machine changes from minute to minute.
+
+With `--unchanged` transformers' modules stay as they are: this is what the engine's kernels in them gain.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from unittest.mock import patch
 
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -99,25 +103,34 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=at_least(2), default=256)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
     parser.add_argument("--layers", type=at_least(1), default=LAYERS)
+    parser.add_argument("--unchanged", action="store_true", help="without the engine's kernels")
     args = parser.parse_args()
     shorten_spinning()
     families = args.families.split(",")
     if unknown := sorted(set(families) - set(FAMILIES)):
         sys.exit(f"--families has {', '.join(unknown)}; known are {', '.join(FAMILIES)}")
-    found = [
-        figures(family, list(measure(family, args.threads, args.rounds, args.layers, args.prompt_len)))
-        for family in families
-    ]
+    found = []
+    for family in families:
+        players = make_players(family, args.threads, args.layers, unchanged=args.unchanged)
+        found.append(figures(family, list(measure(players, args.rounds, args.prompt_len))))
     print("\n".join(table(found, args.threads)))
 
 
-def measure(family: str, num_threads: int, num_rounds: int, layers: int, prompt_len: int) -> Iterator[Round]:
-    """Rounds of one decode and one prompt by each implementation."""
-    source = random.Random(0)
+def make_players(
+    family: str, num_threads: int, layers: int, *, unchanged: bool = False
+) -> dict[Impl, Player]:
+    """A player of each implementation, with random weights."""
+    config = {**_COMMON, **FAMILIES[family], "model_type": family, "num_hidden_layers": layers}
     with tempfile.TemporaryDirectory() as folder:
-        config = {**_COMMON, **FAMILIES[family], "model_type": family, "num_hidden_layers": layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        players = {impl: Player(_make_runner(Path(folder), impl, num_threads)) for impl in IMPLS}
+        return {
+            impl: Player(_make_runner(Path(folder), impl, num_threads, unchanged=unchanged)) for impl in IMPLS
+        }
+
+
+def measure(players: Mapping[Impl, Player], num_rounds: int, prompt_len: int) -> Iterator[Round]:
+    """Rounds of one prompt, and decodes after it, by each implementation."""
+    source = random.Random(0)
     for number in range(num_rounds + 1):
         round_ = Round({}, {})
         prompt = [source.randrange(VOCAB) for _ in range(prompt_len)]
@@ -137,8 +150,8 @@ def _cpu_s(player: Player, length: int, tokens: Sequence[Sequence[int]] | None, 
     return time.process_time() - started_s
 
 
-def _make_runner(folder: Path, impl: Impl, num_threads: int) -> Any:
-    from engine.model_runner.load import load_model_runner
+def _make_runner(folder: Path, impl: Impl, num_threads: int, *, unchanged: bool) -> Any:
+    from engine.model_runner import load
 
     model = ModelConfig(
         dtype="bfloat16",
@@ -151,7 +164,13 @@ def _make_runner(folder: Path, impl: Impl, num_threads: int) -> Any:
     capacity = Capacity(MAX_LEN, 2 * MAX_LEN // PAGE_SIZE, PAGE_SIZE, 1, VOCAB, 0)
     config = EngineConfig(model=model, cache=CacheConfig(page_size=PAGE_SIZE), kernels=KernelConfig())
     source = ModelSource("hf", str(folder), "benchmark")
-    return load_model_runner(config, source, read_hf_spec(folder), capacity)
+    theirs = load.load_transformers_model
+
+    def load_unchanged(*args: Any, **settings: Any) -> Any:
+        return theirs(*args, **{**settings, "ops": None})
+
+    with patch.object(load, "load_transformers_model", load_unchanged) if unchanged else nullcontext():
+        return load.load_model_runner(config, source, read_hf_spec(folder), capacity)
 
 
 def figures(family: str, rounds: Sequence[Round]) -> Figures:

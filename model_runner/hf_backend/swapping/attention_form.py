@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,19 +35,6 @@ if TYPE_CHECKING:
     from ....runtime.model_files.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-
-_VIEWS: Final = (
-    "alias chunk detach expand flatten permute select slice split split_with_sizes squeeze t tensor_split to transpose "
-    "unflatten unsqueeze view _reshape_alias _unsafe_view"
-)
-_COPIES: Final = (
-    "arange cat clone contiguous copy_ empty empty_like lift_fresh new_empty repeat repeat_interleave reshape stack "
-    "_to_copy"
-)
-_HARMLESS: Final = frozenset(
-    f"{_VIEWS} {_COPIES} add sub mul div neg pow square mean rsqrt rms_norm layer_norm randn dropout".split()
-)
-"""Operations without bends: what they compute at one size of numbers they compute at all."""
 
 
 class AttentionCall(NamedTuple):
@@ -262,8 +249,7 @@ class _Recognition:
         seen, hidden, operations = Seen(), self._random_hidden(scale), Operations()
         with operations:
             result = self._call.run(copied, hidden, self._angles, seen)
-        if len(seen.modules) != 1 or not operations.names <= _HARMLESS:
-            logger.debug("attention has other operations: %s", operations.names - _HARMLESS)
+        if len(seen.modules) != 1 or operations.others():
             return None
         outputs = torch.cat([probes[linear].outputs[0][0] for linear in form.projections], dim=-1)
         stacked = outputs[:, form.rows.flatten()].view(self._num_tokens, -1, self._head_dim)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops import ActivationKind
-from .probe import SCALES, Probe, has_other_weights, is_close, plain_linears, probed_copy
+from .probe import SCALES, Operations, Probe, has_other_weights, is_close, plain_linears, probed_copy
 
 _NUM_TOKENS: Final = 7
 _ACTIVATIONS: Final[Mapping[ActivationKind, Callable[[Tensor], Tensor]]] = {
@@ -22,6 +22,8 @@ _ACTIVATIONS: Final[Mapping[ActivationKind, Callable[[Tensor], Tensor]]] = {
 }
 GATED: Final = ("silu", "gelu_tanh", "gelu")
 """Activations with an op for gated layers."""
+
+_OF_ACTIVATIONS: Final = ("silu", "gelu", "relu", "sigmoid", "tanh", "erf")
 
 
 class MLPForm(NamedTuple):
@@ -53,9 +55,13 @@ def mlp_form_of(module: nn.Module) -> MLPForm | None:
         for probe in probes.values():
             probe.begin(scale)
         x = torch.randn(1, _NUM_TOKENS, linears[0].in_features, generator=generator)
+        operations = Operations()
         try:
-            out = copied(x)
+            with operations:
+                out = copied(x)
         except Exception:  # any type: it is the code of some module
+            return None
+        if operations.others(_OF_ACTIVATIONS):
             return None
         matching = list(_matching(probes, x, out))
         found = matching if found is None else [form for form in found if form in matching]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .probe import SCALES, is_close, probed_copy, randomize
+from .probe import SCALES, Operations, is_close, probed_copy, randomize
 
 _EPS: Final = (1e-5, 1e-6)  # of modules that do not name theirs
 _NUM_ROWS: Final = 5
@@ -64,11 +64,13 @@ def norm_form_of(module: nn.Module) -> NormForm | None:
     randomize(copied.parameters())
     size = candidates[0].size
     inputs = [torch.randn(1, _NUM_ROWS, size, generator=generator) * s + s for s in (_TINY, *SCALES)]
+    operations = Operations()
     try:
-        outputs = [copied(x) for x in inputs]
+        with operations:
+            outputs = [copied(x) for x in inputs]
     except Exception:  # any type: it is the code of some module
         return None
-    if not all(isinstance(out, Tensor) for out in outputs):
+    if operations.others() or not all(isinstance(out, Tensor) for out in outputs):
         return None
     for form in candidates:
         weight, bias = form.weight_of(copied), form.bias_of(copied)

@@ -6,6 +6,7 @@ What a module computes around its linear layers can be tested this way without t
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -13,10 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+logger = logging.getLogger(__name__)
+
 TOLERANCE: Final = 1e-5
 """Largest difference in float32, relative to the largest expected value."""
 SCALES: Final = (0.02, 1.0, 40.0)
 """Sizes of random inputs: clamps and other bends show at one of them."""
+
+_VIEWS: Final = (
+    "alias chunk detach expand flatten permute select slice split split_with_sizes squeeze t tensor_split to transpose "
+    "unflatten unsqueeze view _reshape_alias _unsafe_view"
+)
+_COPIES: Final = (
+    "arange cat clone contiguous copy_ empty empty_like lift_fresh new_empty repeat repeat_interleave reshape stack "
+    "_to_copy"
+)
+_HARMLESS: Final = frozenset(
+    f"{_VIEWS} {_COPIES} add sub mul div neg pow square mean var sqrt rsqrt reciprocal rms_norm _fused_rms_norm "
+    "layer_norm native_layer_norm randn dropout".split()
+)
+"""Operations without bends: what they compute at one size of numbers they compute at all."""
 
 
 class Probe(nn.Module):
@@ -73,6 +90,17 @@ class Operations(TorchDispatchMode):
     ) -> Any:
         self.names.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+    def others(self, known: Iterable[str] = ()) -> set[str]:
+        """Those whose results at a few sizes of numbers do not show what they compute: limits, choices, logarithms.
+
+        Args:
+            known: further operations that are no reason.
+        """
+        others = self.names - _HARMLESS - set(known)
+        if others:
+            logger.debug("other operations: %s", ", ".join(sorted(others)))
+        return others
 
 
 def probed_copy(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> Any:

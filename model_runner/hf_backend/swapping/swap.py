@@ -61,6 +61,7 @@ def swap_modules(causal_lm: Any, decoder: Any, spec: ModelSpec, ops: Ops, max_mo
         decoder: its attention is `Layers.look` of the argument `engine_check`, see `checked_decoder`.
         max_model_len: positions that need rotary angles.
     """
+    _straighten(causal_lm)
     calls = _observe(decoder, spec)
     swapper = _Swapper(causal_lm, spec, ops)
     swapper.rotary(calls, max_model_len)
@@ -71,6 +72,19 @@ def swap_modules(causal_lm: Any, decoder: Any, spec: ModelSpec, ops: Ops, max_mo
     swapper.head_and_embedding()
     swapper.linears()
     return swapper.counts
+
+
+def _straighten(model: nn.Module) -> None:
+    """Replace the layers of GPT-2 that store their weights transposed by linear layers."""
+    from transformers.pytorch_utils import Conv1D
+
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is Conv1D:
+                linear = nn.Linear(*child.weight.shape, device="meta")
+                linear.weight = nn.Parameter(child.weight.t().contiguous(), requires_grad=False)
+                linear.bias = nn.Parameter(child.bias, requires_grad=False)
+                setattr(parent, name, linear)
 
 
 def _observe(decoder: Any, spec: ModelSpec) -> _Calls:
@@ -288,20 +302,27 @@ class _Swapper:
         ids = torch.randint(table.shape[0], (1, _NUM_ROWS), generator=self._generator)
         expected = embedding(ids)
         named = [
-            torch.tensor(float(value), dtype=self._dtype).item()
+            float(value)
             for name, value in {**vars(embedding), **dict(embedding.named_buffers())}.items()
             if "scale" in name
             and (isinstance(value, float) or (isinstance(value, Tensor) and not value.ndim))
         ]
-        for scale in (None, *named):
+        rounded = [torch.tensor(scale, dtype=self._dtype).item() for scale in named]
+        for scale in (None, *rounded, *named):
             new = PackedEmbedding(self._ops, source, scale)
             if torch.equal(new(ids), expected):
                 self._replace(embedding, new, "embedding")
                 return
 
     def linears(self) -> None:
-        """Replace the linear layers that are left."""
+        """Replace the linear layers and tables that are left."""
         for module in list(self._model.modules()):
+            if (
+                type(module) is nn.Embedding
+                and module.weight.dtype == self._dtype
+                and module.max_norm is None
+            ):
+                self._replace(module, PackedEmbedding(self._ops, module.weight.detach(), None), "table")
             if type(module) is nn.Linear and self._are_served([module]):
                 made = self._packed(module)
                 if self._is_equal(module, made, module.in_features):
