@@ -191,7 +191,7 @@ class _Recognition:
             own = torch.arange(starts[linear], starts[linear] + linear.out_features).float()
             return Probe(linear.out_features, lambda x: own.expand(*x.shape[:-1], -1).clone())
 
-        probes: dict[nn.Module, nn.Module] = {linear: number(linear) for linear in self._linears}
+        probes = {linear: number(linear) for linear in self._linears}
         copied = probed_copy(self._call.module, {**probes, **{norm: nn.Identity() for norm in self._norms}})
         unturned = (
             None

@@ -47,7 +47,7 @@ def mlp_form_of(module: nn.Module) -> MLPForm | None:
     linears = plain_linears(module)
     if not 2 <= len(linears) <= 3 or has_other_weights(module, linears):
         return None
-    probes: dict[nn.Module, Probe] = {linear: Probe(linear.out_features) for linear in linears}
+    probes = {linear: Probe(linear.out_features) for linear in linears}
     copied = probed_copy(module, probes)
     found: list[MLPForm] | None = None
     generator = torch.Generator().manual_seed(0)
