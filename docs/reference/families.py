@@ -34,6 +34,7 @@ FAMILIES: Final = (
     FamilyRow("DeepSeek-V2, V2-Lite, V2.5", "deepseek_v2"),
     FamilyRow("DeepSeek-V3, R1", "deepseek_v3", gguf="deepseek2"),
     FamilyRow("Kimi K2", "kimi_k2", gguf="deepseek2"),
+    FamilyRow("GLM-4.5, GLM-4.5-Air, GLM-4.6", "glm4_moe"),
     FamilyRow("GLM-4.7-Flash", "glm4_moe_lite", gguf="deepseek2"),
     FamilyRow("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3"),
     FamilyRow("Phi-3.5-MoE", "phimoe"),

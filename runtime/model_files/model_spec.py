@@ -46,6 +46,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "glm4_moe",
     "kimi_k2",
     *ENCODER_MODEL_TYPES,
 )

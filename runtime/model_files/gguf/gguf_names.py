@@ -61,6 +61,12 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
                 yield f"{block}.experts.{expert}.{hf}.weight", f"blk.{layer}.{gguf}.weight", expert
 
 
+def is_not_read(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor of the file is none that the model takes: of the rope scaling, or of a layer after the last."""
+    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    return name in NOT_WEIGHTS or name.startswith(further)
+
+
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops from a matrix of one row."""
     return wanted if wanted == (1, *stored) else stored

@@ -91,11 +91,11 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
     """
     from ..gguf.ggml_types import check_convertible
-    from ..gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+    from ..gguf.gguf_names import full_shape, is_not_read, stored_names
     from ..gguf.split_kv import find_split_kv
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
-    left = set(file.tensors) - NOT_WEIGHTS
+    left = {name for name in file.tensors if not is_not_read(spec, name)}
     split_kv = find_split_kv(file, spec)
     left -= {part.name for split in split_kv.values() for part in split}
     for module in needed_modules(spec):
