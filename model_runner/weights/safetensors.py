@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from ...runtime.model_files.gguf.ggml_types import dequantize
 from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
@@ -23,7 +24,14 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     usual_names_in,
     weight_files,
 )
+from ...runtime.model_files.weight_files.stacked_experts import ExpertPart, expert_parts
+from .gguf_blocks import MXFP4, block_weight, mxfp4_rows
 from .reader import Slice
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.gguf.ggml_bytes import Bytes
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..kernels.quantized_weights import BlockWeight
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -31,8 +39,9 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
+    "U8": torch.uint8,
 }
-_CODES: Final = (torch.float8_e4m3fn, torch.int32)
+_CODES: Final = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 """Dtypes of quantized weights. They have a value only together with scales and are never converted."""
 
 
@@ -60,12 +69,13 @@ class _File:
 class SafetensorsStore:
     """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
 
-    def __init__(self, folder: Path, language_of: str = "") -> None:
+    def __init__(self, folder: Path, language_of: str = "", spec: ModelSpec | None = None) -> None:
         """Open the files.
 
         Args:
             folder: the model's.
             language_of: see `ModelSpec`; the tensors of towers are left out.
+            spec: the architecture, to find the experts in files that stack them; None: there are none.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
@@ -84,19 +94,32 @@ class SafetensorsStore:
                 self._entries[name] = _Entry(file, entry)
         names = usual_names_in(folder, self._entries, language_of)
         self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
+        self._num_experts = 0 if spec is None or spec.experts is None else spec.experts.num_experts
+        self._parts = {} if spec is None else expert_parts(spec, self._entries)
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
-        return {name for name in self._entries if not name.endswith(SAFE_TO_IGNORE)}
+        stacks = {part.stored for part in self._parts.values()}
+        stacks |= {part.scales for part in self._parts.values() if part.is_blocks}
+        names = set(self._entries) - stacks | set(self._parts)
+        return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
-        entry = self._entries.get(name)
-        return None if entry is None else entry.header.shape
+        part = self._parts.get(name)
+        entry = self._entries.get(name if part is None else part.stored)
+        if entry is None:
+            return None
+        return entry.header.shape if part is None else part.shape(entry.header.shape, self._num_experts)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. For a part, only the file pages that hold it are read."""
-        tensor, where = self.mapped(name), self._where(name)
+        if (expert := self._parts.get(name)) is None:
+            tensor, where = self.mapped(name), self._where(name)
+        elif expert.is_blocks:
+            tensor, where = self._dequantized(expert), self._where(expert.stored)
+        else:
+            tensor, where = self._of_expert(expert), self._where(expert.stored)
         if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
             raise ConfigError(
                 f"{where} is stored as {_plain_name(tensor.dtype)}, but by config.json it is {_plain_name(out.dtype)}; "
@@ -127,8 +150,30 @@ class SafetensorsStore:
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
-    def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; always None: safetensors has no block-quantized dtype."""
+    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+        """See `TensorStore`; only experts can be in blocks, in MXFP4."""
+        expert = self._parts.get(name)
+        if expert is None or not expert.is_blocks:
+            return None
+        weight = block_weight(self._rows(expert, part), MXFP4)
+        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+
+    def _of_expert(self, expert: ExpertPart) -> Tensor:
+        tensor = self.mapped(expert.stored)[expert.expert]
+        return (tensor.T if expert.transposed else tensor)[expert.outputs]
+
+    def _dequantized(self, expert: ExpertPart) -> Tensor:
+        return torch.from_numpy(dequantize(self._rows(expert, None), MXFP4))
+
+    def _rows(self, expert: ExpertPart, part: Slice | None) -> Bytes:
+        """The outputs of an expert in MXFP4 as rows of a GGUF file; `part`: only some of them, if it is of outputs."""
+        numbers, scales = (
+            self.mapped(name)[expert.expert, expert.outputs].numpy()
+            for name in (expert.stored, expert.scales)
+        )
+        if part is not None and part.axis == 0:
+            numbers, scales = numbers[part.start : part.stop], scales[part.start : part.stop]
+        return mxfp4_rows(numbers, scales)
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""

@@ -58,7 +58,8 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
             yield f"{block}.{hf}", f"blk.{layer}.{gguf}", None
         for hf, gguf in _expert_names(spec.experts.names).items() if experts else ():
             for expert in range(spec.experts.num_experts):
-                yield f"{block}.experts.{expert}.{hf}.weight", f"blk.{layer}.{gguf}.weight", expert
+                for part in ("weight", "bias") if spec.experts.has_bias else ("weight",):
+                    yield f"{block}.experts.{expert}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", expert
 
 
 def is_not_read(spec: ModelSpec, name: str) -> bool:
@@ -80,6 +81,7 @@ def _sparse_names(names: ExpertNames) -> dict[str, str]:
     """The tensors of a sparse MLP beside its experts."""
     return {
         f"{names.router}.weight": "ffn_gate_inp.weight",
+        f"{names.router}.bias": "ffn_gate_inp.bias",
         names.bias: "exp_probs_b.bias",
         f"{names.shared}.gate_proj.weight": "ffn_gate_shexp.weight",
         f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",
