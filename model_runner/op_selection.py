@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import native, native_linear, plain, sgl
+from .kernels import native, native_linear, plain, plain_state, sgl
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
 
@@ -202,6 +202,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
+    "short_conv": (_native("short_conv"), _plain(plain_state.short_conv)),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

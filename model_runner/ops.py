@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from .adapter_runs import AdapterRuns
+    from .state_runs import StateBatch
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
 """`gelu` is the exact one, by the error function."""
@@ -238,6 +239,27 @@ class RotateAndStore(Protocol):
         ...
 
 
+class ShortConvOp(Protocol):
+    """The gated short convolution of a state layer: C * conv(B * x), over each request's tokens."""
+
+    def __call__(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, states: StateBatch
+    ) -> Tensor:
+        """Convolve causally and move the states; returns [T, K].
+
+        B * x is rounded, as it is kept in the states; the convolution and its product with C are rounded once, together
+        with the bias. So the result does not depend on how tokens are divided among steps.
+
+        Args:
+            bcx: [T, 3K]: B, C and x.
+            weight: [L, K]: the taps, that of the newest token last.
+            bias: [K].
+            slots: [S, L - 1, K] of the layer; all in one dtype.
+            states: the runs of the step; they cover all T tokens.
+        """
+        ...
+
+
 class PackedDelta(NamedTuple):
     """One layer's part of an adapter in the layout of its kernel; `rank` is the largest of its modules'."""
 
@@ -374,5 +396,6 @@ class Ops:
     add: AddOp
     take_rows: TakeRows
     to_float32: ToFloat32
+    short_conv: ShortConvOp
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from .native_delta import NativeDeltas
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
+
+if TYPE_CHECKING:
+    from ..state_runs import StateBatch
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +197,32 @@ class NativeOps:
         x = x.contiguous()
         out = x.new_empty(x.shape, dtype=torch.float32)
         self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def short_conv(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, states: StateBatch
+    ) -> Tensor:
+        """See `ShortConvOp`."""
+        bcx = bcx.contiguous()
+        (num_taps, size), dtype = weight.shape, bcx.dtype
+        assert dtype in _DTYPES and weight.dtype == slots.dtype == dtype, (dtype, weight.dtype, slots.dtype)
+        assert bcx.shape[1] == 3 * size and slots.shape[1:] == (num_taps - 1, size), (bcx.shape, slots.shape)
+        assert weight.is_contiguous() and slots.is_contiguous()
+        assert bias is None or (bias.dtype == dtype and bias.shape == (size,)), bias
+        assert states.plan.dtype == torch.int64 and states.plan.is_contiguous(), states.plan.dtype
+        out = bcx.new_empty((bcx.shape[0], size))
+        self._library.short_conv(
+            bcx.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            slots.data_ptr(),
+            states.plan.data_ptr(),
+            out.data_ptr(),
+            bcx.shape[0],
+            size,
+            num_taps,
+            dtype == torch.bfloat16,
+        )
         return out
 
     def rotate_and_store(

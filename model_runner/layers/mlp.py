@@ -41,7 +41,8 @@ class GatedMLP:
             fused: the checkpoint holds gate and up as one `gate_up_proj`.
             activation: an op of the context's `Ops`; None: `silu_and_mul`.
         """
-        names, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner]
+        parts = context.spec.form.names
+        names, sizes = [f"{name}.{parts.gate}", f"{name}.{parts.up}"], [inner, inner]
         outputs = None
         if context.group.size > 1:
             span = equal_span(inner, context.group)
@@ -50,7 +51,7 @@ class GatedMLP:
             num_parts = 1 if outputs is None else 2
             names, sizes = [f"{name}.gate_up_proj"] * num_parts, [2 * inner] * num_parts
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
-        self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
+        self.down = RowLinear(context, f"{name}.{parts.down}", inner, size, bias=bias)
         self.activation = activation or context.ops.silu_and_mul
         weight, delta = self.gate_up.weight, self.gate_up.delta
         # Gates and ups of a fused weight are in another order, in which a change of them must be computed, too.

@@ -41,7 +41,7 @@ def num_parameters(spec: ModelSpec) -> int:
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
     heads = 2 * spec.head_dim if spec.qk_norm else 0
-    return spec.num_layers * (norms + heads) + spec.hidden_size
+    return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
@@ -94,14 +94,21 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     size, inner = spec.hidden_size, spec.intermediate_size
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    names = spec.form.names
     linears = [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
-        _Linear({"self_attn.o_proj": size}, q_size),
+        _Linear({f"self_attn.{names.attention_out}": size}, q_size),
     ]
-    mlp, num, experts = "mlp", 1, spec.experts
+    if spec.state is not None and not spec.attends(layer):
+        conv_size = spec.state.conv_size
+        linears = [
+            _Linear({"conv.in_proj": 3 * conv_size}, size),
+            _Linear({"conv.out_proj": size}, conv_size),
+        ]
+    mlp, num, experts = names.mlp, 1, spec.experts
     if experts is not None and layer not in experts.dense_layers:
         if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
             return linears
-        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+        mlp, num, inner = f"{mlp}.experts.0", experts.num_experts, experts.intermediate_size
+    gate_up = {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
+    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.{names.down}": size}, inner, num)]

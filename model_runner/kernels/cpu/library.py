@@ -76,6 +76,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "scale": ("", "pnf"),
     "add": ("", "ppni"),
     "widen": ("", "ppn"),
+    "short_conv": ("", "ppppppnnni"),
     "lora_add": ("", "pnppppnpnppnnnii"),
     "lora_gated": ("", "pnpppppnpnppnn"),
     "lora_embed": ("", "pppppnppnni"),

@@ -48,12 +48,13 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     """
     table = (spec.vocab_size, spec.hidden_size)
     yield Module("model.embed_tokens", table)
-    yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
+    yield Module(f"model.{spec.form.names.final_norm}", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
         yield Module("lm_head", table)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer, one_expert)):
+        mixer = (*_head_norms(spec), *_attention(spec)) if spec.attends(layer) else _short_conv(spec)
+        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
 
@@ -72,9 +73,21 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 def _norms(spec: ModelSpec) -> Iterator[Module]:
     for name in spec.form.norms:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
+
+
+def _head_norms(spec: ModelSpec) -> Iterator[Module]:
     if spec.qk_norm:
-        yield Module("self_attn.q_norm", (spec.head_dim,))
-        yield Module("self_attn.k_norm", (spec.head_dim,))
+        yield Module(f"self_attn.{spec.form.names.q_norm}", (spec.head_dim,))
+        yield Module(f"self_attn.{spec.form.names.k_norm}", (spec.head_dim,))
+
+
+def _short_conv(spec: ModelSpec) -> Iterator[Module]:
+    state, size = spec.state, spec.hidden_size
+    assert state is not None
+    bias, inner = state.conv_bias, state.conv_size
+    yield Module("conv.in_proj", (3 * inner, size), is_linear=True, has_bias=bias)
+    yield Module("conv.conv", (inner, 1, state.conv_taps), has_bias=bias)
+    yield Module("conv.out_proj", (size, inner), is_linear=True, has_bias=bias)
 
 
 def _attention(spec: ModelSpec) -> Iterator[Module]:
@@ -88,13 +101,14 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
         parts = {"qkv_proj": q_size + 2 * kv_size}
     for name, rows in parts.items():
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
-    yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    name = f"self_attn.{spec.form.names.attention_out}"
+    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
     if experts is None or layer in experts.dense_layers:
-        yield from _gated("mlp", size, spec.intermediate_size, spec)
+        yield from _gated(spec.form.names.mlp, size, spec.intermediate_size, spec)
         return
     yield Module("mlp.gate", (experts.num_experts, size))
     for expert in range(1 if one_expert else experts.num_experts):
@@ -102,9 +116,10 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
 
 
 def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
-    first = {"gate_proj": inner, "up_proj": inner}
+    names = spec.form.names
+    first = {names.gate: inner, names.up: inner}
     if spec.model_type == "phi3":
         first = {"gate_up_proj": 2 * inner}
     for part, rows in first.items():
         yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(f"{name}.down_proj", (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+    yield Module(f"{name}.{names.down}", (size, inner), is_linear=True, has_bias=spec.mlp_bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...fields import Fields
@@ -21,6 +21,12 @@ class Family(NamedTuple):
     tied: bool = False
     head_dim: int | None = None  # None: hidden size divided by heads
     body: str = ""  # the class without an output head; "": that of `architecture`
+    renamed: Mapping[str, str] = {}  # fields of the family that stand for common ones, which they override
+
+    def with_common_names(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """A configuration in which the common fields have the values of the family's own."""
+        given = {name: config[own] for own, name in self.renamed.items() if config.get(own) is not None}
+        return {**config, **given}
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""
