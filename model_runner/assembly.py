@@ -97,6 +97,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         dtype=loaded.kv_dtype,
         device=device,
         layer_ids=() if spec.state is None else spec.attention_layers,
+        keys_hold_values=spec.latent is not None,
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(

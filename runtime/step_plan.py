@@ -184,7 +184,7 @@ class StepPlan(Record, frozen=True):
         pools: [B] uint8, 1 where the request's last new token ends the prompt of a pooling request; empty if none does.
         adapter_loads: [n, 2] (slot, store id): LoRA adapters that move into slots, after `finished_rows`.
         state_saves: [n, 3] (row, position, checkpoint): the state after the row's first `position` tokens, the last of
-            which is a new token of this step or of one of its rounds, goes into a checkpoint, 1 or above. Distinct ones,
+            which is a new token of this step or of one of its rounds, goes into a checkpoint, 1 or above. Distinct,
             and none that a new request of the plan reads. Saves of rounds that do not run are dropped. Only for models
             with state layers, which keep a state for each row besides: a row's first step starts from its
             `NewReq.checkpoint`, or from zeros.

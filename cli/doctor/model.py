@@ -92,9 +92,13 @@ def check_weights(facts: ModelFacts) -> Check:
         return skip("weights", "the architecture is not known")
     if facts.weights is None:
         return skip("weights", "random weights are asked for")
-    num_files, num_tensors, num_bytes = facts.weights
-    files = "1 file" if num_files == 1 else f"{num_files} files"
-    return ok("weights", f"{num_tensors} tensors in {files}, {size_text(num_bytes)}, all there")
+    weights = facts.weights
+    files = "1 file" if weights.num_files == 1 else f"{weights.num_files} files"
+    text = f"{weights.num_tensors} tensors in {files}, {size_text(weights.num_bytes)}, all there"
+    if weights.num_ignored:
+        size = size_text(weights.ignored_bytes)
+        text += f"; {weights.num_ignored} more of towers are not read, {size}: only text is served"
+    return ok("weights", text)
 
 
 def check_checksums(facts: ModelFacts) -> Check:

@@ -19,8 +19,8 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
-    missing_prefix,
     read_header,
+    usual_names_in,
     weight_files,
 )
 from .reader import Slice
@@ -58,10 +58,14 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder, by their usual names, see `missing_prefix`."""
+    """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, language_of: str = "") -> None:
         """Open the files.
+
+        Args:
+            folder: the model's.
+            language_of: see `ModelSpec`; the tensors of towers are left out.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
@@ -78,8 +82,8 @@ class SafetensorsStore:
                         "keep one of the files"
                     )
                 self._entries[name] = _Entry(file, entry)
-        if prefix := missing_prefix(self._entries):
-            self._entries = {prefix + name: entry for name, entry in self._entries.items()}
+        names = usual_names_in(folder, self._entries, language_of)
+        self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""

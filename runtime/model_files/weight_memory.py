@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .quantization import BLOCK_METHODS
-from .weight_files.needed_tensors import needed_modules
+from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec
@@ -92,13 +92,8 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     names = spec.form.names
-    linears = [
-        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
-        _Linear({f"self_attn.{names.attention_out}": size}, q_size),
-    ]
+    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
     if spec.state is not None and not spec.attends(layer):
         conv_size = spec.state.conv_size
         linears = [
@@ -112,3 +107,20 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         mlp, num, inner = f"{mlp}.experts.0", experts.num_experts, experts.intermediate_size
     gate_up = {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
     return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.{names.down}": size}, inner, num)]
+
+
+def _attention_linears(spec: ModelSpec) -> list[_Linear]:
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    return [
+        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
+        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, q_size),
+    ]
+
+
+def _latent_linears(spec: ModelSpec) -> list[_Linear]:
+    return [
+        _Linear({module.name: module.shape[0]}, module.shape[1])
+        for module in attention_modules(spec)
+        if module.is_linear and module.name != KV_UP
+    ]

@@ -35,9 +35,6 @@ _REFUSED: Final[dict[str, str]] = {
     "kv_lora_rank": "latent attention (MLA) is not supported",
     "attn_logit_softcapping": "capped scores are not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
-    "vision_config": "only text is supported",
-    "audio_config": "only text is supported",
-    "text_config": "only text is supported",
 }
 _OF_IMAGES: Final = "vision"
 """Value of `use_bidirectional_attention` that concerns the tokens of images only."""

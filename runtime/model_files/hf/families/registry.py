@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import gemma, lfm, llama, phi, qwen
+from . import deepseek, gemma, lfm, llama, phi, qwen
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -17,4 +17,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **gemma.FAMILIES,
     **phi.FAMILIES,
     **lfm.FAMILIES,
+    **deepseek.FAMILIES,
 }
