@@ -58,10 +58,8 @@ def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig,
         "preemption_mode": "states are not copied to the host",
         "swap_space": "states are not copied to the host",
     }
-    if cache.radix_cache:
-        notes["radix_cache"] = "states are not kept for later requests"
     return replace(
         config,
-        cache=replace(cache, swap_space=0.0, radix_cache=False),
-        scheduler=replace(scheduler, preemption_mode="recompute", in_batch_prefix_caching=False),
+        cache=replace(cache, swap_space=0.0),
+        scheduler=replace(scheduler, preemption_mode="recompute"),
     ), notes
