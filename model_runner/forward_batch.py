@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .adapter_runs import AdapterBatch
     from .attention.backend import StepAttention
     from .memory.kv_pool import KVPool
-    from .state_runs import StateBatch
+    from .memory.state_pool import StateBatch
 
 
 @dataclass(frozen=True, slots=True)

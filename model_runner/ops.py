@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from .adapter_runs import AdapterRuns
-    from .state_runs import StateBatch
+    from .state_runs import StateRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
 """`gelu` is the exact one, by the error function."""
@@ -243,7 +243,7 @@ class ShortConvOp(Protocol):
     """The gated short convolution of a state layer: C * conv(B * x), over each request's tokens."""
 
     def __call__(
-        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, states: StateBatch
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
     ) -> Tensor:
         """Convolve causally and move the states; returns [T, K].
 
@@ -255,7 +255,7 @@ class ShortConvOp(Protocol):
             weight: [L, K]: the taps, that of the newest token last.
             bias: [K].
             slots: [S, L - 1, K] of the layer; all in one dtype.
-            states: the runs of the step; they cover all T tokens.
+            runs: of the step; they cover all T tokens.
         """
         ...
 

@@ -28,8 +28,6 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .memory.state_pool import StatePool
-
 Int64s = npt.NDArray[np.int64]
 
 ZERO_SLOT: Final = 0
@@ -54,23 +52,21 @@ class StateSave(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StateBatch:
-    """The states of a step.
+class StateRuns:
+    """The runs of a step.
 
     Attributes:
-        pool: the slots.
         plan: [1 + 4 * n] int64, on the device: the number of runs, then load, first, last and store of each.
         runs: on the host; empty in a recording, which reads only `plan`.
     """
 
-    pool: StatePool
     plan: Tensor
     runs: tuple[StateRun, ...] = ()
 
     @classmethod
-    def of(cls, pool: StatePool, plan: Int64s, on_device: Tensor) -> StateBatch:
-        """The states of a step with this plan, which was uploaded."""
-        return cls(pool, on_device, runs_in(plan))
+    def of(cls, plan: Int64s, on_device: Tensor) -> StateRuns:
+        """The runs of a plan, which was uploaded."""
+        return cls(on_device, runs_in(plan))
 
     def on_host(self) -> tuple[StateRun, ...]:
         """The runs; for a recording on the CPU those that its plan holds now."""

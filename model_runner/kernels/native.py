@@ -24,7 +24,7 @@ from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ..state_runs import StateBatch
+    from ..state_runs import StateRuns
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class NativeOps:
         return out
 
     def short_conv(
-        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, states: StateBatch
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
     ) -> Tensor:
         """See `ShortConvOp`."""
         bcx = bcx.contiguous()
@@ -209,14 +209,14 @@ class NativeOps:
         assert bcx.shape[1] == 3 * size and slots.shape[1:] == (num_taps - 1, size), (bcx.shape, slots.shape)
         assert weight.is_contiguous() and slots.is_contiguous()
         assert bias is None or (bias.dtype == dtype and bias.shape == (size,)), bias
-        assert states.plan.dtype == torch.int64 and states.plan.is_contiguous(), states.plan.dtype
+        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous(), runs.plan.dtype
         out = bcx.new_empty((bcx.shape[0], size))
         self._library.short_conv(
             bcx.data_ptr(),
             weight.data_ptr(),
             None if bias is None else bias.data_ptr(),
             slots.data_ptr(),
-            states.plan.data_ptr(),
+            runs.plan.data_ptr(),
             out.data_ptr(),
             bcx.shape[0],
             size,

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..state_runs import StateBatch
+    from ..state_runs import StateRuns
 
 
-def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, states: StateBatch) -> Tensor:
+def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns) -> Tensor:
     """See `ShortConvOp`."""
     gate_in, gate_out, x = bcx.chunk(3, dim=-1)
     inputs = gate_in * x
     out = torch.empty_like(inputs)
     num_kept, taps = slots.shape[1], weight.float()
-    for load, first, last, store in states.on_host():
+    for load, first, last, store in runs.on_host():
         whole = torch.cat((slots[load], inputs[first:last]))
         if last > first:
             # [tokens, K, L] windows times [K, L]

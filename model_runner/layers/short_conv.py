@@ -56,5 +56,5 @@ class ShortConv:
         adapters, states = batch.adapters, batch.states
         assert states is not None, "the batch of a model with state layers has states"
         bcx = self.in_proj(x) if adapters is None else self.in_proj(x, adapters.tokens)
-        mixed = self.short_conv(bcx, self.weight, self.bias, states.pool.layer(self.layer_id), states)
+        mixed = self.short_conv(bcx, self.weight, self.bias, states.pool.layer(self.layer_id), states.runs)
         return self.out_proj(select_rows(mixed), kept_adapters(batch, select_rows))

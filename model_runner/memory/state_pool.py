@@ -4,12 +4,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..state_runs import ZERO_SLOT
+from ..state_runs import ZERO_SLOT, StateRuns
 from .host_memory import reserve
 
 if TYPE_CHECKING:
@@ -54,3 +54,10 @@ class StatePool:
     def layer(self, layer_id: int) -> Tensor:
         """The slots of one state layer; `layer_id` counts all layers of the model."""
         return self.conv[self._index_of[layer_id]]
+
+
+class StateBatch(NamedTuple):
+    """The states of a step: all slots, and the runs of its tokens."""
+
+    pool: StatePool
+    runs: StateRuns

@@ -15,8 +15,9 @@ from ..adapter_runs import batch_of
 from ..forward_batch import ForwardBatch
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
+from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
-from ..state_runs import StateBatch
+from ..state_runs import StateRuns
 from .executor import StepOutput
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
-    from ..memory.state_pool import StatePool
     from ..models.registry import CausalLM
     from ..token_relay import TokenRelay
 
@@ -132,7 +132,7 @@ class EagerExecutor:
         if batch.state_plan is None:
             return None
         assert self._state_pool is not None, "a model with state layers has a pool"
-        return StateBatch.of(self._state_pool, batch.state_plan, on_device)
+        return StateBatch(self._state_pool, StateRuns.of(batch.state_plan, on_device))
 
     def _adapters(self, batch: InputBatch) -> AdapterBatch | None:
         if batch.adapter_slots is None:

@@ -30,7 +30,8 @@ from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
-from ..state_runs import StateBatch, recorded_state_plan
+from ..memory.state_pool import StateBatch, StatePool
+from ..state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .eager_executor import Forward
 from .native_program import NativeProgram, Traced, trace, traced_calls
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from ...runtime.config.device_config import KernelConfig
     from ..attention.backend import AttentionBackend
     from ..memory.kv_pool import KVPool
-    from ..memory.state_pool import StatePool
     from ..models.registry import CausalLM
     from .program_planes import Words
 
@@ -152,8 +152,8 @@ class ForwardProgram:
             _copy_plan(self._adapters.tokens, batch.adapters.tokens)
             _copy_plan(self._adapters.kept, batch.adapters.kept)
         if self._states is not None and batch.states is not None:
-            plan = batch.states.plan
-            self._states.plan[: len(plan)] = plan
+            plan = batch.states.runs.plan
+            self._states.runs.plan[: len(plan)] = plan
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
@@ -234,7 +234,7 @@ class _Tracer:
             self.adapters = AdapterBatch(tokens, kept, kept)
         self.states: StateBatch | None = None
         if state_pool is not None:
-            self.states = StateBatch(state_pool, recorded_state_plan(MAX_TOKENS))
+            self.states = StateBatch(state_pool, StateRuns(recorded_state_plan(MAX_TOKENS)))
         self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 

@@ -23,8 +23,9 @@ from torch import Tensor
 from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
+from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
-from ..state_runs import StateBatch, recorded_state_plan
+from ..state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .executor import StepExecutor, StepOutput
 from .native_program import NativeProgram, record
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from ..input_batch import InputBatch, Int64s
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
-    from ..memory.state_pool import StatePool
     from ..models.registry import CausalLM
     from ..token_relay import TokenRelay
     from .eager_executor import EagerExecutor
@@ -173,7 +173,7 @@ class _Numbers:
             self.adapters = AdapterBatch(runs, runs, runs)
         self.states: StateBatch | None = None
         if state_pool is not None:
-            self.states = StateBatch(state_pool, recorded_state_plan(size))
+            self.states = StateBatch(state_pool, StateRuns(recorded_state_plan(size)))
 
     def take(self, batch: InputBatch, input_ids: Int64s) -> None:
         """Copy a step's inputs to the memory that its recording reads."""
@@ -191,7 +191,7 @@ class _Numbers:
             write_plan(self.adapters.tokens.plan.numpy(), batch.adapter_slots)
         if self.states is not None:
             assert batch.state_plan is not None
-            self.states.plan.numpy()[: len(batch.state_plan)] = batch.state_plan
+            self.states.runs.plan.numpy()[: len(batch.state_plan)] = batch.state_plan
 
     def output(self, batch: InputBatch, logits: Tensor) -> StepOutput:
         """The output of a step with these inputs, in which every request samples."""
