@@ -87,7 +87,7 @@ class NativeMatmul(ABC):
         out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
         self._take_rows(ids.contiguous(), out)
         if scale is not None:
-            self._library.scale(out.data_ptr(), out.numel(), scale)
+            self._library.scale(out.data_ptr(), out.numel(), scale, True)
         return out
 
     @property
@@ -110,9 +110,9 @@ class NativeMatmul(ABC):
         """Output form of a call; `Form` of `kernels/cpu/output.h`."""
         return self._form
 
-    def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
+    def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
         """The weight as one expert of a layer; `ExpertWeight` of `kernels/cpu/experts.cpp`."""
-        return self._address, self.kind, 0, 0, 0, 0, 0.0
+        return self._address, self.kind, 0, 0, 0, 0, 0.0, 0
 
     @property
     def num_bytes(self) -> int:

@@ -3,7 +3,7 @@
 llama.cpp stores some tensors in another layout. They are converted back here, so that models know one layout:
 
 - It orders the rows of Llama's q and k projections so that rotary pairs are adjacent; Hugging Face pairs the first
-  half of a head with the second. Of the architectures here only `llama` is stored in this order.
+  half of a head with the second. Only some architectures are stored in this order (`GGUFFamily.neighbors`).
 - Gemma's norm weights w are stored as 1 + w.
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
 """
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
+from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, stored_names
+from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
 
@@ -56,7 +57,7 @@ class GGUFStore:
         """
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._pairs_are_neighbors = spec.model_type == "llama"
+        self._pairs_are_neighbors = pairs_are_neighbors(spec.model_type)
         self._norms_are_offset = spec.model_type == "gemma3_text"
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
@@ -82,7 +83,7 @@ class GGUFStore:
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
         stored = self._stored.get(name)
-        return None if stored is None else stored.shape
+        return None if stored is None else full_shape(stored.shape, wanted)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
@@ -94,6 +95,8 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         try:
+            if out.ndim > len(info.shape):  # one row, see `full_shape`
+                out = out.view(-1)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):

@@ -40,7 +40,7 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = 2 * spec.head_dim if spec.qk_norm else 0
+    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
     return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
 
 
@@ -92,7 +92,6 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
-    names = spec.form.names
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
     if spec.state is not None and not spec.attends(layer):
         conv_size = spec.state.conv_size
@@ -100,13 +99,24 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
             _Linear({"conv.in_proj": 3 * conv_size}, size),
             _Linear({"conv.out_proj": size}, conv_size),
         ]
-    mlp, num, experts = names.mlp, 1, spec.experts
-    if experts is not None and layer not in experts.dense_layers:
-        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
-            return linears
-        mlp, num, inner = f"{mlp}.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.{names.gate}": inner, f"{mlp}.{names.up}": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.{names.down}": size}, inner, num)]
+    experts = spec.experts
+    # The parts of a fused matrix are counted by their own names.
+    dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
+    if experts is None or layer in experts.dense_layers:
+        block = spec.form.names.mlp if experts is None else experts.names.block
+        return [*linears, *_mlp_linears(block, size, inner, dense)]
+    block, names = experts.names.block, experts.names
+    if experts.shared_size:
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
+    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+        return linears
+    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
+
+
+def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
+    *first, down = (f"{name}.{part}" for part in parts)
+    return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
 
 
 def _attention_linears(spec: ModelSpec) -> list[_Linear]:

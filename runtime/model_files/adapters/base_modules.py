@@ -32,7 +32,7 @@ class BaseModules:
             if module.is_linear and ".experts." not in module.name and not module.name.endswith(KV_UP):
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
-        self._fused = spec.model_type == "phi3"
+        self._form = spec.form
 
     def find(self, name: str) -> BaseModule | None:
         """The module of a name in an adapter, which may lack the prefix of a model with a head."""
@@ -44,13 +44,15 @@ class BaseModules:
 
     def reason_against(self, name: str) -> str:
         """Why there is no such module."""
-        if ".experts" in name or name.endswith("mlp.gate"):
+        if ".experts" in name or name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
             return "adapters of experts and routers are not supported; train one without them"
         last = name.rpartition(".")[2]
         if name.endswith(KV_UP):
             return f"its adapters are not supported, because queries take in a part of {last}; train one without it"
-        if self._fused and last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-            return "this model has qkv_proj and gate_up_proj instead; use an adapter trained on them"
+        own = (*self._form.qkv_names, *self._form.mlp_names)
         if last in ("qkv_proj", "gate_up_proj"):
             return "this model has them as separate modules; use an adapter trained on q_proj, k_proj, v_proj, ..."
+        if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") and last not in own:
+            fused = " and ".join(name for name in own if name in ("qkv_proj", "gate_up_proj"))
+            return f"this model has {fused or ', '.join(own)} instead; use an adapter trained on them"
         return "the base model has no such linear layer; the adapter belongs to another model"

@@ -13,6 +13,7 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..block_forms import GGUF_FORMS
 from ..fields import Fields
+from ..layer_form import FUSED_QKV, PRE_NORMS
 from ..model_spec import DTypeName, ModelSpec
 from ..quantization import QuantizationSpec
 from .families.family import GGUFFamily
@@ -22,6 +23,7 @@ from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .gguf_sampling import read_gguf_sampling
 
+_TOWER: Final = "clip"  # llama.cpp's name for all of them
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -34,6 +36,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = Fields(file.path, file.metadata)
     arch = fields.text("general.architecture")
+    if arch == _TOWER or fields.get("general.type") == "mmproj":
+        raise ConfigError(
+            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj), and the "
+            "engine serves only text; give the GGUF file of the language model, which is beside it"
+        )
     if arch not in GGUF_FAMILIES:
         raise fields.error(
             "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
@@ -52,8 +59,12 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     eos_token_ids = [
         token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
     ]
+    facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
+    if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
+        facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if facts["form"].head_bias and "output.bias" not in file.tensors:
+        facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
-        model_type=family.model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
@@ -61,7 +72,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         num_heads=num_heads,
         num_kv_heads=fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
         head_dim=head_dim,
-        rms_norm_eps=fields.number(f"{arch}.attention.layer_norm_rms_epsilon", 1e-30, 1.0),
+        rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,
         rope_scaling=read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),
         max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
@@ -74,7 +85,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         sampling_defaults=read_gguf_sampling(file),
-        **family.facts(fields, arch),
+        **facts,
     )
     spec = structs.replace(
         spec, max_position_embeddings=spec.known_positions, quantization=_quantization(file, spec)

@@ -27,11 +27,10 @@ from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
-from .language_part import find_language_part
+from .language_part import MULTIMODAL, LanguagePart, find_language_part
 from .sentence_transformers import read_pooling, token_limit
 from .task import FoundTask, find_task
 
-_GENERATE: Final = FoundTask("generate", "")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -50,10 +49,8 @@ def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -
     config = read_json(path)
     fields = Fields(path, config)
     found = find_task(folder, fields, choice, name)
-    if (part := find_language_part(path, config)) is None:
-        spec = _read_spec(folder, config, "", found)
-    else:
-        spec = structs.replace(_read_spec(folder, part.config, part.prefix, found), language_of=part.outer)
+    part = find_language_part(path, config)
+    spec = _read_spec(folder, config, found) if part is None else _read_part(folder, part, found)
     pooling = read_pooling(folder, fields, found, choice, spec.hidden_size, name)
     return spec if pooling is None else _with_pooling(folder, spec, pooling)
 
@@ -68,9 +65,16 @@ def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelS
     )
 
 
-def _read_spec(
-    folder: Path, config: Mapping[str, object], prefix: str, found: FoundTask = _GENERATE
-) -> ModelSpec:
+def _read_part(folder: Path, part: LanguagePart, found: FoundTask) -> ModelSpec:
+    """The architecture of the language model in a multimodal folder, without pooling."""
+    spec = _read_spec(folder, part.config, found, part.prefix)
+    quantization = spec.quantization
+    if quantization is not None:
+        quantization = structs.replace(quantization, renamed=MULTIMODAL[part.outer].renamed)
+    return structs.replace(spec, language_of=part.outer, quantization=quantization)
+
+
+def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, prefix: str = "") -> ModelSpec:
     """The architecture without pooling.
 
     `prefix`: of the fields in messages, where the configuration is an object inside of config.json.
@@ -112,7 +116,7 @@ def _read_spec(
         or fields.integer("intermediate_size", 1, 1 << 22),
         num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
+        rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
         eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),

@@ -24,6 +24,9 @@ _TEXT: Final = "text_config"
 _TOWERS: Final = ("vision_config", "audio_config")
 _OUTER: Final = ("quantization_config", "compression_config", "quantization")
 """Fields that may stand beside `text_config` instead of inside of it."""
+_CONNECTED: Final = ("vision_model.", "connector.")
+_TEXT_MODEL: Final = ("model.text_model.", "text_model.")
+_GEMMA_TOWERS: Final = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 _ROPES: Final = ("rope_scaling", "rope_parameters")
 _AXES: Final = "mrope"
 
@@ -60,11 +63,10 @@ class Multimodal(NamedTuple):
         prefix = next((prefix for prefix in self.body if name.startswith(prefix)), "model.")
         return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
 
-    def stored_names(self, name: str) -> tuple[str, ...]:
-        """What a module of the language model may be called in the folder."""
-        if name.startswith("model."):
-            return tuple(prefix + name.removeprefix("model.") for prefix in self.body)
-        return (_HEAD.removesuffix("lm_head.") + name,)
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Beginnings of the usual names, and what the folder may have instead."""
+        return *(("model.", prefix) for prefix in self.body), ("lm_head", _HEAD.removesuffix("."))
 
 
 class _TextType(NamedTuple):
@@ -90,10 +92,113 @@ class LanguagePart(NamedTuple):
 
 MULTIMODAL: Final[dict[str, Multimodal]] = {
     "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", _VISION, is_fixed=True, tied=True),
+    "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral", _VISION, tied=True),
+    "qwen2_vl": Multimodal(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl_text", ("visual.",), is_fixed=True, is_flat=True
+    ),
+    "qwen2_5_vl": Multimodal(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual.",), is_fixed=True, is_flat=True
+    ),
+    "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual.",), is_fixed=True),
+    "llava": Multimodal("LlavaForConditionalGeneration", "llama", _VISION),
+    "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
+    "llava_onevision": Multimodal(
+        "LlavaOnevisionForConditionalGeneration", "qwen2", (*_VISION, "image_newline")
+    ),
+    "vipllava": Multimodal("VipLlavaForConditionalGeneration", "llama", _VISION),
+    "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", _VISION, tied=True),
+    "aya_vision": Multimodal("AyaVisionForConditionalGeneration", "cohere2", _VISION, tied=True),
+    "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
+    "smolvlm": Multimodal("SmolVLMForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
+    "llama4": Multimodal(
+        "Llama4ForConditionalGeneration",
+        "llama4_text",
+        ("vision_model.", "multi_modal_projector."),
+        is_fixed=True,
+    ),
+    "gemma3n": Multimodal(
+        "Gemma3nForConditionalGeneration", "gemma3n_text", _GEMMA_TOWERS, is_fixed=True, tied=True
+    ),
+    "gemma4": Multimodal(
+        "Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA_TOWERS, is_fixed=True, tied=True
+    ),
+    "qwen3_5": Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.",), is_fixed=True),
+    "qwen3_5_moe": Multimodal(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.",), is_fixed=True
+    ),
+    "lfm2_vl": Multimodal("Lfm2VlForConditionalGeneration", "lfm2", _VISION, tied=True),
+    "qwen2_audio": Multimodal("Qwen2AudioForConditionalGeneration", "qwen2", _AUDIO),
+    "voxtral": Multimodal(
+        "VoxtralForConditionalGeneration",
+        "llama",
+        _AUDIO,
+        defaults={
+            "vocab_size": 131_072,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e8,
+            "head_dim": 128,
+        },
+    ),
 }
 """The folders of which the text is served."""
 
+_QWEN: Final = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+_QWEN_VL: Final = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
 _TEXT_TYPES: Final[dict[str, _TextType]] = {
+    "llama": _TextType(
+        "llama",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "mistral": _TextType(
+        "mistral",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": _TextType("qwen2", _QWEN | {"max_position_embeddings": 32_768}),
+    "qwen3": _TextType("qwen3", _QWEN | {"max_position_embeddings": 32_768, "head_dim": 128}),
     "gemma3_text": _TextType(
         "gemma3_text",
         {
@@ -107,6 +212,11 @@ _TEXT_TYPES: Final[dict[str, _TextType]] = {
             "max_position_embeddings": 131_072,
             "rms_norm_eps": 1e-6,
         },
+    ),
+    "qwen2_vl_text": _TextType("qwen2", _QWEN_VL),
+    "qwen2_5_vl_text": _TextType("qwen2", _QWEN_VL),
+    "qwen3_vl_text": _TextType(
+        "qwen3", _QWEN | {"max_position_embeddings": 128_000, "head_dim": 128, "rope_theta": 5e5}
     ),
 }
 """Older files have only the fields of `text_config` that differ from these defaults."""

@@ -87,7 +87,7 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
     """
     from ..gguf.ggml_types import check_convertible
-    from ..gguf.gguf_names import NOT_WEIGHTS, stored_names
+    from ..gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     left = set(file.tensors) - NOT_WEIGHTS
@@ -103,7 +103,7 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
                     f"{spec.experts.num_experts}; the file is damaged: download it again"
                 )
             left.discard(gguf)
-            found = info.shape if expert is None else info.shape[1:]
+            found = full_shape(info.shape if expert is None else info.shape[1:], shape)
             if found != shape:
                 raise ConfigError(f"{file.path}: {_other_shape(name, found, shape)}")
             try:
@@ -199,7 +199,7 @@ def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: Mode
 
 
 def _tensors_of(module: Module) -> list[tuple[str, tuple[int, ...]]]:
-    tensors = [(f"{module.name}.weight", module.shape)]
+    tensors = [(f"{module.name}.{module.part}", module.shape)]
     return [*tensors, (f"{module.name}.bias", module.shape[:1])] if module.has_bias else tensors
 
 

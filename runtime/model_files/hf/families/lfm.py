@@ -12,11 +12,9 @@ from .family import Facts, Family, rope_facts
 
 LFM2_FORM: Final = LayerForm(
     norms=("operator_norm", "ffn_norm"),
+    mlp_names=("w1", "w3", "w2"),
     names=ModuleNames(
         mlp="feed_forward",
-        gate="w1",
-        up="w3",
-        down="w2",
         attention_out="out_proj",
         q_norm="q_layernorm",
         k_norm="k_layernorm",
@@ -84,8 +82,8 @@ FAMILIES: Final[dict[str, Family]] = {
         "Lfm2ForCausalLM",
         _lfm2,
         tied=True,
+        norm_eps="norm_eps",
         renamed={
-            "norm_eps": "rms_norm_eps",
             "tie_embedding": "tie_word_embeddings",
             "block_ff_dim": "intermediate_size",
         },
