@@ -88,15 +88,18 @@ class GGUFStore:
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
-            cut_from_whole(partial(self.read, name), self._stored[name].shape, out, part)
+            shape = self._stored[name].shape
+            if out.ndim > len(shape) == 2:  # see `full_shape`
+                shape = (shape[0], *out.shape[1:])
+            cut_from_whole(partial(self.read, name), shape, out, part)
             return
         info, expert = self._stored[name]
         raw = self._file.raw(info)
         if expert is not None:
             raw = raw[expert]
         try:
-            if out.ndim > len(info.shape):  # one row, see `full_shape`
-                out = out.view(-1)
+            if out.ndim > len(info.shape):  # see `full_shape`
+                out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):

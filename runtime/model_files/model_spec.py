@@ -32,6 +32,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "gemma3_text",
     "phi3",
     "lfm2",
+    "lfm2_moe",
     "smollm3",
     "olmo2",
     "olmo3",

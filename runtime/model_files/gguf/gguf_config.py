@@ -70,7 +70,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
         num_layers=fields.integer(f"{arch}.block_count", 1, 1 << 12),
         num_heads=num_heads,
-        num_kv_heads=fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
+        num_kv_heads=facts.pop("num_kv_heads", None)
+        or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
         head_dim=head_dim,
         rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,

@@ -1,9 +1,10 @@
-"""LFM2."""
+"""LFM2 and LFM2-MoE."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import LFM2_NAMES, ExpertsSpec, Routing
 from ...fields import Fields
 from ...layer_form import LayerForm, ModuleNames
 from ...state_spec import StateSpec
@@ -28,6 +29,30 @@ _KINDS: Final = ("full_attention", "conv")
 
 
 def _lfm2(fields: Fields) -> Facts:
+    return _body(fields) | {"intermediate_size": _mlp_width(fields)}
+
+
+def _lfm2_moe(fields: Fields) -> Facts:
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    num_dense = fields.integer("num_dense_layers", 0, 1 << 12, default=2)
+    routing = Routing(
+        num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=4),
+        normalize=fields.boolean("norm_topk_prob", default=True),
+        scores="sigmoid",
+        has_bias=fields.boolean("use_expert_bias", default=True),
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
+    )
+    experts = ExpertsSpec(
+        num_experts=fields.integer("num_experts", 1, 1 << 16, default=32),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22, default=1792),
+        routing=routing,
+        dense_layers=tuple(range(min(num_dense, num_layers))),
+        names=LFM2_NAMES,
+    )
+    return _body(fields) | {"experts": experts if num_dense < num_layers else None}
+
+
+def _body(fields: Fields) -> Facts:
     for name in ("block_use_swiglu", "use_pos_enc"):
         if not fields.boolean(name, default=True):
             raise fields.error(name, False, "only true is supported")
@@ -43,7 +68,6 @@ def _lfm2(fields: Fields) -> Facts:
         conv_bias=fields.boolean("conv_bias", default=False),
     )
     return rope_facts(fields, read_rope(fields, _THETA)) | {
-        "intermediate_size": _mlp_width(fields),
         "qk_norm": True,
         "form": LFM2_FORM,
         "state": state if any(layers) else None,
@@ -87,5 +111,12 @@ FAMILIES: Final[dict[str, Family]] = {
             "tie_embedding": "tie_word_embeddings",
             "block_ff_dim": "intermediate_size",
         },
+    ),
+    "lfm2_moe": Family(
+        "Lfm2MoeForCausalLM",
+        _lfm2_moe,
+        tied=True,
+        norm_eps="norm_eps",
+        renamed={"tie_embedding": "tie_word_embeddings"},
     ),
 }
