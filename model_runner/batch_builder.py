@@ -18,7 +18,7 @@ from .pooling.pooled_chunk import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
-from .state_runs import StateSave, plan_states
+from .states.state_runs import StateSave, plan_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

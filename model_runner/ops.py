@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ..runtime.model_files.experts_spec import Routing
     from .adapter_runs import AdapterRuns
-    from .state_runs import StateRuns
+    from .states.state_runs import StateRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 """`gelu` is the exact one, by the error function; `relu2` is the square of `relu`."""

@@ -25,7 +25,7 @@ from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from ...runtime.model_files.experts_spec import Routing
-    from ..state_runs import StateRuns
+    from ..states.state_runs import StateRuns
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..state_runs import ZERO_SLOT, StateRuns
+from ..states.state_runs import ZERO_SLOT, StateRuns
 from .host_memory import reserve
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
 from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
-from ..state_runs import StateRuns
+from ..states.state_runs import StateRuns
 from .executor import StepOutput
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
 from ..memory.state_pool import StateBatch, StatePool
-from ..state_runs import StateRuns, recorded_state_plan
+from ..states.state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .eager_executor import Forward
 from .native_program import NativeProgram, Traced, trace, traced_calls

@@ -25,7 +25,7 @@ from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
 from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
-from ..state_runs import StateRuns, recorded_state_plan
+from ..states.state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .executor import StepExecutor, StepOutput
 from .native_program import NativeProgram, record
