@@ -35,6 +35,8 @@ FAMILIES: Final = (
     FamilyRow("DeepSeek-V3, R1", "deepseek_v3", gguf="deepseek2"),
     FamilyRow("Kimi K2", "kimi_k2", gguf="deepseek2"),
     FamilyRow("GLM-4.7-Flash", "glm4_moe_lite", gguf="deepseek2"),
+    FamilyRow("LFM2, LFM2.5", "lfm2"),
+    FamilyRow("LFM2-8B-A1B", "lfm2_moe", gguf="lfm2moe"),
     FamilyRow("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3"),
     FamilyRow("Phi-3.5-MoE", "phimoe"),
     FamilyRow("Mixtral 8x7B, 8x22B", "mixtral", gguf="llama"),
