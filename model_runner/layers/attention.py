@@ -69,7 +69,13 @@ class SelfAttention:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
-        self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
+        self.o = RowLinear(
+            context,
+            f"{name}.{spec.form.names.attention_out}",
+            q_size,
+            spec.hidden_size,
+            bias=spec.attention_out_bias,
+        )
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows

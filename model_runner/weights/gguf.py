@@ -93,7 +93,10 @@ class GGUFStore:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
             stored = self._split_kv.get(name) or self._stored[name]
-            cut_from_whole(partial(self.read, name), stored.shape, out, part)
+            shape = stored.shape
+            if out.ndim > len(shape) == 2:  # see `full_shape`
+                shape = (shape[0], *out.shape[1:])
+            cut_from_whole(partial(self.read, name), shape, out, part)
             return
         if name in self._split_kv:
             out.copy_(torch.from_numpy(self._split_kv[name].read(self._file)))
@@ -103,8 +106,8 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         try:
-            if out.ndim > len(info.shape):  # one row, see `full_shape`
-                out = out.view(-1)
+            if out.ndim > len(info.shape):  # see `full_shape`
+                out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):

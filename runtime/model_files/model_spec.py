@@ -17,6 +17,7 @@ from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
+from .state_spec import StateSpec
 
 SUPPORTED_MODEL_TYPES: Final = (
     "llama",
@@ -30,6 +31,8 @@ SUPPORTED_MODEL_TYPES: Final = (
     "phimoe",
     "gemma3_text",
     "phi3",
+    "lfm2",
+    "lfm2_moe",
     "smollm3",
     "olmo2",
     "olmo3",
@@ -115,6 +118,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
     num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
+    state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
@@ -137,7 +141,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_kv_layers(self) -> int:
         """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
-        return self.num_layers if self.encoder is None else 1
+        return len(self.attention_layers) if self.encoder is None else 1
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.attends(layer))
+
+    def attends(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values; if not, it keeps a state."""
+        return self.state is None or not self.state.layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all that it may.
@@ -201,6 +214,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for name, layers in (("layer types", self.windowed_layers), ("rotary choices", self.rope_layers)):
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
+        state = self.state
+        if state is not None and len(state.layers) != self.num_layers:
+            return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
+        if state is not None and all(state.layers):
+            return "no layer attends to earlier tokens; a model needs at least one layer with attention"
         experts = self.experts
         if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
             return found

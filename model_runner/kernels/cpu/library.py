@@ -79,6 +79,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "add": ("", "ppni"),
     "add_gated": ("", "pppnni"),
     "widen": ("", "ppn"),
+    "short_conv": ("", "ppppppnnni"),
     "lora_add": ("", "pnppppnpnppnnnii"),
     "lora_gated": ("", "pnpppppnpnppnn"),
     "lora_embed": ("", "pppppnppnni"),

@@ -59,9 +59,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
         heads = {
-            "num_kv_heads": fields.integer(
-                f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads
-            ),
+            "num_kv_heads": facts.get("num_kv_heads")  # some families have a number per layer
+            or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
             "head_dim": head_dim,
             "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
             "rope_scaling": read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),

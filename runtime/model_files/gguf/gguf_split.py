@@ -50,9 +50,9 @@ def further_parts(path: Path, metadata: Mapping[str, object]) -> list[Path]:
             f"{path}: is one of {count} parts, so its name must end with -00001-of-{count:05}.gguf; rename all parts"
         )
     if metadata.get("split.no", 0) != 0 or path != parts[0]:
-        missing = "" if parts[0].exists() else ", which is missing: put all parts into the same folder"
+        where = "" if parts[0].exists() else ", which is missing: put all parts into the same folder"
         raise ConfigError(
-            f"{path}: is a later part of a split model; give the first one, {parts[0].name}{missing}"
+            f"{path}: is a later part of a split model; give the first one, {parts[0].name}{where}"
         )
     if missing := [part.name for part in parts if not part.exists()]:
         raise ConfigError(

@@ -17,6 +17,7 @@ from engine.runtime.model_files.weight_files.check_weights import check_folder_w
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
+from ..weights.test_quantized import FORMS, PROMPT, prompt_logprobs, quantize_checkpoint
 from .test_architectures import YARN, tokens_of
 
 LATENT = {
@@ -225,6 +226,20 @@ def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_d
     without = msgspec.structs.replace(tiny.spec, num_mtp_layers=0)
     with pytest.raises(ConfigError, match="unexpected tensor 'model.layers.3"):
         check_folder_weights(tiny.folder, without)
+
+
+def test_weights_in_8_bit_floats_with_a_scale_per_block(make_tiny_model, make_driver, unpack):
+    """As published; the matrix of keys and values is dequantized."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32, "v_head_dim": 32}
+    tiny = make_tiny_model("deepseek_v3", **{**LATENT, **sizes})
+    quantize_checkpoint(tiny, *FORMS["fp8 per block"])
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    found = prompt_logprobs(make_driver(spec, tiny.folder), unpack)
+
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(make_tiny_model, make_driver):

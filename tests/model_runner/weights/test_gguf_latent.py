@@ -35,6 +35,17 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 24,
     "first_k_dense_replace": 2,
 }
+EXPERTS: dict[str, Any] = {
+    **LATENT,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+}
+MODELS = [("deepseek_v2", EXPERTS), ("deepseek_v3", {**EXPERTS, "n_group": 4, "topk_group": 2})]
 DENSE = [
     ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     ("deepseek_v3", {**LATENT, "rope_parameters": YARN}),
@@ -152,6 +163,7 @@ def test_a_file_gives_the_logprobs_of_the_folder(
     if spec.experts is not None:
         assert spec.experts == tiny.spec.experts
     assert spec.latent == tiny.spec.latent and spec.rope_scaling == tiny.spec.rope_scaling
+    assert spec.query_scale is not None
     assert math.isclose(spec.query_scale, tiny.spec.query_scale, rel_tol=1e-6)
     assert num_parameters(spec) == num_parameters(tiny.spec)
     check_gguf_weights(GGUFFile(path), spec)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...fields import Fields
@@ -22,6 +22,12 @@ class Family(NamedTuple):
     head_dim: int | None = None  # None: hidden size divided by heads
     body: str = ""  # the class without an output head; "": that of `architecture`
     norm_eps: str = "rms_norm_eps"  # the field of the norms' eps
+    renamed: Mapping[str, str] = {}  # fields of the family that stand for common ones, which they override
+
+    def with_common_names(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """A configuration in which the common fields have the values of the family's own."""
+        given = {name: config[own] for own, name in self.renamed.items() if config.get(own) is not None}
+        return {**config, **given}
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""
