@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -89,10 +90,10 @@ class CpuNativeAttention(AttentionBackend):
                 pool.shape,
             )
         self._kv_dtype = dtype
-        self._addresses = [  # the pool never moves
-            tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
-            for layer_id in range(spec.num_layers)
-        ]
+        self._addresses = {  # the pool never moves
+            layer_id: tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
+            for layer_id in spec.attention_layers
+        }
         self._spare: list[_Plans] = []
         self._repeatable: _Plans | None = None
 
@@ -189,7 +190,9 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
-    addresses: list[tuple[int | None, ...]]  # addresses of each layer's keys, values, and their scales
+    addresses: Mapping[
+        int, tuple[int | None, ...]
+    ]  # addresses of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
     shape: tuple[int, int, int]  # shape of the queries

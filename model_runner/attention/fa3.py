@@ -10,7 +10,7 @@ Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -78,7 +78,7 @@ class FlashAttention3(AttentionBackend):
         }
         views, num_kept = kv_pool.page_views, spec.num_kv_layers
         pages = list(zip(views[:num_kept], views[num_kept:], strict=True))
-        self._pages = [pages[layer_id % num_kept] for layer_id in range(spec.num_layers)]
+        self._pages = {layer_id: pages[kv_pool.index_of(layer_id)] for layer_id in spec.attention_layers}
         self._causal = spec.causal
         self._windows = [
             _window_size(spec.window_of(layer_id), causal=spec.causal) for layer_id in range(spec.num_layers)
@@ -179,7 +179,7 @@ class _Step:
     """The pages of each layer, keys and values as [pages, page size, H, D], and the other arguments of its call."""
 
     flash_attention: Callable[..., Tensor]
-    pages: list[tuple[Tensor, Tensor]]
+    pages: Mapping[int, tuple[Tensor, Tensor]]
     arguments: list[dict[str, Any]]
 
     def forward(self, layer_id: int, q: Tensor) -> Tensor:

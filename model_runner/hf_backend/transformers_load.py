@@ -79,6 +79,8 @@ def load_transformers_model(
 
     causal_lm = load()
     check = check_model(causal_lm, spec, source.path)
+    model: TransformersModel | None = None
+    worst = 0.0
     if ops is not None:
         try:
             model, worst = _swapped(causal_lm, check, spec, ops, max_model_len)
@@ -90,8 +92,8 @@ def load_transformers_model(
                 error,
             )
             del causal_lm
-            causal_lm, ops = load(), None
-    if ops is None:
+            causal_lm = load()
+    if model is None:
         model = TransformersModel(causal_lm)
         worst = check.compare(model)
     logger.info(

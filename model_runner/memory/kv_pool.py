@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -47,12 +48,14 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        layer_ids: Sequence[int] = (),
         keys_hold_values: bool = False,
     ) -> None:
         """Reserve the memory.
 
         Args:
             num_layers: layers with memory of their own (`ModelSpec.num_kv_layers`).
+            layer_ids: ids of these layers, if the model has other layers, too; empty: 0..num_layers-1.
             num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
             keys_hold_values: values take no memory of their own.
         """
@@ -76,6 +79,7 @@ class KVPool:
         self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
+        self._index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
         self._prefaulter = PreFaulter([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
 
     def fault_in_some(self, used_pages: int, ahead_bytes: int) -> bool:
@@ -89,13 +93,17 @@ class KVPool:
         ahead_pages = ahead_bytes // self.page_bytes
         return self._prefaulter.fault_in_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
 
+    def index_of(self, layer_id: int) -> int:
+        """Index of a layer's tensors."""
+        return self._index_of[layer_id] if self._index_of else layer_id % len(self.k)
+
     def layer(self, layer_id: int) -> LayerKV:
         """The tensors of one layer."""
-        layer_id %= len(self.k)
-        k, v = self.k[layer_id], self.v[layer_id]
+        index = self.index_of(layer_id)
+        k, v = self.k[index], self.v[index]
         if not self.k_scale:
             return LayerKV(k, v)
-        return LayerKV(k, v, self.k_scale[layer_id], self.v_scale[layer_id])
+        return LayerKV(k, v, self.k_scale[index], self.v_scale[index])
 
     def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole pages in all layers.

@@ -12,10 +12,12 @@ import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
+from .state_spec import StateSpec
 
 SUPPORTED_MODEL_TYPES: Final = (
     "llama",
@@ -23,8 +25,27 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "phimoe",
     "gemma3_text",
     "phi3",
+    "lfm2",
+    "lfm2_moe",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "ministral",
+    "ministral3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "seed_oss",
+    "ernie4_5",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -48,6 +69,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
     original context, else from `short_factor`.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
+    `query_beta` does so by position: rotated queries are multiplied by
+    1 + query_beta * log(1 + floor(position / original_max_position)).
     """
 
     kind: RopeKind = "default"
@@ -61,16 +84,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-
-
-class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The sparse MLPs of a mixture-of-experts model."""
-
-    num_experts: int
-    num_active: int  # experts that compute for a token
-    intermediate_size: int  # of each expert
-    normalize: bool  # the weights of a token's active experts add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
+    query_beta: float = 0.0
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +117,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
+    num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
+    state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
@@ -125,7 +141,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_kv_layers(self) -> int:
         """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
-        return self.num_layers if self.encoder is None else 1
+        return len(self.attention_layers) if self.encoder is None else 1
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.attends(layer))
+
+    def attends(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values; if not, it keeps a state."""
+        return self.state is None or not self.state.layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all that it may.
@@ -137,6 +162,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     def rotates(self, layer_id: int) -> bool:
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
         return not self.rope_layers or self.rope_layers[layer_id]
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of q and of k, if there are any."""
+        heads = (self.num_heads, self.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
 
     @property
     def known_positions(self) -> int:
@@ -154,6 +185,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts is None:
             return 3 * self.intermediate_size
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
+        sparse += 3 * self.experts.shared_size
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -182,9 +214,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for name, layers in (("layer types", self.windowed_layers), ("rotary choices", self.rope_layers)):
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
+        state = self.state
+        if state is not None and len(state.layers) != self.num_layers:
+            return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
+        if state is not None and all(state.layers):
+            return "no layer attends to earlier tokens; a model needs at least one layer with attention"
         experts = self.experts
-        if experts is not None and experts.num_active > experts.num_experts:
-            return f"{experts.num_active} experts for each token, but there are only {experts.num_experts}"
+        if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
+            return found
         return self._rope_contradiction(rotary_dim // 2)
 
     def _rope_contradiction(self, num_frequencies: int) -> str | None:

@@ -103,8 +103,9 @@ class _Recognition:
             return None
         for form in self._variants(stored):
             results = [self._num_results(form, scale) for scale in SCALES]
-            if None not in results and len(set(results)) == 1:
-                return replace(form, num_results=results[0])
+            num_results = results[0]
+            if num_results is not None and len(set(results)) == 1:
+                return replace(form, num_results=num_results)
         return None
 
     def _is_head_norm(self, form: NormForm) -> bool:
@@ -165,7 +166,7 @@ class _Recognition:
         norms: list[Any] = [tuple(self._norms), tuple(self._norms)[::-1]] if self._norms else [None]
         rotary_dims = [0] if self._half_cos is None else [2 * self._half_cos.shape[-1], 0]
         for pair in norms:
-            forms = None if pair is None else tuple(self._norms[norm] for norm in pair)
+            forms = None if pair is None else (self._norms[pair[0]], self._norms[pair[1]])
             for rotary_dim in rotary_dims:
                 for dims in _orders(self._head_dim, rotary_dim):
                     rows = stored.rows.clone()

@@ -72,9 +72,11 @@ def _straighten(model: nn.Module) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is Conv1D:
-                linear = nn.Linear(*child.weight.shape, device="meta")
-                linear.weight = nn.Parameter(child.weight.t().contiguous(), requires_grad=False)
-                linear.bias = nn.Parameter(child.bias, requires_grad=False)
+                stored: Any = child
+                inputs, outputs = stored.weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta")
+                linear.weight = nn.Parameter(stored.weight.t().contiguous(), requires_grad=False)
+                linear.bias = nn.Parameter(stored.bias, requires_grad=False)
                 setattr(parent, name, linear)
 
 
@@ -176,7 +178,7 @@ class _Swapper:
             weights = [(q_weight * factor).contiguous(), k_weight.contiguous()]
             if all(torch.equal(each.to(self._dtype).float(), each) for each in weights):
                 weights = [each.to(self._dtype) for each in weights]
-            norms = HeadNorms(*weights, q_eps)
+            norms = HeadNorms(weights[0], weights[1], q_eps)
         elif abs(factor - 1.0) > 1e-6:
             # Exact in bfloat16 for powers of two only.
             scaled = (weight[:num_q].float() * factor).to(self._dtype)
@@ -317,18 +319,20 @@ class _Swapper:
 
 
 def _bias_of(linear: nn.Linear) -> Tensor | None:
-    return None if linear.bias is None else linear.bias.detach()
+    bias: Tensor | None = linear.bias
+    return None if bias is None else bias.detach()
 
 
 def _stacked_bias(linears: Iterable[nn.Linear]) -> Tensor | None:
     """The biases of layers, one after the other; zeros for those without; None: none has any."""
     linears = list(linears)
-    if all(linear.bias is None for linear in linears):
+    biases: list[Tensor | None] = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
         return None
     return torch.cat(
         [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
+            linear.weight.new_zeros(linear.out_features) if bias is None else bias
+            for linear, bias in zip(linears, biases, strict=True)
         ]
     )
 

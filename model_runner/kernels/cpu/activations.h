@@ -37,6 +37,13 @@ struct Relu {
     ALWAYS_INLINE f32x16 operator()(f32x16 x) const { return maximum(f32x16{}, x); }
 };
 
-enum Activation { GELU, GELU_TANH, RELU, SILU };
+struct SquaredRelu {
+    ALWAYS_INLINE f32x16 operator()(f32x16 x) const {
+        f32x16 positive = maximum(f32x16{}, x);
+        return positive * positive;
+    }
+};
+
+enum Activation { GELU, GELU_TANH, RELU, SQUARED_RELU, SILU };
 
 }  // namespace engine
