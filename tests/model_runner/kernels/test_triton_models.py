@@ -134,6 +134,7 @@ def launches(monkeypatch) -> Counter[str]:
         rotate_and_store=rotary_store.rotate_and_store,
         pack_heads=plain_latent.pack_heads,
         store_latent=plain_latent.store_latent,
+        scale=plain.scale,
         add=plain.add,
         add_gated=plain.add_gated,
         take_rows=plain.take_rows,
