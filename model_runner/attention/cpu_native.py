@@ -177,6 +177,8 @@ class _Plans:
                 window or 0,
                 spec.causal,
                 fixed_order,
+                spec.score_scale,
+                spec.attention.score_cap or 0.0,
             )
             for window in dict.fromkeys(windows)
         }
@@ -199,11 +201,12 @@ class _Step:
         """See `PlannedAttention`."""
         return self.plans.addresses
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
-        """See `StepAttention`."""
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `StepAttention`. The sinks are read again when a recorded step is repeated."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
         assert is_right and q.shape == self.shape, f"queries are {q.dtype} {tuple(q.shape)}"
         num_tokens, num_heads, head_dim = self.shape
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
         out = q.new_empty((num_tokens, num_heads * head_dim))
@@ -212,6 +215,7 @@ class _Step:
             q.data_ptr(),
             q.stride(0),
             *self.addresses[layer_id],
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )

@@ -32,6 +32,7 @@ _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
+_NO_CAP: Final = 0.0
 _NUM_SPLITS: Final = 0  # FA3 chooses, and adapts the choice to the lengths on the device
 
 
@@ -69,7 +70,7 @@ class FlashAttention3(AttentionBackend):
         self._req_to_token = req_to_token
         self._buffers = buffers
         self._page_size = kv_pool.page_size
-        self._scale = spec.head_dim**-0.5
+        self._scale, self._cap = spec.score_scale, spec.attention.score_cap or _NO_CAP
         self._heads: dict[str, Any] = {
             "num_heads": spec.num_heads,
             "num_heads_k": spec.num_kv_heads,
@@ -121,6 +122,7 @@ class FlashAttention3(AttentionBackend):
             "page_size": self._page_size,
             "causal": self._causal,
             "num_splits": _NUM_SPLITS,
+            "has_softcap": self._cap > _NO_CAP,
             **self._heads,
         }
         metadata = {
@@ -133,6 +135,7 @@ class FlashAttention3(AttentionBackend):
             "cu_seqlens_q": cu_seqlens,
             "max_seqlen_q": longest_query,
             "softmax_scale": self._scale,
+            "softcap": self._cap,
             "causal": self._causal,
             "num_splits": _NUM_SPLITS,
         }
@@ -182,9 +185,12 @@ class _Step:
     pages: list[tuple[Tensor, Tensor]]
     arguments: list[dict[str, Any]]
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
-        """See `StepAttention`."""
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `StepAttention`. The kernel takes sinks in bfloat16."""
         if q.shape[0] == 0:
             return q.new_empty((0, q.shape[1] * q.shape[2]))
         keys, values = self.pages[layer_id]
-        return self.flash_attention(q, keys, values, **self.arguments[layer_id]).flatten(1)
+        arguments = self.arguments[layer_id]
+        if sinks is not None:
+            arguments = {**arguments, "sinks": sinks.to(torch.bfloat16)}
+        return self.flash_attention(q, keys, values, **arguments).flatten(1)

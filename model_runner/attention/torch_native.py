@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...runtime.resolve.memory_budget import GATHERED_COPIES
 from .backend import AttentionBackend
-from .dense import EncoderAttention, ExtendAttention, decode_attention
+from .dense import EncoderAttention, ExtendAttention, ScoreForm, decode_attention
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -90,11 +90,14 @@ class TorchNativeAttention(AttentionBackend):
         self._buffers = buffers
         self._num_kv_heads = spec.num_kv_heads
         self._group_size = spec.num_heads // spec.num_kv_heads
+        self._form = form = ScoreForm(spec.score_scale, spec.attention.score_cap)
         self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self._extend_attention = {
-            window: ExtendAttention(self._dtype, device, window) if spec.causal else EncoderAttention(window)
+            window: ExtendAttention(self._dtype, device, form, window)
+            if spec.causal
+            else EncoderAttention(form.scale, window)
             for window in dict.fromkeys(self._windows)
         }
 
@@ -114,6 +117,7 @@ class TorchNativeAttention(AttentionBackend):
             self._num_kv_heads,
             self._group_size,
             self._dtype,
+            self._form,
         )
 
     def _view(self, layout: BatchLayout, starts: Int64s, window: int | None) -> _View:
@@ -186,30 +190,33 @@ class _Step:
     num_kv_heads: int
     group_size: int
     dtype: torch.dtype  # of the computation
+    form: ScoreForm
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
         if q.dtype != self.dtype:
-            return self.forward(layer_id, q.to(self.dtype)).to(q.dtype)
+            return self.forward(layer_id, q.to(self.dtype), sinks).to(q.dtype)
+        if sinks is not None:
+            sinks = sinks.view(self.num_kv_heads, self.group_size)
         kv = self.kv_pool.layer(layer_id)
         view = self.views[layer_id]
         if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
-            return self._decode(q, kv, view.groups[0])
+            return self._decode(q, kv, view.groups[0], sinks)
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         for extend in view.extends:
-            self._extend(q, kv, extend, view.extend_attention, out)
+            self._extend(q, kv, extend, view.extend_attention, out, sinks)
         for group in view.groups:
-            out[group.tokens] = self._decode(q[group.tokens], kv, group)
+            out[group.tokens] = self._decode(q[group.tokens], kv, group, sinks)
         return out
 
-    def _decode(self, q: Tensor, kv: LayerKV, group: _DecodeGroup) -> Tensor:
-        """[n, Hq, D] -> [n, Hq * D]."""
+    def _decode(self, q: Tensor, kv: LayerKV, group: _DecodeGroup, sinks: Tensor | None) -> Tensor:
+        """[n, Hq, D] -> [n, Hq * D]; sinks: [H, G]."""
         n, _, head_dim = q.shape
         by_request = (n, -1, self.num_kv_heads, head_dim)
         k = self._gather(kv.k, kv.k_scale, group.slots).view(by_request)
         v = self._gather(kv.v, kv.v_scale, group.slots).view(by_request)
         q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
-        return decode_attention(q, k, v, group.mask).reshape(n, -1)
+        return decode_attention(q, k, v, group.mask, self.form, sinks).reshape(n, -1)
 
     def _extend(
         self,
@@ -218,13 +225,14 @@ class _Step:
         extend: _Extend,
         attend: ExtendAttention | EncoderAttention,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """Fill the request's rows of `out`, [T, Hq * D]."""
         tokens = slice(extend.start, extend.start + extend.extend_len)
         by_group = (extend.extend_len, self.num_kv_heads, self.group_size, q.shape[2])
         k = self._gather(kv.k, kv.k_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
         v = self._gather(kv.v, kv.v_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
-        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
+        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group), sinks)
 
     def _gather(self, pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
         """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""

@@ -75,6 +75,7 @@ class TritonAttention(AttentionBackend):
         self._shape = attention_tiles.HeadShape(
             spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, kv_pool.page_size
         )
+        self._scores = attention_tiles.Scores(spec.score_scale, spec.attention.score_cap or 0.0)
         self._by_hand = attention_tiles.converts_by_hand(device)
         self._kv_dtype = kv_pool.k[0].dtype
         self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
@@ -137,20 +138,26 @@ class TritonAttention(AttentionBackend):
         return [plans[window] for window in self._windows]
 
     def attend(
-        self, layer_id: int, q: Tensor, extends: ExtendPlan | None, decodes: DecodePlan | None, split: int
+        self,
+        layer_id: int,
+        q: Tensor,
+        sinks: Tensor | None,
+        extends: ExtendPlan | None,
+        decodes: DecodePlan | None,
+        split: int,
     ) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D], for a step planned by this backend; its decodes begin at token `split`."""
         if q.stride(2) != 1:
             q = q.contiguous()
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-        kv = self._kv_pool.layer(layer_id)
+        kv, table = self._kv_pool.layer(layer_id), self._req_to_token
         if extends is not None:
             self._prefill_kernels.attend_extend(
-                self._shape, extends, q, kv, self._req_to_token, out, self._by_hand
+                self._shape, extends, q, kv, table, out, self._scores, self._by_hand, sinks
             )
         if decodes is not None:
             self._decode_kernels.attend_decode(
-                self._shape, decodes, q[split:], kv, self._req_to_token, out[split:], self._by_hand
+                self._shape, decodes, q[split:], kv, table, out[split:], self._scores, self._by_hand, sinks
             )
         return out
 
@@ -164,6 +171,8 @@ class _Step:
     decodes: list[DecodePlan | None]
     split: int
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
-        return self.backend.attend(layer_id, q, self.extends[layer_id], self.decodes[layer_id], self.split)
+        return self.backend.attend(
+            layer_id, q, sinks, self.extends[layer_id], self.decodes[layer_id], self.split
+        )

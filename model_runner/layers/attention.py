@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..ops import HeadNorms
+from ..weights.reader import Slice
 from .linear import Linear, RowLinear
 from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention:
-    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul.
+    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
     The attention backend takes the window of a layer from the `ModelSpec`.
     """
@@ -56,6 +58,11 @@ class SelfAttention:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
+        self.sinks: Tensor | None = None
+        if spec.attention.sinks:
+            heads = [Slice(0, *equal_span(spec.num_heads, context.group))]
+            shape = (spec.num_heads,)
+            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, heads)
         self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
 
     def __call__(
@@ -68,9 +75,8 @@ class SelfAttention:
         q_THD = self.rotate_and_store(
             qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
         )
-        return self.o(
-            select_rows(batch.attention.forward(self.layer_id, q_THD)), kept_adapters(batch, select_rows)
-        )
+        attended = batch.attention.forward(self.layer_id, q_THD, self.sinks)
+        return self.o(select_rows(attended), kept_adapters(batch, select_rows))
 
 
 def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:

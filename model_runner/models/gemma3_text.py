@@ -47,10 +47,8 @@ class Gemma3Layer:
     def __init__(self, context: ModelContext, layer_id: int) -> None:
         spec = context.spec
         name, size, eps = f"model.layers.{layer_id}", spec.hidden_size, spec.rms_norm_eps
-        # Backends divide the scores by sqrt(head_dim); the rest of the scale is part of the norm of q.
-        q_scale = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
         qk_norms = (
-            UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps, scale=q_scale),
+            UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
             UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
         )
         self.attention_norm = UnitOffsetRMSNorm(context, f"{name}.input_layernorm", size, eps)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from .attention_form import PLAIN_ATTENTION, AttentionForm
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
@@ -99,6 +100,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
     form: LayerForm = PRE_NORMS
+    attention: AttentionForm = PLAIN_ATTENTION
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
@@ -124,6 +126,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         In an encoder the window is odd: as many tokens before the query as after it.
         """
         return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def rotates(self, layer_id: int) -> bool:
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""

@@ -19,14 +19,15 @@ struct AttentionInputs {
     int64_t q_stride;
     const KV *k, *v;                // [slots, KV heads, head_dim]
     const float *k_scale, *v_scale; // [slots, KV heads] of quantized pools: value = stored integer * scale
+    const float* sinks;             // per query head: a score without a value; null: there are none
     T* out;
 
     int64_t kv_stride() const { return step.num_kv_heads * step.head_dim; }
     float* result(int64_t partial, int64_t head) const {
         return step.results + (partial * step.num_heads() + head) * step.result_size();
     }
-    // Scores are base-2 exponents.
-    float score_scale() const { return 1.44269504f / __builtin_sqrtf(float(step.head_dim)); }
+    // The sink of a head, as a base-2 exponent.
+    float sink(int64_t head) const { return sinks != nullptr ? sinks[head] * 1.44269504f : NOTHING; }
 };
 
 // While it exists, denormal results of this thread are flushed to 0: each costs hundreds of cycles, and the weights of
@@ -82,6 +83,24 @@ inline bool any_above(f32x16 v, float x) {
     return !(largest(v) <= x);
 #endif
 }
+
+// cap * tanh(score / cap), for scores that are base-2 exponents.
+//
+// tanh(x) = (1 - t) / (1 + t) with t = e^(-2x), for x >= 0: no overflow; the sign is that of the score. NaN stays NaN.
+class ScoreCap {
+  public:
+    explicit ScoreCap(float cap) : cap_(cap), rate_(-2.0f * 1.44269504f / cap) {}
+
+    f32x16 operator()(f32x16 scores) const {
+        const u32x16 sign = (u32x16)splat(-0.0f);
+        f32x16 t = exp2_small((f32x16)((u32x16)scores & ~sign) * rate_);
+        f32x16 capped = cap_ * (1.0f - t) / (1.0f + t);
+        return (f32x16)((u32x16)capped | ((u32x16)scores & sign));
+    }
+
+  private:
+    float cap_, rate_;
+};
 
 // Keeps the scores of the keys [from, to) of these 16; masks the others.
 inline f32x16 only_between(f32x16 scores, int64_t from, int64_t to) {
