@@ -53,8 +53,9 @@ class StepAttention(Protocol):
     def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend to each request's tokens up to the query's position; in an encoder to all of them.
 
-        Scores are products times `ModelSpec.score_scale`, capped as `AttentionForm` says. A layer with a window (`ModelSpec.window_of`) of W tokens attends to the query's
-        own token and the W - 1 before it; in an encoder to the W / 2 before and the W / 2 after it.
+        Scores are products times `ModelSpec.score_scale`, capped as `AttentionForm` says. A layer with a window
+        (`ModelSpec.window_of`) of W tokens attends to the query's own token and the W - 1 before it; in an encoder to
+        the W / 2 before and the W / 2 after it.
 
         Args:
             q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). The keys and values of the new tokens are
