@@ -33,6 +33,7 @@ from benchmarks.peers.models import (
     OtherModelError,
     ensure_bf16_folder,
     ensure_bf16_gguf,
+    models_in,
     served_model,
 )
 from benchmarks.peers.plan import Plan
@@ -184,11 +185,11 @@ def _workloads_of(results: Results) -> list[Workload]:
 
 def _places(arguments: argparse.Namespace) -> tuple[Vllm, LlamaCpp, Models]:
     folder: Path = arguments.peers_dir
-    gguf = _gguf(arguments)
+    made = models_in(folder, _gguf(arguments))
     models = Models(
-        gguf=gguf,
-        bf16_folder=arguments.bf16_folder or folder / "models" / f"{gguf.stem}-bf16",
-        bf16_gguf=arguments.bf16_gguf or folder / "models" / f"{gguf.stem}-bf16.gguf",
+        gguf=made.gguf,
+        bf16_folder=arguments.bf16_folder or made.bf16_folder,
+        bf16_gguf=arguments.bf16_gguf or made.bf16_gguf,
     )
     return Vllm(folder / "vllm"), LlamaCpp(folder / "llama"), models
 

@@ -95,6 +95,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         head_dim=own_spec.head_dim,
         dtype=loaded.kv_dtype,
         device=device,
+        keys_hold_values=spec.latent is not None,
     )
     logger.info(
         "kv_pool_tokens=%d kv_pool_mib=%.0f kv_dtype=%s",

@@ -115,10 +115,13 @@ def load_model_runner(
     )
     group.meet("weights")  # later operations may be steps, with a timeout too short for a slow disk
 
+    own_spec = rank_spec(spec, group.size)
+    if config.model.model_impl == "transformers":  # its code scales the queries
+        own_spec = replace(own_spec, query_scale=None)
     loaded = LoadedModel(
         model=model,
         spec=spec,
-        own_spec=rank_spec(spec, group.size),
+        own_spec=own_spec,
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -260,4 +263,4 @@ def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> Te
         raise ConfigError(
             f"{path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
-    return SafetensorsStore(path)
+    return SafetensorsStore(path, spec.language_of)

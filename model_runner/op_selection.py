@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import native, native_linear, plain, sgl
+from .kernels import native, native_linear, plain, plain_latent, sgl
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
 
@@ -199,6 +199,8 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),
+    "pack_heads": (_plain(plain_latent.pack_heads),),
+    "store_latent": (_plain(plain_latent.store_latent),),
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),

@@ -238,6 +238,55 @@ class RotateAndStore(Protocol):
         ...
 
 
+class HeadMatmul(Protocol):
+    """A matrix for each head."""
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """out[:, h] = x[:, h] @ weight[h].T for each head h, rounded once.
+
+        Args:
+            x: [T, Hq, K], out: [T, Hq, N], in one dtype; both may be parts of wider heads.
+        """
+        ...
+
+
+class PackHeads(Protocol):
+    """Make a `HeadMatmul` of [Hq, N, K] in the serving dtype, which may be a view. Copies what it keeps."""
+
+    def __call__(self, weight: Tensor) -> HeadMatmul: ...
+
+
+class StoreLatent(Protocol):
+    """The work before latent attention, besides matmuls: the latent's norm, rotary, and the store into the KV pool."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        q_out: Tensor,
+        row: Tensor,
+        norm: tuple[Tensor, float],
+        cos: Tensor,
+        sin: Tensor,
+        kv: LayerKV,
+        out_cache_loc: Tensor,
+        *,
+        interleaved: bool,
+    ) -> None:
+        """Normalize the latents, rotate the queries and the ends of the rows, and store the rows.
+
+        Args:
+            q: [T, Hq, R], the parts of the queries that rotate; may be parts of wider heads.
+            q_out: [T, Hq, R], the same parts of the absorbed queries, filled by the call.
+            row: [T, K + R], a latent and the key part that rotates; may be overwritten.
+            norm: weight [K] as in `RMSNormOp`, and eps.
+            cos, sin: [T, R], see `RotateAndStore`.
+            kv: its keys, [slots, 1, K + R], get the rows; its values are the same memory.
+            out_cache_loc: [T] int64, see `RotateAndStore`.
+            interleaved: neighboring elements (0, 1), (2, 3), ... are pairs; else the halves are paired.
+        """
+        ...
+
+
 class PackedDelta(NamedTuple):
     """One layer's part of an adapter in the layout of its kernel; `rank` is the largest of its modules'."""
 
@@ -371,6 +420,8 @@ class Ops:
     add_layer_norm: AddLayerNormOp
     activate: Activate
     rotate_and_store: RotateAndStore
+    pack_heads: PackHeads
+    store_latent: StoreLatent
     add: AddOp
     take_rows: TakeRows
     to_float32: ToFloat32

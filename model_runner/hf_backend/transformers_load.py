@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,10 @@ import torch
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.cache_dir import cache_dir
+from ...runtime.model_files.hf.language_part import find_language_part
+from ...runtime.model_files.json_file import read_json
 from ..weights.dummy import DummyStore
+from ..weights.safetensors import SafetensorsStore
 from .layer_check import check_forms
 from .transformers_check import check_model
 from .transformers_model import ATTENTION_NAME, TransformersModel, attend
@@ -49,7 +53,7 @@ def load_transformers_model(
             f"{source.path}: transformers {transformers.__version__} has no built-in model for model_type {name!r}, "
             "and code from a model's folder is never run; a newer transformers may know it: pip install -U transformers"
         )
-    model_config = _read_config(transformers, source)
+    model_config = _read_config(transformers, source, spec)
     if getattr(model_config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{source.path}: the weights are quantized, but model_impl transformers computes with plain ones only; use "
@@ -61,7 +65,7 @@ def load_transformers_model(
         causal_lm = _from_config(transformers, source, model_config, dtype)
         _fill(causal_lm, DummyStore(config.seed))
     else:
-        causal_lm = _from_files(transformers, source, model_config, dtype)
+        causal_lm = _from_files(transformers, source, spec, model_config, dtype)
     causal_lm = causal_lm.eval().requires_grad_(False).to(device)
 
     check = check_model(causal_lm, spec, source.path)
@@ -83,7 +87,7 @@ def check_architecture(source: ModelSource, spec: ModelSpec) -> None:
         ConfigError: transformers refuses the configuration, or our backends do not compute a layer's attention.
     """
     transformers = _import_transformers()
-    model_config = _read_config(transformers, source)
+    model_config = _read_config(transformers, source, spec)
     with torch.device("meta"):
         causal_lm = _from_config(transformers, source, model_config, torch.bfloat16)
     check_forms(causal_lm.eval(), spec, source.path)
@@ -130,8 +134,14 @@ def _keep_compiler_cache() -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
 
 
-def _read_config(transformers: Any, source: ModelSource) -> Any:
+def _read_config(transformers: Any, source: ModelSource, spec: ModelSpec) -> Any:
+    """transformers' configuration, of a multimodal folder that of its language model."""
     try:
+        if spec.language_of:
+            path = Path(source.path) / "config.json"
+            part = find_language_part(path, read_json(path))
+            assert part is not None, "the same file gave the spec"
+            return transformers.CONFIG_MAPPING[spec.model_type].from_dict(dict(part.config))
         return transformers.AutoConfig.from_pretrained(
             source.path, local_files_only=True, trust_remote_code=False
         )
@@ -167,19 +177,29 @@ def _from_config(transformers: Any, source: ModelSource, config: Any, dtype: tor
         raise _not_loadable(source, config, error) from error
 
 
-def _from_files(transformers: Any, source: ModelSource, config: Any, dtype: torch.dtype) -> Any:
+def _from_files(
+    transformers: Any, source: ModelSource, spec: ModelSpec, config: Any, dtype: torch.dtype
+) -> Any:
+    options = {
+        "config": config,
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "output_loading_info": True,
+    }
     try:
-        causal_lm, info = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(source.path),
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-    except (ImportError, OSError, ValueError, TypeError, RuntimeError) as error:
+        if spec.language_of:
+            model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            tensors = _language_tensors(source, spec, model_class.base_model_prefix, dtype)
+            causal_lm, info = model_class.from_pretrained(None, state_dict=tensors, **options)
+        else:
+            causal_lm, info = transformers.AutoModelForCausalLM.from_pretrained(
+                Path(source.path),
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+                **options,
+            )
+    except (ImportError, OSError, ValueError, TypeError, RuntimeError, KeyError) as error:
         raise _not_loadable(source, config, error) from error
     missing = sorted(info["missing_keys"])
     if missing:
@@ -189,6 +209,15 @@ def _from_files(transformers: Any, source: ModelSource, config: Any, dtype: torc
             "--load-format dummy for random weights"
         )
     return causal_lm
+
+
+def _language_tensors(
+    source: ModelSource, spec: ModelSpec, body: str, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of a multimodal folder's language model, by the names of a class with this body."""
+    store = SafetensorsStore(Path(source.path), spec.language_of)
+    named = {name: store.mapped(name).to(dtype, copy=True) for name in store.names()}
+    return {re.sub(r"^model\.", f"{body}.", name): tensor for name, tensor in named.items()}
 
 
 def _not_loadable(source: ModelSource, config: Any, error: Exception) -> ConfigError:

@@ -64,6 +64,8 @@ class NativeBlockLinear(NativeMatmul):
         self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
         self._has_minima = weight.minima is not None
         self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
+        self._table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.uint8)
+        self._table_address = None if self._table is None else self._table.data_ptr()
         outputs, inputs = weight.shape
         num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
         packed = torch.empty(num_bytes, dtype=torch.uint8)
@@ -106,12 +108,21 @@ class NativeBlockLinear(NativeMatmul):
             self._form_of(out),
             self._has_paired_scales,
             self.tiles_from,
+            self._table_address,
         )
 
-    def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
+    def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
         """See `NativeMatmul`."""
         scales = self._has_minima, self._has_paired_scales
-        return self._address, self.kind, self._bits, self._zero, *scales, self._factor
+        return (
+            self._address,
+            self.kind,
+            self._bits,
+            self._zero,
+            *scales,
+            self._factor,
+            self._table_address or 0,
+        )
 
     def _pair(self) -> None:
         self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima)
@@ -127,6 +138,7 @@ class NativeBlockLinear(NativeMatmul):
             self._has_minima,
             self._zero,
             self._factor,
+            self._table_address,
         )
 
 
@@ -136,6 +148,11 @@ def _check(weight: BlockWeight) -> None:
     assert weight.bits in (4, 8) and num_inputs % BLOCK_SIZE == 0, (weight.bits, num_inputs)
     assert weight.numbers.dtype == torch.uint8 and weight.numbers.device.type == "cpu", weight.numbers.dtype
     assert 0 <= weight.zero <= 255, weight.zero
+    if weight.table is not None:
+        assert weight.bits == 4 and weight.minima is None and len(weight.table) == 16, weight.table
+        assert all(0 <= value <= 255 and abs(value - weight.zero) <= 127 for value in weight.table), (
+            weight.table
+        )
     for part in (weight.scales, weight.minima):
         if part is not None:
             assert part.dtype == torch.float32, part.dtype

@@ -28,6 +28,7 @@ _WEIGHT: Final = np.dtype(
         ("has_minima", np.int32),
         ("has_paired_scales", np.int32),
         ("factor", np.float32),
+        ("table", np.uint64),
     ]
 )
 """`ExpertWeight` of experts.cpp, as bytes."""

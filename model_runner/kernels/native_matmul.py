@@ -110,9 +110,9 @@ class NativeMatmul(ABC):
         """Output form of a call; `Form` of `kernels/cpu/output.h`."""
         return self._form
 
-    def as_expert(self) -> tuple[int, int, int, int, int, int, float]:
+    def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
         """The weight as one expert of a layer; `ExpertWeight` of `kernels/cpu/experts.cpp`."""
-        return self._address, self.kind, 0, 0, 0, 0, 0.0
+        return self._address, self.kind, 0, 0, 0, 0, 0.0, 0
 
     @property
     def num_bytes(self) -> int:

@@ -140,6 +140,8 @@ class BlockWeight:
         minima: [N, K / 32] float32, or None where each is -zero * scale; weight = number * scale + minimum.
         zero: see `minima`.
         bits: bits per integer, 4 or 8.
+        table: values 0..255 of the 16 integers, each at most 127 from `zero`; None: integers are their own values. Only
+            with 4 bits and without minima; weight = (table[number] - zero) * scale.
     """
 
     numbers: Tensor
@@ -147,6 +149,7 @@ class BlockWeight:
     minima: Tensor | None
     zero: int
     bits: int
+    table: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -167,9 +170,10 @@ class BlockWeight:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
-        minima = self.scales * -self.zero if self.minima is None else self.minima
-        blocks = self.numbers.view(len(self.scales), -1, BLOCK_SIZE).to(torch.float32)
-        return blocks.mul_(self.scales.unsqueeze(2)).add_(minima.unsqueeze(2)).to(dtype).flatten(1)
+        blocks = self._values().view(len(self.scales), -1, BLOCK_SIZE).to(torch.float32)
+        if self.minima is None:
+            return blocks.sub_(self.zero).mul_(self.scales.unsqueeze(2)).to(dtype).flatten(1)
+        return blocks.mul_(self.scales.unsqueeze(2)).add_(self.minima.unsqueeze(2)).to(dtype).flatten(1)
 
     def inputs(self, start: int, stop: int) -> BlockWeight:
         """The weight for inputs [start, stop); both are multiples of 32."""
@@ -186,7 +190,13 @@ class BlockWeight:
     def widened(self) -> BlockWeight:
         """The same weight in the most general form: 8 bits and minima."""
         minima = self.scales * -self.zero if self.minima is None else self.minima
-        return BlockWeight(self.numbers, self.scales, minima, 0, 8)
+        return BlockWeight(self._values(), self.scales, minima, 0, 8)
+
+    def _values(self) -> Tensor:
+        """[N, K] uint8: the numbers, or their values in the table."""
+        if self.table is None:
+            return self.numbers
+        return torch.tensor(self.table, dtype=torch.uint8)[self.numbers.int()]
 
     def stacks_with(self, other: BlockWeight) -> bool:
         """Whether both can become one weight with the outputs of both."""
@@ -221,7 +231,7 @@ def stack_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
     """
     if len(weights) == 1:
         return weights[0]
-    if len({(weight.bits, weight.zero, weight.minima is None) for weight in weights}) > 1:
+    if len({(weight.bits, weight.zero, weight.minima is None, weight.table) for weight in weights}) > 1:
         weights = [weight.widened() for weight in weights]
     minima = [weight.minima for weight in weights if weight.minima is not None]
     return replace(

@@ -21,13 +21,16 @@ class KVPool:
 
     All layers of an encoder share one layer's memory: its keys and values are not read after their layer.
 
+    With latent attention the values are a part of the keys, so both are one tensor.
+
     In an int8 pool each token and head has a scale: a value is the stored integer times the scale.
 
     Attributes:
-        k, v: L tensors each, or one of each that all layers share.
+        k, v: L tensors each, or one of each that all layers share; the same ones if keys hold the values.
         k_scale, v_scale: L tensors [slots, H] float32 each; empty unless the pool is int8.
-        page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first. Views
-            of 8-bit pools have the dtype uint8, because torch cannot index some 8-bit dtypes on every device.
+        page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first; L of
+            them if keys hold the values. Views of 8-bit pools have the dtype uint8, because torch cannot index some
+            8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
@@ -44,12 +47,14 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        keys_hold_values: bool = False,
     ) -> None:
         """Reserve the memory.
 
         Args:
             num_layers: layers with memory of their own (`ModelSpec.num_kv_layers`).
             num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
+            keys_hold_values: values take no memory of their own.
         """
         shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
         self.page_size = page_size
@@ -57,18 +62,17 @@ class KVPool:
         # FA3 may load whole pages and multiply the slots after a request's end by 0, so they must not hold NaN. On the
         # CPU such slots are not read, and memory that is never written is not resident.
         make = reserve if device.type == "cpu" else partial(_zeros, device)
-        self.k, self.v = ([make(shape, dtype) for _ in range(num_layers)] for _ in "kv")
+        parts = 1 if keys_hold_values else 2
+        pools = [[make(shape, dtype) for _ in range(num_layers)] for _ in range(parts)]
         num_scales = num_layers if dtype == torch.int8 else 0
-        self.k_scale, self.v_scale = (
-            [make(scales_shape, torch.float32) for _ in range(num_scales)] for _ in "kv"
-        )
+        scales = [[make(scales_shape, torch.float32) for _ in range(num_scales)] for _ in range(parts)]
+        self.k, self.v = pools[0], pools[-1]
+        self.k_scale, self.v_scale = scales[0], scales[-1]
         shown = torch.uint8 if dtype.itemsize == 1 else dtype
         self.page_views = [
-            pool.view(shown).view(-1, page_size, num_kv_heads, head_dim) for pool in (*self.k, *self.v)
+            pool.view(shown).view(-1, page_size, num_kv_heads, head_dim) for part in pools for pool in part
         ]
-        self.scale_views = [
-            scales.view(-1, page_size, num_kv_heads) for scales in (*self.k_scale, *self.v_scale)
-        ]
+        self.scale_views = [each.view(-1, page_size, num_kv_heads) for part in scales for each in part]
         self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch.nn.functional as F
@@ -135,10 +136,9 @@ def _checked(weight: BlockWeight, name: str) -> BlockWeight:
 def _padded(weight: BlockWeight, rows: int) -> BlockWeight:
     """The weight, padded with outputs of zeros at the end to [rows, K]."""
     more = (0, 0, 0, rows - len(weight.scales))
-    return BlockWeight(
-        F.pad(weight.numbers, more),
-        F.pad(weight.scales, more),
-        None if weight.minima is None else F.pad(weight.minima, more),
-        weight.zero,
-        weight.bits,
+    return replace(
+        weight,
+        numbers=F.pad(weight.numbers, more),
+        scales=F.pad(weight.scales, more),
+        minima=None if weight.minima is None else F.pad(weight.minima, more),
     )

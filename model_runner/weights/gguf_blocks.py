@@ -13,7 +13,8 @@ from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantized_weights import BlockWeight, stack_blocks
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.gguf.ggml_types import Bytes, GGMLType
+    from ...runtime.model_files.gguf.ggml_bytes import Bytes
+    from ...runtime.model_files.gguf.ggml_types import GGMLType
 
 _ROWS_AT_A_TIME: Final = 4096
 """Rows rounded at a time: bounds their float32 copy."""
@@ -34,4 +35,5 @@ def block_weight(raw: Bytes, ggml_type: GGMLType) -> BlockWeight:
         None if minima is None else torch.from_numpy(minima),
         form.zero,
         form.bits,
+        form.table,
     )

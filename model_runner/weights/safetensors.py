@@ -19,8 +19,8 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
-    missing_prefix,
     read_header,
+    usual_names_in,
     weight_files,
 )
 from .reader import Slice
@@ -58,10 +58,14 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder, by their usual names, see `missing_prefix`."""
+    """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, language_of: str = "") -> None:
         """Open the files.
+
+        Args:
+            folder: the model's.
+            language_of: see `ModelSpec`; the tensors of towers are left out.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
@@ -78,8 +82,8 @@ class SafetensorsStore:
                         "keep one of the files"
                     )
                 self._entries[name] = _Entry(file, entry)
-        if prefix := missing_prefix(self._entries):
-            self._entries = {prefix + name: entry for name, entry in self._entries.items()}
+        names = usual_names_in(folder, self._entries, language_of)
+        self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
@@ -92,24 +96,36 @@ class SafetensorsStore:
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. For a part, only the file pages that hold it are read."""
+        tensor, where = self.mapped(name), self._where(name)
+        if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
+            raise ConfigError(
+                f"{where} is stored as {_plain_name(tensor.dtype)}, but by config.json it is {_plain_name(out.dtype)}; "
+                "its quantization_config does not belong to the weights, or is missing"
+            )
+        out.copy_(tensor if part is None else tensor.narrow(part.axis, part.start, part.stop - part.start))
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor in the memory of its file, not to be written.
+
+        Raises:
+            ConfigError: its dtype is not read, or it is empty.
+        """
         file, entry = self._entries[name]
-        dtype, where = _DTYPES.get(entry.dtype_name), f"{file.path}: tensor {name!r}"
+        dtype = _DTYPES.get(entry.dtype_name)
         if dtype is None:
             raise ConfigError(
-                f"{where}: dtype {entry.dtype_name} is not supported, only {', '.join(_DTYPES)}; "
+                f"{self._where(name)}: dtype {entry.dtype_name} is not supported, only {', '.join(_DTYPES)}; "
                 "use the original weights or a GGUF file"
-            )
-        if dtype != out.dtype and (dtype in _CODES or out.dtype in _CODES):
-            raise ConfigError(
-                f"{where} is stored as {_plain_name(dtype)}, but by config.json it is {_plain_name(out.dtype)}; its "
-                "quantization_config does not belong to the weights, or is missing"
             )
         count = math.prod(entry.shape)
         if count == 0:
-            raise ConfigError(f"{where} holds no values: its shape is {list(entry.shape)}; download it again")
-        stored = torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset)
-        tensor = stored.view(entry.shape)
-        out.copy_(tensor if part is None else tensor.narrow(part.axis, part.start, part.stop - part.start))
+            raise ConfigError(
+                f"{self._where(name)} holds no values: its shape is {list(entry.shape)}; download it again"
+            )
+        return torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
+
+    def _where(self, name: str) -> str:
+        return f"{self._entries[name].file.path}: tensor {name!r}"
 
     def blocks(self, name: str, part: Slice | None = None) -> None:
         """See `TensorStore`; always None: safetensors has no block-quantized dtype."""

@@ -107,6 +107,11 @@ class ModelConfig:
         "dequantizes the files (default: the format of the files; GGUF blocks stay quantized on CPUs "
         "with kernels for them).",
     ] = None
+    language_model_only: Annotated[
+        bool,
+        "Serve the text of a multimodal model and leave out its vision and audio towers; always on, since images are "
+        "not supported yet.",
+    ] = True
     device: Annotated[Device, "Device that the model runs on."] = "auto"
     num_threads: Annotated[
         int | Auto, "CPU threads of the model runner.", Alias("threads", in_help=False)
@@ -132,6 +137,11 @@ class ModelConfig:
         check_at_least("max_model_len", self.max_model_len, 2)
         check_at_least("num_threads", self.num_threads, 1)
         check_at_least("seed", self.seed, 0)
+        if not self.language_model_only:
+            raise ConfigError(
+                "language_model_only is False, but only the text of a model is served: images are not supported yet; "
+                "leave it out"
+            )
 
     @property
     def task_choice(self) -> TaskChoice:

@@ -13,6 +13,7 @@ import msgspec
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .attention_form import PLAIN_ATTENTION, AttentionForm
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
@@ -25,6 +26,10 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen3_moe",
     "gemma3_text",
     "phi3",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "kimi_k2",
     *ENCODER_MODEL_TYPES,
 )
 """Hugging Face `model_type` values for which there is a model implementation."""
@@ -99,12 +104,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
+    latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     attention: AttentionForm = PLAIN_ATTENTION
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
+    language_of: str = (
+        ""  # `model_type` of the multimodal folder around this language model, see `language_part`
+    )
     pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
     encoder: EncoderSpec | None = (
         None  # of a model in which tokens attend to later ones, too; None: a decoder
@@ -158,8 +167,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Memory of one token's keys and values over all layers: each element, and one scale per head.
 
         Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
+        With latent attention the values are a part of the keys.
         """
-        return 2 * self.num_kv_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
+        parts = 2 if self.latent is None else 1
+        return parts * self.num_kv_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None; the readers put the file's name before it."""

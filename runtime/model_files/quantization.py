@@ -56,6 +56,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         types: gguf: the file's format of each module stored in blocks; names of experts omit the expert's number.
         plain_modules: linear layers that are not quantized: names or parts of names in whole components
             ("mlp.gate"), or after "re:" regular expressions for the beginning of a name.
+        renamed: pairs of beginnings of names: instead of the first, `plain_modules` may have the second.
     """
 
     method: QuantMethod
@@ -69,6 +70,7 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
     weights_only: bool = False
     types: dict[str, str] = {}
     plain_modules: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
 
     def is_kept(self, *, on_cpu: bool) -> bool:
         """Whether weights stay in this form on the device, according to what is known before loading."""
@@ -78,7 +80,10 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this linear layer keeps floating-point weights. Routers of experts do in every checkpoint."""
         if _ROUTER.search(name) or (self.method == "gguf" and unnumbered(name) not in self.types):
             return True
-        return any(pattern.search(name) for pattern in compiled(self.plain_modules))
+        others = [new + name.removeprefix(old) for old, new in self.renamed if name.startswith(old)]
+        return any(
+            pattern.search(each) for pattern in compiled(self.plain_modules) for each in (name, *others)
+        )
 
     def form_of(self, name: str, columns: int) -> BlockForm | None:
         """The block form of a module with this many inputs; None: it is not stored in blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .quantization import BLOCK_METHODS
-from .weight_files.needed_tensors import needed_modules
+from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec
@@ -92,12 +92,7 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    linears = [
-        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, size),
-        _Linear({"self_attn.o_proj": size}, q_size),
-    ]
+    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
     mlp, num, experts = "mlp", 1, spec.experts
     if experts is not None and layer not in experts.dense_layers:
         if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
@@ -105,3 +100,20 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
     gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
     return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+
+
+def _attention_linears(spec: ModelSpec) -> list[_Linear]:
+    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    return [
+        _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
+        _Linear({"self_attn.o_proj": spec.hidden_size}, q_size),
+    ]
+
+
+def _latent_linears(spec: ModelSpec) -> list[_Linear]:
+    return [
+        _Linear({module.name: module.shape[0]}, module.shape[1])
+        for module in attention_modules(spec)
+        if module.is_linear and module.name != KV_UP
+    ]

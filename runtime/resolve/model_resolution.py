@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config.engine_config import ModelConfig
+from ..counted import counted
 from ..errors import ConfigError
 from ..model_files.download_progress import Progress
 from ..model_files.load_spec import load_spec
@@ -19,6 +20,7 @@ from ..model_files.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
 from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource, resolve_source
 from ..model_files.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
+from .memory_budget import size_text
 from .transformers_support import find_transformers, why_not_transformers
 
 
@@ -82,6 +84,17 @@ def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
     """Whether transformers' code computes this architecture."""
     is_known = spec.model_type in SUPPORTED_MODEL_TYPES
     return config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known)
+
+
+def text_only(spec: ModelSpec, weights: WeightsSummary | None) -> str:
+    """What is served of a multimodal folder, for messages; "" for any other model."""
+    if not spec.language_of:
+        return ""
+    text = f"only the text of this {spec.language_of} model"
+    if weights is None:
+        return text
+    size = size_text(weights.ignored_bytes)
+    return f"{text}; {counted(weights.num_ignored, 'tensor')} of its towers, {size}, are not read"
 
 
 def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> None:

@@ -23,7 +23,7 @@ from ..model_files.source import ModelSource
 from ..sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
 from .host_facts import HostFacts, read_host_facts
-from .model_resolution import find_model, read_model
+from .model_resolution import find_model, read_model, text_only
 from .resolve import resolve
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,10 @@ def prepare(
     config = merged.config
     step("model files")
     source = find_model(config.model, progress=on_download)
-    spec = read_model(config.model, source).spec
+    found = read_model(config.model, source)
+    spec = found.spec
+    if what := text_only(spec, found.weights):
+        logger.info("serves %s", what)
     adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))
     config = dataclasses.replace(config, adapters=adapters.config)
     resolved = resolve(config, spec, host or read_host_facts())

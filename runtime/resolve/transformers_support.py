@@ -86,7 +86,10 @@ def _language_models(folder: Path) -> frozenset[str] | None:
 def _code_of(folder: Path, model_type: str) -> str | None:
     """The source of an architecture; None: it is in a folder of another name."""
     name = model_type.replace("-", "_")
-    return _read(folder / "models" / name / f"modeling_{name}.py")
+    for each in (name, name.removesuffix("_text")):  # language models of multimodal ones are beside them
+        if (code := _read(folder / "models" / each / f"modeling_{each}.py")) is not None:
+            return code
+    return None
 
 
 def _read(path: Path) -> str | None:

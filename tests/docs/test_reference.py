@@ -10,7 +10,7 @@ from engine.runtime.config.config_fields import config_fields, setting_names
 
 from .conftest import DOCS
 
-PAGES = ("cli.md", "configuration.md", "migration.md")
+PAGES = ("cli.md", "configuration.md", "migration.md", "models.md")
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,11 +1,14 @@
-"""A real server against its own `/openapi.json`: whatever schemathesis makes of the document, allowed or not, the
+"""Real servers against their own `/openapi.json`: whatever schemathesis makes of the document, allowed or not, the
 status is one that the document has, the body what it says, and nobody gets in without a key.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from schemathesis.config import SchemathesisConfig
 from schemathesis.specs.openapi import checks
 
 from engine.tokenizer_manager.http.routes import ROUTES
+from tests.embedders import make_embedder, make_reranker
 
 from .serving import DEADLINE_S, EngineServe
 
@@ -33,15 +37,43 @@ BY_CHANCE = settings(
 
 
 @pytest.fixture(scope="module")
-def api(model) -> Iterator[Any]:
-    """The document of a server, with the keys of both kinds."""
+def document(model, tmp_path_factory) -> Iterator[Callable[[str], Any]]:
+    """The document of a server whose model can answer at a path, with the keys of both kinds; started when needed."""
+    folders = tmp_path_factory.mktemp("without-text")
+    makers: dict[str, Callable[[], Path]] = {
+        "generate": lambda: model,
+        "embed": lambda: make_embedder(folders / "embedder"),
+        "score": lambda: make_reranker(folders / "reranker"),
+    }
     keys = ("--api-key", "sk-client", "--admin-api-key", ADMIN_KEY)
-    with EngineServe(str(model), "--dtype", "float32", *keys, *SMALL) as engine:
-        engine.wait_until_ready()
-        config = SchemathesisConfig(seed=0)
-        yield schemathesis.openapi.from_url(f"{engine.url}/openapi.json", headers=AUTHORIZED, config=config)
-        assert engine.stop() == 0, engine.log
-        assert "Traceback" not in engine.log
+    with ExitStack() as servers:
+
+        @cache
+        def document_of(task: str) -> Any:
+            options = ("--dtype", "float32", *keys, *SMALL)
+            engine = servers.enter_context(EngineServe(str(makers[task]()), *options))
+            servers.callback(assert_clean_end, engine)
+            engine.wait_until_ready()
+            config = SchemathesisConfig(seed=0)
+            return schemathesis.openapi.from_url(
+                f"{engine.url}/openapi.json", headers=AUTHORIZED, config=config
+            )
+
+        yield lambda path: document_of(task_of(path))
+
+
+def task_of(path: str) -> str:
+    """What a model must be able to do for answers with 200 at this path."""
+    last = path.rsplit("/", 1)[-1]
+    return {"rerank": "score", "score": "score"}.get(
+        last, "embed" if last.startswith("embed") else "generate"
+    )
+
+
+def assert_clean_end(engine: EngineServe) -> None:
+    """Stop it; nothing went wrong inside."""
+    assert engine.stop() == 0, engine.log
+    assert "Traceback" not in engine.log
 
 
 @schemathesis.check
@@ -80,7 +112,7 @@ def modest(case: Any) -> Any:
             case.body["max_output_tokens"] = 4
         elif case.operation.path == "/v1/messages":
             case.body["max_tokens"] = 4
-        elif case.operation.path.startswith("/api/"):
+        elif case.operation.path.startswith("/api/") and task_of(case.operation.path) == "generate":
             case.body["options"] = {"num_predict": 4}
         elif case.operation.path.endswith("/completions"):
             case.body["max_tokens"] = 4
@@ -90,7 +122,8 @@ def modest(case: Any) -> Any:
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
-def test_every_answer_is_as_the_document_says(api, route, mode):
+def test_every_answer_is_as_the_document_says(document, route, mode):
+    api = document(route.path)
     operation = api[route.path][route.method]
     statuses: Counter[int] = Counter()
     if route.path.endswith("_profile"):  # one that runs may be over by itself at any time

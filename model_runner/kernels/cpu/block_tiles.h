@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "block_table.h"
 #include "blocks.h"
 #include "bytes.h"
 #include "linear_tiles.h"
@@ -40,25 +41,33 @@ struct BlockTiles : BlockCall {
             store_pairs(number(2 * pair), number(2 * pair + 1), to + pair * LANES);
     }
 
-    template <int BITS, bool MINIMA>
+    template <int BITS, bool MINIMA, bool HAS_TABLE>
     inline __attribute__((always_inline)) void unpack_block(const uint8_t* from, uint32_t* to) const {
+        constexpr int VALUE_BITS = HAS_TABLE ? 8 : BITS;
         const uint16_t* halves = reinterpret_cast<const uint16_t*>(from + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v, to += STEP_PAIRS * LANES) {
             f32x16 scale = load_halves(halves + v * LANES) * splat(factor);
-            f32x16 start = scale * splat(-float((1 << BITS) + (MINIMA ? 0 : zero)));
+            f32x16 start = scale * splat(-float((1 << VALUE_BITS) + (MINIMA ? 0 : zero)));
             if (MINIMA) start += load_halves(halves + PANEL + v * LANES) * splat(factor);
 #pragma GCC unroll 8
             for (int group = 0; group < GROUPS * BITS / 8; ++group) {
                 u32x16 numbers = load_pairs(from + (group * VECTORS + v) * LINE);
-                unpack_group<BITS>(numbers, false, scale, start, to + group * 2 * LANES);
-                if (BITS == 4) unpack_group<BITS>(numbers, true, scale, start, to + (group + GROUPS / 2) * 2 * LANES);
+                uint32_t *low = to + group * 2 * LANES, *high = to + (group + GROUPS / 2) * 2 * LANES;
+                if constexpr (HAS_TABLE) {
+                    const Lookup values(table);
+                    unpack_group<8>(values(numbers & 0x0f0f0f0fu), false, scale, start, low);
+                    unpack_group<8>(values((numbers >> 4) & 0x0f0f0f0fu), false, scale, start, high);
+                } else {
+                    unpack_group<BITS>(numbers, false, scale, start, low);
+                    if (BITS == 4) unpack_group<BITS>(numbers, true, scale, start, high);
+                }
             }
         }
     }
 
     // Dequantizes block by block, LEAD k-steps before the tiles are loaded: a load right after the stores would stall.
-    template <int BITS, bool MINIMA>
+    template <int BITS, bool MINIMA, bool HAS_TABLE>
     struct Unpack {
         static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
 
@@ -80,14 +89,14 @@ struct BlockTiles : BlockCall {
         inline __attribute__((always_inline)) void unpack(int64_t block) const {
             const uint8_t* at = from + block * BYTES;
             for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
-            call.unpack_block<BITS, MINIMA>(at, to + block * STEP_WORDS);
+            call.unpack_block<BITS, MINIMA, HAS_TABLE>(at, to + block * STEP_WORDS);
         }
     };
 
-    template <int BITS, bool MINIMA>
+    template <int BITS, bool MINIMA, bool HAS_TABLE = false>
     void multiply(int64_t first, int64_t last, int64_t panel) const {
         uint32_t* unpacked = panel_memory();
-        Unpack<BITS, MINIMA> unpack = {*this, packed + panel * panel_bytes(), unpacked, inputs / BLOCK};
+        Unpack<BITS, MINIMA, HAS_TABLE> unpack = {*this, packed + panel * panel_bytes(), unpacked, inputs / BLOCK};
         unpack.begin();
         product().multiply(first, last, {panel * PANEL, VECTORS, unpacked, PANEL}, nullptr, unpack);
     }
@@ -103,7 +112,9 @@ struct BlockTiles : BlockCall {
 
     // Tokens [first, last) times one panel.
     void multiply(int64_t first, int64_t last, int64_t panel) const {
-        if (bits == 4)
+        if (table != nullptr)
+            multiply<4, false, true>(first, last, panel);
+        else if (bits == 4)
             has_minima ? multiply<4, true>(first, last, panel) : multiply<4, false>(first, last, panel);
         else
             has_minima ? multiply<8, true>(first, last, panel) : multiply<8, false>(first, last, panel);

@@ -7,7 +7,8 @@
 //   out += x's scale * (scale * dot + minimum * sum of x's integers)
 //
 // in float, in the order of the blocks, for any number of tokens: the bits of a token do not depend on its batch. Where
-// a single zero point replaces the minima, the dot product is initialized with -zero * sum.
+// a single zero point replaces the minima, the dot product is initialized with -zero * sum. Where 4-bit integers are codes
+// of a table, each is replaced with its value first: weight = scale * (value - zero).
 //
 // Scales cost as much as a quarter of the dot products. Where the scales of 8-bit blocks are equal in pairs, a pair is
 // one dot product and x gets one scale for it: 9 % less time (64 and 512 tokens, Zen 4; with one token up to 10 %
@@ -19,6 +20,7 @@
 
 #include <algorithm>
 
+#include "block_table.h"
 #include "block_tiles.h"
 #include "block_tokens.h"
 #include "blocks.h"
@@ -49,6 +51,16 @@ const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // prefetch distance in bytes o
 constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // values of x per thread that quantizes, at least
 
+// What the bytes of a weight are.
+enum Code {
+    BYTES,
+    NIBBLES,
+    TABLE,        // codes of a table
+    SMALL_TABLE,  // the same, with values up to MAX_SMALL_VALUE
+};
+
+constexpr int bits_of(Code code) { return code == BYTES ? 8 : 4; }
+
 struct Blocks : BlockCall {
     // Prefetch of a row tile: `lines` cache lines at each block, into L1 (CACHE 3) or L2 (CACHE 2).
     template <int CACHE>
@@ -61,9 +73,11 @@ struct Blocks : BlockCall {
         }
     };
 
-    template <int BITS, bool MINIMA, int SPAN, int ROWS, class AtBlock>
+    template <Code CODE, bool MINIMA, int SPAN, int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        constexpr int64_t BYTES = PANEL * (BLOCK * BITS / 8 + (MINIMA ? 4 : 2));
+        constexpr int BITS = bits_of(CODE);
+        constexpr int64_t SIZE = block_bytes(BITS, MINIMA);
+        const Values<CODE> values(*this);
         const int64_t blocks = inputs / BLOCK, stride = inputs;
         const int8_t* numbers = from.numbers + row * inputs;
         const BlockScale* scales = from.scales + row * blocks;
@@ -71,18 +85,18 @@ struct Blocks : BlockCall {
         f32x16 sums[ROWS][VECTORS];
         zero_tile(sums);
         for (int64_t block = 0; block < blocks;
-             block += SPAN, weights += SPAN * BYTES, numbers += SPAN * BLOCK, scales += SPAN) {
+             block += SPAN, weights += SPAN * SIZE, numbers += SPAN * BLOCK, scales += SPAN) {
             const uint16_t* halves = reinterpret_cast<const uint16_t*>(weights + PANEL * BLOCK * BITS / 8);
 #pragma GCC unroll 2
             for (int first = 0; first < VECTORS; first += AT_ONCE) {
                 i32x16 dots[ROWS][AT_ONCE];
-                begin_dots<BITS, MINIMA>(scales, blocks, dots);
+                begin_dots<CODE, MINIMA>(scales, blocks, dots);
 #pragma GCC unroll 1
                 for (int n = 0; n < SPAN; ++n) {
                     if (first == 0) at_block(block + n);
-                    multiply_block<BITS>(weights + n * BYTES + first * LINE, numbers + n * BLOCK, stride, dots);
+                    multiply_block(values, weights + n * SIZE + first * LINE, numbers + n * BLOCK, stride, dots);
                 }
-                end_dots<BITS, MINIMA>(scales, blocks, dots);
+                end_dots<CODE, MINIMA>(scales, blocks, dots);
 #pragma GCC unroll 2
                 for (int v = 0; v < AT_ONCE; ++v) {
                     f32x16 scale = load_halves(halves + (first + v) * LANES);
@@ -98,23 +112,43 @@ struct Blocks : BlockCall {
         finish(row, panel * PANEL, sums);
     }
 
-    template <int BITS>
-    static constexpr bool IN_WORDS = BITS == 4 && HAS_WORD_SUMS;  // `start` is added at the end, not at the beginning
+    // A block's products are added up in 16 bits; those of a small table half a block at a time.
+    template <Code CODE>
+    static constexpr bool IN_WORDS = HAS_WORD_SUMS && (CODE == NIBBLES || CODE == SMALL_TABLE);
+    template <Code CODE>
+    static constexpr bool STARTS_AT_END = IN_WORDS<CODE> && CODE == NIBBLES;
+    // The table's values have their sign, so there is nothing to subtract.
+    template <Code CODE>
+    static constexpr bool IS_SIGNED = HAS_SIGNED_DOT && CODE == TABLE;
 
-    template <int BITS, bool MINIMA, int ROWS>
+    // The value of each number of a vector.
+    template <Code CODE>
+    struct Values {
+        explicit Values(const BlockCall&) {}
+        ALWAYS_INLINE u32x16 operator()(u32x16 numbers) const { return numbers; }
+    };
+
+    template <Code CODE>
+        requires(CODE == TABLE || CODE == SMALL_TABLE)
+    struct Values<CODE> : Lookup {
+        explicit Values(const BlockCall& call) : Lookup(call.table, IS_SIGNED<CODE> ? call.zero : 0) {}
+    };
+
+    template <Code CODE, bool MINIMA, int ROWS>
     static inline __attribute__((always_inline)) void begin_dots(const BlockScale* scales, int64_t blocks,
                                                                  i32x16 (&dots)[ROWS][AT_ONCE]) {
+        constexpr bool FROM_ZERO = MINIMA || STARTS_AT_END<CODE> || IS_SIGNED<CODE>;
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
             for (int v = 0; v < AT_ONCE; ++v)
-                dots[r][v] = MINIMA || IN_WORDS<BITS> ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
+                dots[r][v] = FROM_ZERO ? i32x16{} : (i32x16)splat_bits(uint32_t(scales[r * blocks].start));
     }
 
-    template <int BITS, bool MINIMA, int ROWS>
+    template <Code CODE, bool MINIMA, int ROWS>
     static inline __attribute__((always_inline)) void end_dots(const BlockScale* scales, int64_t blocks,
                                                                i32x16 (&dots)[ROWS][AT_ONCE]) {
-        if constexpr (IN_WORDS<BITS>) {
+        if constexpr (STARTS_AT_END<CODE>) {
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -126,56 +160,90 @@ struct Blocks : BlockCall {
     }
 
     // One block of AT_ONCE vectors.
-    template <int BITS, int ROWS>
-    static inline __attribute__((always_inline)) void multiply_block(const uint8_t* weights, const int8_t* numbers,
-                                                                     int64_t stride, i32x16 (&dots)[ROWS][AT_ONCE]) {
-        if constexpr (BITS == 8) {
+    template <Code CODE, int ROWS>
+    static inline __attribute__((always_inline)) void multiply_block(const Values<CODE>& values, const uint8_t* weights,
+                                                                     const int8_t* numbers, int64_t stride,
+                                                                     i32x16 (&dots)[ROWS][AT_ONCE]) {
+        if constexpr (CODE == BYTES) {
 #pragma GCC unroll 8
             for (int group = 0; group < GROUPS; ++group) {
                 u32x16 w[AT_ONCE];
 #pragma GCC unroll 2
                 for (int v = 0; v < AT_ONCE; ++v) w[v] = load_pairs(weights + (group * VECTORS + v) * LINE);
-                add_group<false>(numbers + group * 4, stride, w, dots);
+                add_group<CODE>(numbers + group * 4, stride, w, dots);
+            }
+        } else if constexpr (IN_WORDS<CODE> && CODE == SMALL_TABLE) {
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                i32x16 words[ROWS][AT_ONCE] = {};
+                add_nibbles(values, weights, numbers, stride, half * GROUPS / 4, (half + 1) * GROUPS / 4, words);
+#pragma GCC unroll 6
+                for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+                    for (int v = 0; v < AT_ONCE; ++v) dots[r][v] += sum_words(words[r][v]);
             }
         } else {
-#pragma GCC unroll 4
-            for (int group = 0; group < GROUPS / 2; ++group) {
-                u32x16 low[AT_ONCE], high[AT_ONCE];
-#pragma GCC unroll 2
-                for (int v = 0; v < AT_ONCE; ++v) {
-                    u32x16 both = load_pairs(weights + (group * VECTORS + v) * LINE);
-                    low[v] = both & 0x0f0f0f0fu;
-                    high[v] = (both >> 4) & 0x0f0f0f0fu;
-                }
-                add_group<IN_WORDS<BITS>>(numbers + group * 4, stride, low, dots);
-                add_group<IN_WORDS<BITS>>(numbers + (group + GROUPS / 2) * 4, stride, high, dots);
-            }
+            add_nibbles(values, weights, numbers, stride, 0, GROUPS / 2, dots);
         }
     }
 
-    template <bool WORDS, int ROWS>
+    // The groups [begin, end), and those in the upper halves of their bytes.
+    template <Code CODE, int ROWS>
+    static inline __attribute__((always_inline)) void add_nibbles(const Values<CODE>& values, const uint8_t* weights,
+                                                                  const int8_t* numbers, int64_t stride, int begin,
+                                                                  int end, i32x16 (&dots)[ROWS][AT_ONCE]) {
+#pragma GCC unroll 4
+        for (int group = begin; group < end; ++group) {
+            u32x16 low[AT_ONCE], high[AT_ONCE];
+#pragma GCC unroll 2
+            for (int v = 0; v < AT_ONCE; ++v) {
+                u32x16 both = load_pairs(weights + (group * VECTORS + v) * LINE);
+                low[v] = values(both & 0x0f0f0f0fu);
+                high[v] = values((both >> 4) & 0x0f0f0f0fu);
+            }
+            add_group<CODE>(numbers + group * 4, stride, low, dots);
+            add_group<CODE>(numbers + (group + GROUPS / 2) * 4, stride, high, dots);
+        }
+    }
+
+    template <Code CODE, int ROWS>
     static inline __attribute__((always_inline)) void add_group(const int8_t* numbers, int64_t stride,
                                                                 const u32x16 (&w)[AT_ONCE],
                                                                 i32x16 (&dots)[ROWS][AT_ONCE]) {
+#if HAS_SIGNED_DOT
+        u32x16 magnitudes[AT_ONCE];
+        for (int v = 0; v < AT_ONCE; ++v)
+            if (IS_SIGNED<CODE>) magnitudes[v] = magnitudes_of_bytes(w[v]);
+#endif
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; ++r) {
             u32x16 four = splat_bits(load_pair(numbers + r * stride));
 #pragma GCC unroll 2
-            for (int v = 0; v < AT_ONCE; ++v)
-                dots[r][v] = WORDS ? dot_nibbles(dots[r][v], w[v], four) : dot_bytes(dots[r][v], w[v], four);
+            for (int v = 0; v < AT_ONCE; ++v) {
+#if HAS_SIGNED_DOT
+                if constexpr (IS_SIGNED<CODE>) {
+                    dots[r][v] = dot_signed_bytes(dots[r][v], w[v], magnitudes[v], four);
+                    continue;
+                }
+#endif
+                dots[r][v] = IN_WORDS<CODE> ? dot_nibbles(dots[r][v], w[v], four) : dot_bytes(dots[r][v], w[v], four);
+            }
         }
     }
 
     template <int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        if (bits == 4)
-            has_minima ? multiply_row_tile<4, true, 1, ROWS>(row, panel, from, at_block)
-                       : multiply_row_tile<4, false, 1, ROWS>(row, panel, from, at_block);
+        if (table != nullptr)
+            HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile<SMALL_TABLE, false, 1, ROWS>(row, panel, from, at_block)
+                                                     : multiply_row_tile<TABLE, false, 1, ROWS>(row, panel, from, at_block);
+        else if (bits == 4)
+            has_minima ? multiply_row_tile<NIBBLES, true, 1, ROWS>(row, panel, from, at_block)
+                       : multiply_row_tile<NIBBLES, false, 1, ROWS>(row, panel, from, at_block);
         else if (has_paired_scales)
-            multiply_row_tile<8, false, 2, ROWS>(row, panel, from, at_block);
+            multiply_row_tile<BYTES, false, 2, ROWS>(row, panel, from, at_block);
         else
-            has_minima ? multiply_row_tile<8, true, 1, ROWS>(row, panel, from, at_block)
-                       : multiply_row_tile<8, false, 1, ROWS>(row, panel, from, at_block);
+            has_minima ? multiply_row_tile<BYTES, true, 1, ROWS>(row, panel, from, at_block)
+                       : multiply_row_tile<BYTES, false, 1, ROWS>(row, panel, from, at_block);
     }
 
     template <class AtBlock>
@@ -328,10 +396,12 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
 
 // x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: contiguous,
 // see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
-// has_paired_scales: only with 8 bits and without minima.
+// has_paired_scales: only with 8 bits and without minima; table: [16] bytes that differ from `zero` by at most 127, or null;
+// only with 4 bits and without minima.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
-                   int zero, float factor, int form, int has_paired_scales, int64_t tiles_from) {
+                   int zero, float factor, int form, int has_paired_scales, int64_t tiles_from,
+                   const uint8_t* table) {
     using namespace engine;
     BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs},
                       static_cast<const bf16*>(x),
@@ -343,7 +413,8 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
                       zero,
                       has_minima != 0,
                       has_paired_scales != 0,
-                      factor};
+                      factor,
+                      table};
 #if TILES
     if (num_tokens >= tiles_from) return BlockTiles{call}.run();
 #endif
@@ -352,7 +423,7 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
 
 // out[n] = weight[ids[n]], rounded to bfloat16; ids: [num_rows] in [0, outputs); out: [num_rows][inputs] bfloat16.
 EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, int64_t num_rows, int64_t inputs, int bits,
-                        int has_minima, int zero, float factor) {
+                        int has_minima, int zero, float factor, const uint8_t* table) {
     using namespace engine;
     bf16* out = static_cast<bf16*>(out_);
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
@@ -368,6 +439,7 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
                     int64_t group = k / 4 % (GROUPS * bits / 8);
                     uint8_t number = from[group * Blocks::PANEL * 4 + column * 4 + k % 4];
                     if (bits == 4) number = k / 4 == group ? number & 15 : number >> 4;
+                    if (table != nullptr) number = table[number];
                     from_float(float(number) * scale + minimum, out + n * inputs + block * BLOCK + k);
                 }
             }

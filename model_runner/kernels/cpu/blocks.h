@@ -5,6 +5,8 @@
 //   scales: [32] half precision
 //   minima: [32] half precision, if there are any
 //
+// 4-bit integers may be codes of values in a table (block_table.h); there are no minima then.
+//
 // All scales and minima of a weight are multiplied by a power of two that makes best use of half precision's range;
 // `factor` is its inverse.
 
@@ -31,6 +33,7 @@ struct BlockCall : Output {
     bool has_minima;
     bool has_paired_scales;  // blocks 2k and 2k + 1 share a scale; there are no minima then
     float factor;
+    const uint8_t* table;  // [16]; null: the integers are the values
 
     static constexpr int64_t block_bytes(int bits, bool has_minima) {
         return PANEL * (BLOCK * bits / 8 + (has_minima ? 4 : 2));

@@ -42,8 +42,9 @@ struct ExpertWeight {
     Kind kind;
     int32_t bits, zero, has_minima, has_paired_scales;  // BLOCKS only
     float factor;
+    const uint8_t* table;  // null: the integers are the values
 };
-static_assert(sizeof(ExpertWeight) == 32 && offsetof(ExpertWeight, bits) == 12 && offsetof(ExpertWeight, factor) == 28);
+static_assert(sizeof(ExpertWeight) == 40 && offsetof(ExpertWeight, bits) == 12 && offsetof(ExpertWeight, factor) == 28);
 
 // The rows, one per token and expert, sorted by expert, then by token.
 struct Groups {
@@ -142,7 +143,8 @@ struct ExpertProducts {
         const ExpertWeight& weight = weights[expert];
         return {output_of(expert), x + groups.starts[expert] * inputs, inputs,
                 static_cast<const uint8_t*>(weight.packed), groups.num_rows_of(expert), inputs,
-                weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor};
+                weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor,
+                weight.table};
     }
 
     void quantize_rows(int64_t begin, int64_t end) const {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..weight_files.needed_tensors import needed_modules
+from ..weight_files.needed_tensors import KV_UP, needed_modules
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
@@ -29,7 +29,7 @@ class BaseModules:
             EMBEDDING: BaseModule(EMBEDDING, spec.hidden_size, spec.vocab_size)
         }
         for module in needed_modules(spec):
-            if module.is_linear and ".experts." not in module.name:
+            if module.is_linear and ".experts." not in module.name and not module.name.endswith(KV_UP):
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
         self._fused = spec.model_type == "phi3"
@@ -47,6 +47,8 @@ class BaseModules:
         if ".experts" in name or name.endswith("mlp.gate"):
             return "adapters of experts and routers are not supported; train one without them"
         last = name.rpartition(".")[2]
+        if name.endswith(KV_UP):
+            return f"its adapters are not supported, because queries take in a part of {last}; train one without it"
         if self._fused and last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
             return "this model has qkv_proj and gate_up_proj instead; use an adapter trained on them"
         if last in ("qkv_proj", "gate_up_proj"):

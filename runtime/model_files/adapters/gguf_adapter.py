@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from ...errors import ConfigError
 from ..fields import Fields
+from ..gguf.families.registry import GGUF_FAMILIES
 from ..gguf.gguf_file import GGUFFile
 from ..gguf.gguf_names import stored_names
 from .adapter_module import AdapterModule, check_shapes
@@ -22,15 +23,8 @@ if TYPE_CHECKING:
     from ..model_spec import ModelSpec
     from .base_modules import BaseModules
 
-_ARCHITECTURES: Final = {
-    "llama": ("llama", "mistral"),
-    "qwen2": ("qwen2",),
-    "qwen3": ("qwen3",),
-    "qwen3moe": ("qwen3_moe",),
-    "gemma3": ("gemma3_text",),
-    "phi3": ("phi3",),
-}
-"""Hugging Face's `model_type` by the files' architecture."""
+_OTHER_TYPES: Final = {"llama": ("mistral",)}
+"""Types of base models whose GGUF files name the architecture of another type."""
 _DTYPES: Final = ("F32", "F16", "BF16", "Q8_0")
 _MAX_ALPHA: Final = 1e9
 
@@ -49,7 +43,7 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
     if adapter != "lora":
         raise fields.error("adapter.type", adapter, 'expected "lora"; merge other adapters into the model')
     architecture = fields.text("general.architecture")
-    if spec.model_type not in _ARCHITECTURES.get(architecture, ()):
+    if spec.model_type not in _model_types(architecture):
         raise fields.error(
             "general.architecture",
             architecture,
@@ -97,3 +91,9 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
     if not modules:
         raise ConfigError(f"{path}: holds no LoRA tensors; the file is damaged")
     return tuple(sorted(modules, key=lambda module: module.name))
+
+
+def _model_types(architecture: str) -> tuple[str, ...]:
+    """Hugging Face's `model_type` of the base models that files with this architecture adapt."""
+    family = GGUF_FAMILIES.get(architecture)
+    return () if family is None else (family.model_type, *_OTHER_TYPES.get(architecture, ()))

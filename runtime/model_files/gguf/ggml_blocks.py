@@ -1,18 +1,22 @@
 """`unpack_blocks`: rows of a GGUF tensor to the integers, scales and minima that are stored there.
 
 For weights that stay quantized; `ggml_types` has the layouts, `block_forms` the meaning of the numbers. Exact: a
-number times its scale plus its minimum, in float32, is bit-identical to the result of `dequantize`.
+number, or its value in the form's table, less the form's zero or not, times its scale plus its minimum, in float32, is
+bit-identical to the result of `dequantize`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..block_forms import BLOCK_LEN, GGUF_FORMS
-from .ggml_types import Bytes, Floats, GGMLType, f16, fifth_bits, nibbles, scales_and_mins_6bit
+from .ggml_bytes import Bytes, Floats, f16, nibbles
+from .ggml_codes import CODED_TYPES
+from .ggml_types import GGMLType, fifth_bits, scales_and_mins_6bit
 
 _CHUNK_NUMBERS: Final = 1 << 18
 """Numbers unpacked at a time, so that written values are still in the cache when they are read again."""
@@ -109,6 +113,10 @@ def _unpack_q5_k(b: Bytes, q: Bytes, s: Floats, m: Floats) -> None:
     _unpack_k(b, s, m)
 
 
+def _unpack_coded(name: str, b: Bytes, q: Bytes, s: Floats, _m: Floats) -> None:
+    q[:], s[:] = CODED_TYPES[name].unpack(b)
+
+
 _UNPACKERS: Final[dict[str, Callable[[Bytes, Bytes, Floats, Floats], None]]] = {
     "Q4_0": _unpack_q4_0,
     "Q4_1": _unpack_q4_1,
@@ -117,4 +125,5 @@ _UNPACKERS: Final[dict[str, Callable[[Bytes, Bytes, Floats, Floats], None]]] = {
     "Q5_1": _unpack_q5_1,
     "Q5_K": _unpack_q5_k,
     "Q8_0": _unpack_q8_0,
+    **{name: partial(_unpack_coded, name) for name in CODED_TYPES},
 }

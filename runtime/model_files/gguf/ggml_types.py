@@ -14,14 +14,11 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ...errors import ConfigError
+from .ggml_bytes import Bytes, Floats, f16, nibbles
+from .ggml_codes import CODED_TYPES
 
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
-
-_HALF_BLOCK: Final = np.dtype("V16")
 _CHUNK_ELEMENTS: Final = 1 << 17
 """Elements converted at a time: temporaries stay in the L2 cache, and take about 1 MB besides the result."""
 
@@ -115,21 +112,6 @@ def dequantize(raw: Bytes, ggml_type: GGMLType) -> Floats:
 
 # Shapes below: b [N, block_bytes] uint8 in, out [N, block_len] float32 to fill. Within a block of 32, element
 # i of the first half is the low nibble of byte i, element 16 + i its high nibble.
-
-
-def f16(b: Bytes) -> Floats:
-    """Half floats, [N, 2k] bytes -> [N, k] float32."""
-    return b.view(np.float16).astype(np.float32)
-
-
-def nibbles(qs: Bytes, out: Floats | Bytes) -> None:
-    """The 32 numbers of 16 bytes each. The copy treats 16 bytes as one item, because numpy is slow on short rows."""
-    together = np.ascontiguousarray(qs.view(_HALF_BLOCK)).view(np.uint8)
-    for half, numbers in enumerate((together & 15, together >> 4)):
-        if out.dtype == np.uint8:
-            out.view(_HALF_BLOCK)[:, half] = numbers.view(_HALF_BLOCK)[:, 0]
-        else:
-            np.copyto(out[:, 16 * half : 16 * half + 16], numbers)
 
 
 def fifth_bits(qh: Bytes) -> Bytes:
@@ -284,4 +266,5 @@ _CONVERTERS: Final[dict[str, Callable[[Bytes, Floats], None]]] = {
     "Q4_K": _convert_q4_k,
     "Q5_K": _convert_q5_k,
     "Q6_K": _convert_q6_k,
+    **{name: coded.dequantize for name, coded in CODED_TYPES.items()},
 }

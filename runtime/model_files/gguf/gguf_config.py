@@ -22,6 +22,7 @@ from .gguf_names import FUSED, stacked_names, stored_names
 from .gguf_rope import read_gguf_rope_scaling
 from .gguf_sampling import read_gguf_sampling
 
+_TOWER: Final = "clip"  # llama.cpp's name for all of them
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
 _NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -34,6 +35,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     """
     fields = Fields(file.path, file.metadata)
     arch = fields.text("general.architecture")
+    if arch == _TOWER or fields.get("general.type") == "mmproj":
+        raise ConfigError(
+            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj), and the "
+            "engine serves only text; give the GGUF file of the language model, which is beside it"
+        )
     if arch not in GGUF_FAMILIES:
         raise fields.error(
             "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"

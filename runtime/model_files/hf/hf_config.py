@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ..encoder_spec import ENCODER_MODEL_TYPES
 from ..fields import Fields
 from ..json_file import read_json
-from ..model_spec import SUPPORTED_MODEL_TYPES, DTypeName, ModelSpec
+from ..model_spec import DTypeName, ModelSpec
 from ..pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from ..tokenizer_files.special_tokens import read_eos_ids
 from .families.family import Family
@@ -27,12 +27,10 @@ from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
+from .language_part import MULTIMODAL, LanguagePart, find_language_part
 from .sentence_transformers import read_pooling, token_limit
 from .task import FoundTask, find_task
 
-_MORE_THAN_TEXT: Final = ("gemma3",)
-_MISSING: Final = "is missing"
-_GENERATE: Final = FoundTask("generate", "")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -49,12 +47,10 @@ def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -
     """
     path = folder / "config.json"
     config = read_json(path)
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping) or config.get("model_type") in _MORE_THAN_TEXT:
-        raise _more_than_text(folder, Fields(path, config), inner if isinstance(inner, Mapping) else {})
     fields = Fields(path, config)
     found = find_task(folder, fields, choice, name)
-    spec = _read_spec(folder, config, "", found)
+    part = find_language_part(path, config)
+    spec = _read_spec(folder, config, found) if part is None else _read_part(folder, part, found)
     pooling = read_pooling(folder, fields, found, choice, spec.hidden_size, name)
     return spec if pooling is None else _with_pooling(folder, spec, pooling)
 
@@ -69,9 +65,16 @@ def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelS
     )
 
 
-def _read_spec(
-    folder: Path, config: Mapping[str, object], prefix: str, found: FoundTask = _GENERATE
-) -> ModelSpec:
+def _read_part(folder: Path, part: LanguagePart, found: FoundTask) -> ModelSpec:
+    """The architecture of the language model in a multimodal folder, without pooling."""
+    spec = _read_spec(folder, part.config, found, part.prefix)
+    quantization = spec.quantization
+    if quantization is not None:
+        quantization = structs.replace(quantization, renamed=MULTIMODAL[part.outer].renamed)
+    return structs.replace(spec, language_of=part.outer, quantization=quantization)
+
+
+def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, prefix: str = "") -> ModelSpec:
     """The architecture without pooling.
 
     `prefix`: of the fields in messages, where the configuration is an object inside of config.json.
@@ -96,6 +99,11 @@ def _read_spec(
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     facts = {
+        # Models older than grouped-query attention do not have these two fields.
+        "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
+        "head_dim": fields.integer(
+            "head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads
+        ),
         "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         **family.read(fields),
     }
@@ -106,9 +114,6 @@ def _read_spec(
         intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
         num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
-        # Models older than grouped-query attention do not have these two fields.
-        num_kv_heads=fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
-        head_dim=fields.integer("head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
         torch_dtype=_dtype(fields),
@@ -122,23 +127,6 @@ def _read_spec(
     if contradiction := spec.contradiction():
         raise ConfigError(f"{path}: {contradiction}")
     return spec
-
-
-def _more_than_text(folder: Path, fields: Fields, inner: Mapping[str, object]) -> ConfigError:
-    """The refusal of a model with images or sound: whether its language model could run, or the reason against it."""
-    model_type = fields.get("model_type")
-    refusal = f"{fields.path}: model_type is {model_type!r}, which takes images or sound, and only text is supported"
-    try:
-        _read_spec(folder, inner, "text_config.")
-    except ConfigError as error:
-        reason = str(error).removeprefix(f"{fields.path}: ")
-        if not reason.endswith(_MISSING):  # the file relies on the defaults of transformers
-            return ConfigError(f"{refusal}; its language model cannot run either: {reason}")
-    inner_type = inner.get("model_type", f"{model_type}_text")
-    way_out = "use a GGUF file of it" if inner_type in SUPPORTED_MODEL_TYPES else "use another model"
-    return ConfigError(
-        f"{refusal}; export its language model (model_type {inner_type}) to a folder of its own, or {way_out}"
-    )
 
 
 def _check_family(fields: Fields, model_type: str, family: Family, found: FoundTask) -> None:

@@ -33,10 +33,8 @@ _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
     "alibi": "position biases (ALiBi) are not supported",
     "kv_lora_rank": "latent attention (MLA) is not supported",
+    "attention_chunk_size": "attention in chunks is not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
-    "vision_config": "only text is supported",
-    "audio_config": "only text is supported",
-    "text_config": "only text is supported",
 }
 _OF_IMAGES: Final = "vision"
 """Value of `use_bidirectional_attention` that concerns the tokens of images only."""

@@ -25,11 +25,16 @@ T = TypeVar("T")
 
 
 class Rope(NamedTuple):
-    """The rotary facts for `ModelSpec`."""
+    """The rotary facts for `ModelSpec`.
+
+    Attributes:
+        mscale: yarn's factor of whole queries and of whole keys, which DeepSeek applies beside `attention_factor`.
+    """
 
     theta: float
     scaling: RopeScaling
     partial_factor: float
+    mscale: float = 1.0
 
 
 def read_rope(
@@ -136,7 +141,8 @@ def _read(
     partial = rope.number(
         "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
     )
-    return Rope(theta, _scaling(fields, rope, kinds, outer_original), partial)
+    scaling = _scaling(fields, rope, kinds, outer_original)
+    return Rope(theta, scaling, partial, _mscale(rope, scaling.factor) if scaling.kind == "yarn" else 1.0)
 
 
 def _scaling(fields: Fields, rope: Fields, kinds: tuple[str, ...], outer_original: bool) -> RopeScaling:
@@ -194,15 +200,18 @@ def _original(fields: Fields, rope: Fields, outer_original: bool) -> int:
     )
 
 
-def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
-    def sharpness(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _sharpness(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    default = sharpness(1.0)
+
+def _mscale(rope: Fields, factor: float) -> float:
+    return _sharpness(factor, rope.number("mscale_all_dim", 0.0, 1e3, default=0.0))
+
+
+def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
+    default = _sharpness(factor, 1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        default = sharpness(rope.number("mscale", 0.0, 1e3)) / sharpness(
-            rope.number("mscale_all_dim", 0.0, 1e3)
-        )
+        default = _sharpness(factor, rope.number("mscale", 0.0, 1e3)) / _mscale(rope, factor)
     return RopeScaling(
         kind="yarn",
         factor=factor,

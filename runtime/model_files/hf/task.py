@@ -15,7 +15,7 @@ from ..fields import Fields
 from ..pooling_spec import TaskChoice
 from .modules_json import MODULES, Modules, read_modules
 
-CAUSAL: Final = ("ForCausalLM", "LMHeadModel")
+CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER: Final = "ForSequenceClassification"
 _BODY: Final = ("Model", "ForMaskedLM")
 _RERANKER: Final = "rerank"

@@ -42,6 +42,8 @@ class WeightsSummary(NamedTuple):
     num_files: int
     num_tensors: int
     num_bytes: int
+    num_ignored: int = 0  # tensors of towers, which are not read
+    ignored_bytes: int = 0
 
 
 def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, WeightsSummary]:
@@ -55,12 +57,14 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         ConfigError: a file is missing, truncated or damaged; a tensor is missing, of another shape or dtype, or one
             that the model does not have.
     """
-    files = read_headers(folder)
+    files = read_headers(folder, spec.language_of)
     for dense in () if spec.pooling is None else spec.pooling.dense:
         if dense.folder:
             _check_dense(folder / dense.folder, dense)
     tensors = {name: entry for file in files for name, entry in file.entries.items()}
-    summary = WeightsSummary(len(files), len(tensors), sum(file.num_bytes for file in files))
+    ignored = [entry.num_bytes for file in files for entry in file.ignored]
+    num_bytes = sum(file.num_bytes for file in files)
+    summary = WeightsSummary(len(files), len(tensors), num_bytes, len(ignored), sum(ignored))
     tensors = {name: entry for name, entry in tensors.items() if not name.endswith(SAFE_TO_IGNORE)}
     if spec.encoder is not None:
         prefix = prefix_of(NAMES[spec.model_type], tensors.__contains__)

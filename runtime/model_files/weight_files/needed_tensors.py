@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
+    from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
+
+
+KV_UP: Final = "self_attn.kv_b_proj"
+"""Keys and values from latents; held per head in the serving dtype, whatever the form of linear layers."""
 
 
 class Module(NamedTuple):
@@ -53,7 +58,7 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
         yield Module("lm_head", table)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for module in (*_norms(spec), *_attention(spec), *_mlp(spec, layer, one_expert)):
+        for module in (*_norms(spec), *attention_modules(spec), *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
 
@@ -77,7 +82,11 @@ def _norms(spec: ModelSpec) -> Iterator[Module]:
         yield Module("self_attn.k_norm", (spec.head_dim,))
 
 
-def _attention(spec: ModelSpec) -> Iterator[Module]:
+def attention_modules(spec: ModelSpec) -> Iterator[Module]:
+    """The modules of a layer's attention, by their names in the layer; without the norms of heads."""
+    if spec.latent is not None:
+        yield from _latent_attention(spec, spec.latent)
+        return
     size, q_size, kv_size = (
         spec.hidden_size,
         spec.num_heads * spec.head_dim,
@@ -89,6 +98,31 @@ def _attention(spec: ModelSpec) -> Iterator[Module]:
     for name, rows in parts.items():
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+
+
+def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
+    size, rank = spec.hidden_size, latent.kv_lora_rank
+    q_size = spec.num_heads * latent.qk_head_dim
+    if latent.q_lora_rank is None:
+        yield Module("self_attn.q_proj", (q_size, size), is_linear=True)
+    else:
+        q_rank = latent.q_lora_rank
+        yield Module("self_attn.q_a_proj", (q_rank, size), is_linear=True, has_bias=spec.attention_bias)
+        yield Module("self_attn.q_a_layernorm", (q_rank,))
+        yield Module("self_attn.q_b_proj", (q_size, q_rank), is_linear=True)
+    yield Module(
+        "self_attn.kv_a_proj_with_mqa", (latent.row_size, size), is_linear=True, has_bias=spec.attention_bias
+    )
+    yield Module("self_attn.kv_a_layernorm", (rank,))
+    yield Module(
+        KV_UP, (spec.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), rank), is_linear=True
+    )
+    yield Module(
+        "self_attn.o_proj",
+        (size, spec.num_heads * latent.v_head_dim),
+        is_linear=True,
+        has_bias=spec.attention_out_bias,
+    )
 
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...errors import ConfigError
+from ..hf.language_part import MULTIMODAL
 from ..stand_in import damage
 
 SINGLE_FILE: Final = "model.safetensors"
@@ -50,11 +51,13 @@ class SafetensorsFile(NamedTuple):
     Attributes:
         num_bytes: of the whole file.
         entries: its tensors by name.
+        ignored: the tensors of towers, which are not read.
     """
 
     path: Path
     num_bytes: int
     entries: dict[str, HeaderEntry]
+    ignored: tuple[HeaderEntry, ...] = ()
 
 
 def read_header(path: Path) -> SafetensorsFile:
@@ -114,16 +117,34 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def missing_prefix(names: Collection[str]) -> str:
-    """What to put before the names of a folder's tensors to have the usual ones; "" for nothing.
+def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
+    """Tensors of a folder -> what they are called in a folder with a language model only; without those of towers.
 
     A decoder that was saved without an output head, as an embedder is, has names like `layers.0.mlp.up_proj.weight`.
+
+    Args:
+        names: of all files of the folder.
+        language_of: see `ModelSpec`.
+
+    Raises:
+        ConfigError: two tensors are the same one of the language model.
     """
-    return _BODY if _OWN_TABLE in names else ""
+    kind = MULTIMODAL.get(language_of)
+    usual = {name: name if kind is None else kind.usual_name(name) for name in names}
+    prefix = _BODY if _OWN_TABLE in usual.values() else ""
+    found = {stored: prefix + name for stored, name in usual.items() if name is not None}
+    holder: dict[str, str] = {}
+    for stored, name in found.items():
+        if name in holder:
+            raise ConfigError(
+                f"tensors {holder[name]!r} and {stored!r} are both {name!r}; remove one of them from the files"
+            )
+        holder[name] = stored
+    return found
 
 
-def read_headers(folder: Path) -> list[SafetensorsFile]:
-    """All weight files of a folder; their tensors have the usual names, see `missing_prefix`.
+def read_headers(folder: Path, language_of: str = "") -> list[SafetensorsFile]:
+    """All weight files of a folder; their tensors have the usual names, see `usual_names`.
 
     Raises:
         ConfigError: there are no files, one is missing, truncated or damaged, or two hold the same tensor.
@@ -137,12 +158,23 @@ def read_headers(folder: Path) -> list[SafetensorsFile]:
                     f"{file.path}: tensor {name!r} is also in {holder[name]}; keep one of the files"
                 )
             holder[name] = file.path.name
-    prefix = missing_prefix(holder)
-    return [_renamed(file, prefix) for file in files] if prefix else files
+    names = usual_names_in(folder, holder, language_of)
+    return [_renamed(file, names) for file in files]
 
 
-def _renamed(file: SafetensorsFile, prefix: str) -> SafetensorsFile:
-    return file._replace(entries={prefix + name: entry for name, entry in file.entries.items()})
+def usual_names_in(folder: Path, names: Iterable[str], language_of: str) -> dict[str, str]:
+    """`usual_names` of the tensors of this folder, which an error names."""
+    try:
+        return usual_names(names, language_of)
+    except ConfigError as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
+def _renamed(file: SafetensorsFile, names: dict[str, str]) -> SafetensorsFile:
+    return file._replace(
+        entries={names[name]: entry for name, entry in file.entries.items() if name in names},
+        ignored=tuple(entry for name, entry in file.entries.items() if name not in names),
+    )
 
 
 def _check_places(path: Path, size: int, data_start: int, entries: dict[str, HeaderEntry]) -> None:

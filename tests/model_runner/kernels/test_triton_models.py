@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.model_runner import load
-from engine.model_runner.kernels import plain
+from engine.model_runner.kernels import plain, plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
@@ -128,6 +128,8 @@ def launches(monkeypatch) -> Counter[str]:
         add_layer_norm=plain.add_layer_norm,
         activate=plain.activate,
         rotate_and_store=rotary_store.rotate_and_store,
+        pack_heads=plain_latent.pack_heads,
+        store_latent=plain_latent.store_latent,
         add=plain.add,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,

@@ -139,7 +139,7 @@ CHAT_ONLY = [
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
-        '"image_url"',
+        'is "image_url", but the engine serves only the text of this model; leave it out, or describe',
     ),
     ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, "messages[0].content[0].type", "null"),
     (

@@ -18,6 +18,7 @@ from ..schema.errors import renamed_fields
 from ..schema.generation_fields import SamplingFields, at_least_one
 from ..schema.json_body import Body, convert, show
 from ..schema.limits import check_limit
+from ..schema.media_parts import check_is_no_media
 from ..surfaces.answer_format import json_schema
 from ..surfaces.checks import effort_options, objects, one_of, refused, text_of
 from ..surfaces.history import TEXT_SEPARATOR, History
@@ -224,6 +225,7 @@ def _read_block(block: Body, role: str, at: str, history: History, notes: Notes)
         case _, str() if kind in _RUN_BY_SERVERS:
             notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
         case _:
+            check_is_no_media(kind, at)
             raise RequestError(
                 f"{at}.type is {show(kind)}, which is not supported in a message of the {role}; this model takes text",
                 param=f"{at}.type",

@@ -15,6 +15,7 @@ from ..schema.errors import renamed_fields
 from ..schema.generation_fields import SamplingFields
 from ..schema.json_body import Body, convert, show
 from ..schema.limits import check_limit
+from ..schema.media_parts import ONLY_TEXT
 from ..surfaces.answer_format import json_object, json_schema
 from ..surfaces.checks import effort_options, objects, one_of, optional_object, optional_text, refused
 from ..surfaces.history import History
@@ -192,7 +193,7 @@ class _Calls:
 def _read_message(message: Body, at: str, history: History, calls: _Calls) -> None:
     role = one_of(message.get("role"), ("system", "user", "assistant", "tool"), f"{at}.role")
     if message.get("images"):
-        raise refused(f"{at}.images", "has images, but this model takes text", "unsupported_value")
+        raise refused(f"{at}.images", f"has images, {ONLY_TEXT}", "unsupported_value")
     content = convert(message.get("content") or "", str, f"{at}.content")
     match role:
         case "system":

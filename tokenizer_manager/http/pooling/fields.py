@@ -6,7 +6,8 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ....runtime.request_checks import refused
+from ....runtime.request_checks import check_integer
+from ....runtime.sampling_params import MAX_COUNT
 from ..schema.field_policy import NO_EFFECT, FieldPolicy
 from ..schema.field_types import (
     Count,
@@ -22,7 +23,11 @@ from ..schema.field_types import (
 
 TruncateLen = Annotated[
     Int,
-    documented("The most tokens of an input, the rest is cut; -1: as many as the model takes.", minimum=-1),
+    documented(
+        "The most tokens of an input, the rest is cut; -1: as many as the model takes.",
+        minimum=-1,
+        maximum=MAX_COUNT,
+    ),
 ]
 Texts = Annotated[
     Any,
@@ -63,16 +68,15 @@ class PoolingFields(msgspec.Struct, kw_only=True):
         """The most tokens of an input, -1 for as many as the model takes; None: a longer one is an error.
 
         Raises:
-            RequestError: below 1, and not -1.
+            RequestError: below 1 and not -1, or too large.
         """
         limit = self.truncate_prompt_tokens
         if limit is None:
             return -1 if self.truncate else None
-        if limit < 1 and limit != -1:
-            raise refused(
-                "truncate_prompt_tokens", limit, "must be at least 1, or -1 for what the model takes"
-            )
-        return limit
+        if limit == -1:
+            return limit
+        rule = "must be at least 1, or -1 for what the model takes"
+        return check_integer("truncate_prompt_tokens", limit, 1, MAX_COUNT, rule)
 
 
 class EmbeddingsRequest(PoolingFields, kw_only=True):

@@ -11,7 +11,6 @@ from ....runtime.request_checks import check_integer
 from ....runtime.sampling_params import MAX_COUNT
 from ...pooling.task import check_ranking
 from ..exchange import Exchange
-from ..schema.generation_fields import at_least_one
 from ..schema.json_body import Body, convert, show
 from ..schema.limits import check_limit
 from ..services import Services
@@ -78,7 +77,9 @@ def _read(body: Body, services: Services) -> _Checked:
                 param="max_tokens_per_doc",
                 code="invalid_value",
             )
-        request.truncate_prompt_tokens = at_least_one(request.max_tokens_per_doc, "max_tokens_per_doc")
+        request.truncate_prompt_tokens = check_integer(
+            "max_tokens_per_doc", request.max_tokens_per_doc, 1, MAX_COUNT
+        )
     return _Checked(request, documents, bool(request.return_documents), warnings)
 
 

@@ -12,6 +12,7 @@ from ....runtime.errors import RequestError
 from .field_policy import FieldPolicy, first_warnings
 from .json_body import Body, convert, show, without_nulls
 from .limits import check_limit
+from .media_parts import check_is_no_media
 
 _ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 _RENAMED: Final = {"developer": "system", "function": "tool"}
@@ -190,6 +191,7 @@ def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, li
     for i, part in enumerate(parts):
         where = f"{at}[{i}]"
         kind = part.get("type")
+        check_is_no_media(kind, where)
         if kind != "text":
             raise RequestError(
                 f'{where}.type is {show(kind)}, but only "text" is supported yet',

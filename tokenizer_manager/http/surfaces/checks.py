@@ -10,6 +10,7 @@ import msgspec
 from ....runtime.errors import RequestError
 from ...conversation.conversation import ReasoningOptions
 from ..schema.json_body import Body, convert, show, without_nulls
+from ..schema.media_parts import check_is_no_media
 from .history import TEXT_SEPARATOR
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -86,6 +87,7 @@ def part_text(part: Body, at: str, kinds: Collection[str]) -> str:
         RequestError: it is no text part.
     """
     kind = part.get("type")
+    check_is_no_media(kind, at)
     if kind not in kinds:
         raise RequestError(
             f"{at}.type is {show(kind)}, but only {', '.join(sorted(kinds))} can be read here; this model takes text",

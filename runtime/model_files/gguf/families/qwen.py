@@ -28,5 +28,8 @@ _QWEN3_NAMES: Final = {**LAYER_NAMES, **QK_NORM_NAMES}
 FAMILIES: Final[dict[str, GGUFFamily]] = {
     "qwen2": GGUFFamily("qwen2", no_facts),
     "qwen3": GGUFFamily("qwen3", _qwen3, _QWEN3_NAMES),
+    # Of multimodal models, whose tower is a file of its own; for text their M-RoPE is the rope of the others.
+    "qwen2vl": GGUFFamily("qwen2", no_facts),
+    "qwen3vl": GGUFFamily("qwen3", _qwen3, _QWEN3_NAMES),
     "qwen3moe": GGUFFamily("qwen3_moe", _qwen3_moe, _QWEN3_NAMES, has_experts=True),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import gemma, llama, phi, qwen
+from . import deepseek, gemma, llama, phi, qwen
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -16,4 +16,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **deepseek.FAMILIES,
 }

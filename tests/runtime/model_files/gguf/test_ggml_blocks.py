@@ -23,8 +23,12 @@ def test_numbers_times_scales_plus_minima_are_the_dequantized_weights(name: str)
     assert numbers.dtype == np.uint8 and numbers.shape == (750, 4 * ggml_type.block_len)
     assert 0 < numbers.max() < 2**form.bits
     assert (minima is not None) == form.has_minima
-    offsets = scales * -form.zero if minima is None else minima
-    means = numbers.reshape(750, -1, 32) * scales[:, :, None] + offsets[:, :, None]
+    values = (numbers if form.table is None else np.array(form.table)[numbers]).astype(np.float32)
+    groups = values.reshape(750, -1, 32)
+    if minima is None:
+        means = (groups - form.zero) * scales[:, :, None]
+    else:
+        means = groups * scales[:, :, None] + minima[:, :, None]
     np.testing.assert_array_equal(means.reshape(750, -1), dequantize(raw, ggml_type))
 
 

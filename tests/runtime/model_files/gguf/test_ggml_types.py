@@ -23,6 +23,19 @@ CONVERTIBLE = [
     "Q4_K",
     "Q5_K",
     "Q6_K",
+    "IQ4_NL",
+    "IQ4_XS",
+    "MXFP4",
+    "NVFP4",
+    "TQ1_0",
+    "TQ2_0",
+    "IQ3_S",
+    "IQ3_XXS",
+    "IQ2_S",
+    "IQ2_XS",
+    "IQ2_XXS",
+    "IQ1_M",
+    "IQ1_S",
 ]
 
 # Byte offsets of the float16 fields of a block: random bytes there could be NaN or infinity.
@@ -37,6 +50,19 @@ HALF_FIELDS = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "IQ4_NL": [0],
+    "IQ4_XS": [0],
+    "MXFP4": [],
+    "NVFP4": [],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "IQ3_S": [0],
+    "IQ3_XXS": [0],
+    "IQ2_S": [0],
+    "IQ2_XS": [0],
+    "IQ2_XXS": [0],
+    "IQ1_M": [],
+    "IQ1_S": [0],
 }
 
 
@@ -56,6 +82,10 @@ def random_blocks(name: str, num_blocks: int) -> np.ndarray:
         floats = rng.standard_normal((num_blocks, 1), dtype=np.float32)
         return (floats.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     blocks = rng.integers(0, 256, (num_blocks, ggml_type.block_bytes), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[:, 0] = rng.integers(115, 135, num_blocks)  # the exponent
+    if name == "IQ1_M":
+        blocks[:, 55] = blocks[:, 55] & 0x8F | 0x30  # the upper bits of the half that is in parts
     for offset in HALF_FIELDS[name]:
         blocks[:, offset : offset + 2] = (
             rng.standard_normal((num_blocks, 1)).astype(np.float16).view(np.uint8)
@@ -91,6 +121,13 @@ def test_rows_convert_alone_as_they_do_together(name: str) -> None:
     )
 
 
+def test_all_exponents_of_mxfp4() -> None:
+    blocks = np.full((253, 17), 0x72, dtype=np.uint8)  # larger ones overflow
+    blocks[:, 0] = np.arange(253)
+    reference = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.MXFP4)
+    np.testing.assert_array_equal(dequantize(blocks, by_name("MXFP4")), reference)
+
+
 def test_block_sizes_are_those_of_the_reference() -> None:
     for type_id, ggml_type in GGML_TYPES.items():
         if ggml_type.name == "Q8_1":
@@ -100,5 +137,5 @@ def test_block_sizes_are_those_of_the_reference() -> None:
 
 
 def test_a_type_without_conversion_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"IQ2_XXS cannot be read; supported are .*Q4_K"):
-        dequantize(np.zeros((1, 66), dtype=np.uint8), by_name("IQ2_XXS"))
+    with pytest.raises(ConfigError, match=r"Q8_K cannot be read; supported are .*Q4_K"):
+        dequantize(np.zeros((1, 292), dtype=np.uint8), by_name("Q8_K"))

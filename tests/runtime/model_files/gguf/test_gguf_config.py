@@ -124,6 +124,14 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (
+            {"arch": "clip"},
+            "general.architecture is 'clip': the vision or audio tower .*; give the GGUF file of",
+        ),
+        (
+            {"general__type": "mmproj"},
+            r"\(mmproj\), and the engine serves only text; give the GGUF file of the lang",
+        ),
         ({"arch": "mamba"}, "general.architecture is 'mamba', which is not supported; supported are: llama"),
         ({"llama__expert_count": 8}, "llama.expert_count is 8, experts are not supported"),
         ({"llama__block_count": ...}, "the field llama.block_count is missing"),

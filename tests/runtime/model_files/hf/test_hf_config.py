@@ -225,10 +225,6 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"model_type": "gemma3"},
-            "model_type is 'gemma3', which takes images or sound, and only text is supported",
-        ),
         ({"model_type": ...}, "the field model_type is missing"),
         (
             {"architectures": ["LlamaForQuestionAnswering"]},
@@ -272,10 +268,6 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object or null"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a different rope for some"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1.0"),
-        (
-            {"model_type": "gemma3"},
-            "model_type is 'gemma3', which takes images or sound, .*GGUF",
-        ),
         ({**GEMMA3, "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, capped scores"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "only attention to earlier tokens"),
         ({**GEMMA3, "layer_types": ["full_attention"]}, "1 layer types for 2 layers"),
@@ -343,43 +335,6 @@ def test_a_bos_token_outside_of_the_vocabulary_is_ignored(
 ) -> None:
     assert read(tmp_path, bos_token_id=value).bos_token_id == expected
     assert ("bos_token_id is" in caplog.text) is (value in (-1, 128))
-
-
-TEXT = {key: value for key, value in CONFIG.items() if key != "architectures"}
-
-
-@pytest.mark.parametrize(
-    ("inner", "message"),
-    [
-        (TEXT, r"export its language model \(model_type llama\) .*GGUF"),
-        ({"model_type": "gemma3_text", "hidden_size": 64}, r"export .*\(model_type gemma3_text\) .*GGUF"),
-        (TEXT | {"model_type": "novel"}, r"export .*\(model_type novel\) .* use another model"),
-        (
-            TEXT | {"model_type": "novel", "kv_lora_rank": 512},
-            r"its language model cannot run either: text_config.kv_lora_rank is 512, latent attention",
-        ),
-        (
-            TEXT | {"model_type": "novel", "layer_types": ["linear_attention", "full_attention"]},
-            r"cannot run either: text_config.layer_types is .*linear_attention",
-        ),
-        (
-            TEXT | {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
-            r"cannot run either: text_config.final_logit_softcapping is 30.0",
-        ),
-        (
-            TEXT | {"model_type": "novel", "use_bidirectional_attention": "vision"},
-            r"export its language model \(model_type novel\)",
-        ),
-    ],
-    ids=str,
-)
-def test_a_model_with_images_is_refused_for_the_real_reason(
-    tmp_path: Path, inner: dict[str, Any], message: str
-) -> None:
-    config = {"model_type": "seer", "vision_config": {}, "text_config": inner}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"model_type is 'seer', which takes images or sound.*" + message):
-        read_hf_spec(tmp_path)
 
 
 def test_attention_in_both_directions_concerns_images_only(tmp_path: Path) -> None:

@@ -103,7 +103,12 @@ def test_no_calls(value):
         ({"role": "user"}, "messages[0].content", "is missing"),
         ({"role": "user", "content": None}, "messages[0].content", "is missing"),
         ({"role": "system", "content": 5}, "messages[0].content", "string"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages[0].content[0].type", '"text"'),
+        ({"role": "user", "content": [{"type": "poem"}]}, "messages[0].content[0].type", '"text"'),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[0].content[0].type",
+            "the engine serves only the text of this model; leave it out",
+        ),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text", "text"),
         (
             {"role": "user", "content": "x", "tool_calls": [call(name="f")]},

@@ -1,0 +1,39 @@
+"""`FAMILIES`: the families of models with an implementation of the engine's own, by names that people search for."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class FamilyRow(NamedTuple):
+    """A row of the table in docs/models.md.
+
+    Attributes:
+        names: published models, as their makers call them.
+        model_type: the field of their `config.json`.
+        gguf: the architecture that their GGUF files name, if it is that of another model type.
+        missing: kinds of weights, of `WEIGHT_KINDS`, that the family cannot have.
+    """
+
+    names: str
+    model_type: str
+    gguf: str = ""
+    missing: tuple[str, ...] = ()
+
+
+WEIGHT_KINDS: Final = ("bf16", "int8", "int4", "fp8")
+"""The columns: 16 bits, 8 bits (GGUF's, too), 4 bits (GGUF's, AWQ, GPTQ, too) and fp8."""
+
+FAMILIES: Final = (
+    FamilyRow("Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2, TinyLlama, Yi", "llama"),
+    FamilyRow("Mistral 7B, Mistral Nemo, Mistral Small, Codestral", "mistral", gguf="llama"),
+    FamilyRow("Qwen2, Qwen2.5, QwQ", "qwen2"),
+    FamilyRow("Qwen3", "qwen3"),
+    FamilyRow("Qwen3-30B-A3B, Qwen3-Coder", "qwen3_moe"),
+    FamilyRow("Gemma 3", "gemma3_text"),
+    FamilyRow("DeepSeek-V2", "deepseek_v2"),
+    FamilyRow("DeepSeek-V3, R1", "deepseek_v3"),
+    FamilyRow("Kimi K2", "kimi_k2"),
+    FamilyRow("GLM-4.7-Flash", "glm4_moe_lite"),
+    FamilyRow("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3"),
+)

@@ -1,0 +1,387 @@
+"""The text of multimodal folders against transformers, on tiny random models that transformers has saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.hf.language_part import MULTIMODAL
+from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
+from engine.runtime.model_files.weight_memory import num_parameters
+from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.conftest import Driver, TinyModel
+from tests.model_runner.distributed.test_tensor_parallel import load_rank
+from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+from tests.model_runner.models.test_architectures import tokens_of
+from tests.model_runner.weights.test_gguf_architectures import write
+
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+GEMMA = {
+    "text_config": TEXT
+    | {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "num_hidden_layers": 7,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "vision_config": SIGLIP,
+    "mm_tokens_per_image": 4,
+    "image_token_index": 90,
+    "boi_token_index": 91,
+    "eoi_token_index": 92,
+}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CLIP = SIGLIP | {"model_type": "clip_vision_model", "projection_dim": 16}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 48,
+}
+IDEFICS = {name: value for name, value in SIGLIP.items() if name != "model_type"}
+MROPE = {"rope_type": "default", "rope_theta": 1000.0, "mrope_section": [2, 1, 1]}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mrope_section": [2, 1, 1],
+}
+AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "max_source_positions": 8,
+    "num_mel_bins": 4,
+}
+VOXTRAL = {
+    "hidden_size": 16,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_source_positions": 8,
+    "num_mel_bins": 4,
+}
+OF_LLAMA = TEXT | {"model_type": "llama"}
+OF_QWEN = TEXT | {"rope_parameters": MROPE}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("gemma3", GEMMA),
+    "gemma3 untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False}),
+    "mistral3": (
+        "mistral3",
+        {
+            "text_config": TEXT | {"model_type": "mistral", "head_dim": 16, "sliding_window": None},
+            "vision_config": PIXTRAL,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3 window tied": (
+        "mistral3",
+        {"text_config": TEXT | {"model_type": "mistral", "sliding_window": 23}, "vision_config": PIXTRAL},
+    ),
+    "qwen2_vl": (
+        "qwen2_vl",
+        {"text_config": OF_QWEN, "vision_config": QWEN_VISION | {"embed_dim": 16, "hidden_size": 48}},
+    ),
+    "qwen2_5_vl": ("qwen2_5_vl", {"text_config": OF_QWEN, "vision_config": QWEN_VISION}),
+    "qwen2_5_vl yarn tied": (
+        "qwen2_5_vl",
+        {
+            "text_config": OF_QWEN | {"rope_parameters": YARN},
+            "vision_config": QWEN_VISION,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen2_5_vl window": (
+        "qwen2_5_vl",
+        {
+            "text_config": OF_QWEN
+            | {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+            "vision_config": QWEN_VISION,
+        },
+    ),
+    "qwen3_vl": (
+        "qwen3_vl",
+        {
+            "text_config": OF_QWEN | {"head_dim": 8, "attention_bias": True},
+            "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+        },
+    ),
+    "llava of llama": ("llava", {"text_config": OF_LLAMA, "vision_config": CLIP}),
+    "llava_next of mistral": (
+        "llava_next",
+        {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": CLIP},
+    ),
+    "llava_onevision of qwen2": (
+        "llava_onevision",
+        {"text_config": TEXT | {"model_type": "qwen2", "tie_word_embeddings": True}, "vision_config": SIGLIP},
+    ),
+    "vipllava": (
+        "vipllava",
+        {"text_config": OF_LLAMA, "vision_config": CLIP, "vision_feature_layers": [-1]},
+    ),
+    "internvl of qwen3": (
+        "internvl",
+        {
+            "text_config": TEXT | {"model_type": "qwen3", "head_dim": 8},
+            "vision_config": SIGLIP | {"model_type": "internvl_vision"},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "idefics3": ("idefics3", {"text_config": OF_LLAMA, "vision_config": IDEFICS}),
+    "smolvlm tied": (
+        "smolvlm",
+        {"text_config": OF_LLAMA, "vision_config": IDEFICS, "tie_word_embeddings": True},
+    ),
+    "qwen2_audio": (
+        "qwen2_audio",
+        {"text_config": TEXT | {"model_type": "qwen2"}, "audio_config": AUDIO},
+    ),
+    "voxtral": (
+        "voxtral",
+        {
+            "text_config": OF_LLAMA | {"head_dim": 16, "rope_theta": 1e4},
+            "audio_config": VOXTRAL,
+        },
+    ),
+}
+"""Name -> `model_type` and options of a tiny configuration."""
+kinds = pytest.mark.parametrize(("outer", "options"), KINDS.values(), ids=KINDS.keys())
+MakeTiny = Callable[..., TinyModel]
+
+
+@pytest.fixture
+def make_tiny(tmp_path: Path) -> MakeTiny:
+    """A tiny random multimodal model, saved by transformers.
+
+    `names`: "saved": those that it writes, which are older than 4.52; "new": those of its modules.
+    """
+
+    def make(
+        outer: str, options: dict[str, Any], *, dtype: str = "float32", names: str = "saved", **save: Any
+    ) -> TinyModel:
+        import transformers
+
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(outer, **options)
+        config._attn_implementation = "eager"
+        reference = getattr(transformers, MULTIMODAL[outer].architecture)(config).eval()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+                else:
+                    parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[-1] ** 0.5)
+        reference = reference.to(getattr(torch, dtype))
+        folder = tmp_path / outer
+        reference.save_pretrained(folder, **save)
+        if names == "new":
+            save_file(_modules_names(reference), folder / "model.safetensors")
+        return TinyModel(reference, folder, read_hf_spec(folder))
+
+    return make
+
+
+def _modules_names(reference: Any) -> dict[str, torch.Tensor]:
+    """All tensors by the names of the modules, which `save_pretrained` changes into those of older versions."""
+    tied = set(reference.all_tied_weights_keys)
+    return {name: tensor.clone() for name, tensor in reference.state_dict().items() if name not in tied}
+
+
+@kinds
+@pytest.mark.parametrize("names", ["saved", "new"])
+def test_logits_are_those_of_transformers(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, outer: str, options: dict[str, Any], names: str
+) -> None:
+    tiny = make_tiny(outer, options, names=names)
+    spec, summary = check_folder_weights(tiny.folder, tiny.spec)
+    driver = make_driver(spec, tiny.folder)
+    prompt = tokens_of(150, vocab=90)
+    expected = tiny.logprobs(prompt)
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=5))
+
+    found = []
+    for chunk in (37, 1, 80, 32):
+        found += unpack(driver.step([(req, chunk)]).prompt_logprobs[0])[0].tolist()
+
+    np.testing.assert_allclose(found, expected[torch.arange(149), prompt[1:]], atol=2e-4)
+    while len(req.output) < 8:
+        driver.step([(req, 1)])
+    assert tiny.logprobs(prompt + req.output)[149:-1].argmax(-1).tolist() == req.output
+    tower = sum(
+        tensor.numel()
+        for name, tensor in tiny.reference.named_parameters()
+        if not name.startswith(("model.language_model.", "model.text_model.", "lm_head."))
+    )
+    assert summary.num_ignored > 0 and summary.ignored_bytes == 4 * tower
+    assert num_parameters(spec) == sum(p.numel() for p in tiny.reference.parameters()) - tower
+
+
+def _check(tiny: TinyModel, driver: Any, unpack: Any) -> None:
+    """Check the logits of one prompt and the tokens after it."""
+    prompt = tokens_of(60, vocab=90)
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    found, _, _ = unpack(driver.step([(req, 60)]).prompt_logprobs[0])
+    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(59), prompt[1:]], atol=2e-4)
+    while len(req.output) < 4:
+        driver.step([(req, 1)])
+    assert tiny.logprobs(prompt + req.output)[59:-1].argmax(-1).tolist() == req.output
+
+
+@pytest.mark.parametrize("names", ["saved", "new"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_both_names_of_tensors_are_tested(make_tiny: MakeTiny, name: str, names: str) -> None:
+    tiny = make_tiny(*KINDS[name], names=names)
+    stored = load_file(tiny.folder / "model.safetensors")
+    old = {"qwen2_5_vl": "model.layers.0."}.get(name, "language_model.model.layers.0.")
+
+    assert any(tensor.startswith("model.language_model.layers.0.") for tensor in stored) is (names == "new")
+    assert any(tensor.startswith(old) for tensor in stored) is (names == "saved")
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl yarn tied"])
+def test_fields_beside_the_vision_config(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    """Published folders of Qwen2-VL and 2.5 have no `text_config`."""
+    tiny = make_tiny(*KINDS[name])
+    path = tiny.folder / "config.json"
+    config = json.loads(path.read_text())
+    inner = config.pop("text_config")
+    rope = inner.pop("rope_parameters")
+    theta, kind = rope.pop("rope_theta"), rope.pop("rope_type")
+    del inner["model_type"]
+    scaling = rope | {"type": "mrope" if kind == "default" else kind}
+    path.write_text(json.dumps({**inner, **config, "rope_theta": theta, "rope_scaling": scaling}))
+
+    spec = read_hf_spec(tiny.folder)
+
+    assert spec == tiny.spec
+    _check(tiny, make_driver(spec, tiny.folder), unpack)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    tiny = make_tiny(*KINDS[name], dtype="bfloat16")
+    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16")
+    prompt = tokens_of(120, vocab=90)
+    theirs = tiny.logprobs(prompt)[torch.arange(119), prompt[1:]].numpy()
+    tiny.reference.float()
+    exact = tiny.logprobs(prompt)[torch.arange(119), prompt[1:]].numpy()
+
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    ours, _, _ = unpack(driver.step([(req, 120)]).prompt_logprobs[0])
+
+    assert tiny.spec.torch_dtype == "bfloat16"
+    assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
+
+
+def test_shards(make_tiny: MakeTiny, make_driver: Any, unpack: Any) -> None:
+    tiny = make_tiny(*KINDS["gemma3"], max_shard_size="60KB")
+    assert (tiny.folder / "model.safetensors.index.json").exists()
+
+    spec, summary = check_folder_weights(tiny.folder, tiny.spec)
+
+    assert summary.num_files > 2 and summary.num_ignored > 0
+    _check(tiny, make_driver(spec, tiny.folder), unpack)
+
+
+def test_ranks_and_dummy_weights(make_tiny: MakeTiny, make_driver: Any) -> None:
+    tiny = make_tiny(*KINDS["gemma3"])
+    prompts = [tokens_of(30, vocab=90), tokens_of(7, seed=1, vocab=90)]
+    expected = make_driver(tiny.spec, tiny.folder).generate(prompts, num=6)
+
+    def tokens(group: ThreadGroup) -> list[list[int]]:
+        runner, capacity = load_rank(tiny, group)
+        return Driver(runner, capacity).generate(prompts, num=6)
+
+    assert on_ranks(2, tokens) == [expected, expected]
+    dummy = make_driver(tiny.spec).generate(prompts, num=6)
+    assert dummy == make_driver(tiny.spec).generate(prompts, num=6) != expected
+
+
+def test_a_missing_and_an_unknown_tensor_are_named(make_tiny: MakeTiny) -> None:
+    tiny = make_tiny(*KINDS["mistral3"])
+    path = tiny.folder / "model.safetensors"
+    tensors = load_file(path)
+    save_file({**tensors, "model.novel.weight": torch.ones(2)}, path)
+    with pytest.raises(ConfigError, match=r"unexpected tensor 'model\.novel\.weight' \(1 in all\)"):
+        check_folder_weights(tiny.folder, tiny.spec)
+
+    save_file({name: x for name, x in tensors.items() if not name.endswith("0.mlp.up_proj.weight")}, path)
+    with pytest.raises(ConfigError, match=r"tensor 'model\.layers\.0\.mlp\.up_proj\.weight' is missing"):
+        check_folder_weights(tiny.folder, tiny.spec)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl yarn tied", "olmo in llava"])
+def test_transformers_can_compute_the_text(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
+) -> None:
+    """With `--model-impl transformers`, and where the engine has no model of the language model's type."""
+    of_olmo = {"text_config": TEXT | {"model_type": "olmo"}, "vision_config": CLIP}
+    tiny = make_tiny(*KINDS.get(name, ("llava", of_olmo)))
+    spec, _ = check_folder_weights(tiny.folder, tiny.spec)
+
+    _check(tiny, make_driver(spec, tiny.folder, model_impl="transformers"), unpack)
+
+
+@pytest.mark.parametrize("arch", ["qwen2vl", "qwen3vl"])
+def test_gguf_files_of_the_language_model(
+    make_tiny_model: Any, make_driver: Any, unpack: Any, tmp_path: Path, arch: str
+) -> None:
+    tiny = make_tiny_model(arch.removesuffix("vl"), **({"head_dim": 8} if arch == "qwen3vl" else {}))
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch)
+    spec = read_gguf_spec(GGUFFile(path))
+
+    assert spec.model_type == arch.removesuffix("vl")
+    _check(tiny, make_driver(spec, path, kind="gguf"), unpack)

@@ -1,0 +1,69 @@
+"""The table of families in docs/models.md is true: each family computes with weights of each kind that it names.
+
+With int8, int4 and fp8 made while loading, the logits stay close to those of the 16-bit weights, and the weights are
+smaller.
+"""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.runtime.model_files.quantization_choice import with_quantization
+from engine.runtime.model_files.weight_memory import weight_bytes
+from engine.runtime.sampling_params import SamplingParams
+
+from .test_architectures import tokens_of
+
+TABLE: Any = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "reference" / "families.py"))
+FAMILIES = {row.model_type: row for row in TABLE["FAMILIES"]}
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "first_k_dense_replace": 8,
+}
+OWN_FIELDS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "dense"]},
+}
+NO_CLASS = {"kimi_k2": "deepseek_v3"}
+"""Types that transformers computes as another one."""
+CLOSE = {"int8": 0.98, "fp8": 0.96, "int4": 0.8}
+"""The least correlation of logits with those of the weights before; random weights have no structure to spare."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TABLE["WEIGHT_KINDS"] if kind != "bf16"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_family_computes_with_this_kind_of_weights(make_tiny_model, make_driver, unpack, model_type, kind):
+    if kind in FAMILIES[model_type].missing:
+        pytest.skip("the table says no")
+    made_as = NO_CLASS.get(model_type, model_type)
+    tiny = make_tiny_model(made_as, dtype="bfloat16", **{**SIZES, **OWN_FIELDS.get(made_as, {})})
+    spec = with_quantization(tiny.spec, kind)
+
+    exact = logprobs_of(make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
+    rounded = logprobs_of(make_driver(spec, tiny.folder, dtype="bfloat16"), unpack)
+
+    assert np.corrcoef(exact, rounded)[0, 1] > CLOSE[kind]
+    assert not np.array_equal(exact, rounded)
+    assert weight_bytes(spec, 2) < weight_bytes(tiny.spec, 2)
+
+
+def logprobs_of(driver: Any, unpack: Any) -> np.ndarray[Any, Any]:
+    """Of the tokens of a prompt."""
+    prompt = tokens_of(150)
+    req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    logprobs, _, _ = unpack(driver.step([(req, 150)]).prompt_logprobs[0])
+    return np.asarray(logprobs)

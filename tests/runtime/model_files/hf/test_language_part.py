@@ -1,0 +1,146 @@
+"""The language model in the configuration of a multimodal folder, and the names of its tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.hf.language_part import MULTIMODAL
+from engine.runtime.model_files.model_spec import ModelSpec, RopeScaling
+from engine.runtime.model_files.pooling_spec import TaskChoice
+from engine.runtime.model_files.weight_files.safetensors_header import usual_names
+
+TEXT: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def read(
+    folder: Path, model_type: str = "gemma3", *, choice: TaskChoice | None = None, **fields: Any
+) -> ModelSpec:
+    """Read a folder; a value of `...` removes the field."""
+    config = {"model_type": model_type, "vision_config": {}, "text_config": TEXT, **fields}
+    config = {name: value for name, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_hf_spec(folder) if choice is None else read_hf_spec(folder, choice)
+
+
+def test_fields_that_older_files_leave_out_have_the_defaults_of_transformers(tmp_path: Path) -> None:
+    """google/gemma-3-4b-it has nothing else in its `text_config`."""
+    inner = {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    spec = read(tmp_path, text_config=inner, torch_dtype="bfloat16", eos_token_id=[1, 106])
+
+    assert (spec.model_type, spec.language_of) == ("gemma3_text", "gemma3")
+    assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
+    assert (spec.num_layers, spec.sliding_window, spec.max_position_embeddings) == (34, 1024, 131_072)
+    assert (spec.rope_scaling, spec.rope_theta) == (RopeScaling(kind="linear", factor=8.0), 1e6)
+    assert (spec.tie_word_embeddings, spec.torch_dtype, spec.eos_token_ids) == (True, "bfloat16", (1, 106))
+
+
+def test_end_tokens_and_dtype_may_be_on_either_level(tmp_path: Path) -> None:
+    inner = TEXT | {"eos_token_id": 5, "bos_token_id": 3, "dtype": "float16"}
+
+    spec = read(tmp_path, text_config=inner, eos_token_id=[7, 5])
+    assert (spec.eos_token_ids, spec.bos_token_id, spec.torch_dtype) == ((7, 5), 3, "float16")
+
+    spec = read(tmp_path, text_config=inner, torch_dtype="bfloat16", bos_token_id=4)
+    assert (spec.eos_token_ids, spec.bos_token_id, spec.torch_dtype) == ((5,), 3, "bfloat16")
+
+
+def test_quantization_stands_beside_the_language_model(tmp_path: Path) -> None:
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32}
+
+    spec = read(tmp_path, quantization_config=config)
+
+    assert spec.quantization is not None and spec.quantization.method == "awq"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_config": ...}, "text_config is None, expected an object with the language model's fields"),
+        ({"text_config": "llama"}, "text_config is 'llama', expected an object"),
+        (
+            {"architectures": ["Gemma3ForSequenceClassification"]},
+            "architectures is .*Gemma3ForConditionalGen",
+        ),
+        ({"model_type": "seer"}, "model_type is 'seer' with a text_config: .* text only of: gemma3"),
+        ({"model_type": "seer", "text_config": ...}, "model_type is 'seer' with a vision_config"),
+        (
+            {"text_config": TEXT | {"hidden_size": 0}},
+            r"text_config.hidden_size is 0, expected a whole number",
+        ),
+        (
+            {"text_config": TEXT | {"final_logit_softcapping": 30.0}},
+            "text_config.final_logit_softcapping is 30.0",
+        ),
+        (
+            {"text_config": TEXT | {"use_bidirectional_attention": True}},
+            "text_config.use_bidirectional_attention is True, only attention to earlier tokens",
+        ),
+    ],
+    ids=str,
+)
+def test_refused_folders(tmp_path: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, **fields)
+
+
+def test_the_text_can_be_embedded(tmp_path: Path) -> None:
+    spec = read(tmp_path, choice=TaskChoice("embed"), architectures=["Gemma3ForConditionalGeneration"])
+
+    assert spec.pooling is not None and spec.language_of == "gemma3"
+
+
+@pytest.mark.parametrize(
+    ("stored", "usual"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("vision_tower.encoder.layers.0.mlp.up_proj.weight", None),
+        ("model.vision_tower.encoder.layers.0.mlp.up_proj.weight", None),
+        ("multi_modal_projector.linear.weight", None),
+        ("novel.weight", "novel.weight"),
+    ],
+)
+def test_names_of_tensors(stored: str, usual: str | None) -> None:
+    assert usual_names([stored], "gemma3") == ({} if usual is None else {stored: usual})
+
+
+@pytest.mark.parametrize("outer", MULTIMODAL)
+def test_a_module_s_other_names_are_those_of_its_tensor(outer: str) -> None:
+    kind = MULTIMODAL[outer]
+    for name in ("model.layers.0.mlp.up_proj", "model.embed_tokens", "lm_head"):
+        others = [new + name.removeprefix(old) for old, new in kind.renamed if name.startswith(old)]
+        assert others
+        for other in others:
+            assert kind.usual_name(f"{other}.weight") == f"{name}.weight"
+
+
+def test_one_tensor_under_two_names_is_refused() -> None:
+    names = ["model.language_model.norm.weight", "language_model.model.norm.weight"]
+    with pytest.raises(ConfigError, match="are both 'model.norm.weight'; remove one"):
+        usual_names(names, "gemma3")
