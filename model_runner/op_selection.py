@@ -203,6 +203,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "store_latent": (_plain(plain_latent.store_latent),),
     "add": (_native("add"), _plain(plain.add)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
+    "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "deltas": (
         _native("deltas"),

@@ -171,6 +171,14 @@ class TakeRows(Protocol):
         ...
 
 
+class SoftCap(Protocol):
+    """cap * tanh(x / cap); any shape, contiguous, in float32."""
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class ToFloat32(Protocol):
     """The same values in float32, contiguous."""
 
@@ -424,6 +432,7 @@ class Ops:
     store_latent: StoreLatent
     add: AddOp
     take_rows: TakeRows
+    soft_cap: SoftCap
     to_float32: ToFloat32
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

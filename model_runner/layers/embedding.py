@@ -78,6 +78,7 @@ class OutputHead:
         self.weight = weight
         self._all_gather = context.group.all_gather
         self._vocab_size = context.spec.vocab_size
+        self._cap, self._soft_cap = context.spec.form.logits_cap, context.ops.soft_cap
         self._to_float32 = context.ops.to_float32
         self._float32_product: Callable[[Tensor], Tensor] | None = None
         if context.group.size == 1 and isinstance(weight, LinearToFloat32):
@@ -93,6 +94,10 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[n, size] -> [n, vocab] float32; `adapters`: see `Linear`."""
+        logits = self._uncapped(hidden, adapters)
+        return logits if self._cap is None else self._soft_cap(logits, self._cap)
+
+    def _uncapped(self, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
         delta = None if adapters is None else self.delta
         if self._float32_product is not None:
             logits = self._float32_product(hidden)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build the decoder."""
+    """Build the decoder, also that of Gemma 2."""
     spec = context.spec
     embedding = Embedding(
         context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5
@@ -47,10 +47,12 @@ class Gemma3Layer:
     def __init__(self, context: ModelContext, layer_id: int) -> None:
         spec = context.spec
         name, size, eps = f"model.layers.{layer_id}", spec.hidden_size, spec.rms_norm_eps
-        qk_norms = (
-            UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
-            UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
-        )
+        qk_norms = None
+        if spec.qk_norm:
+            qk_norms = (
+                UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
+                UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
+            )
         self.attention_norm = UnitOffsetRMSNorm(context, f"{name}.input_layernorm", size, eps)
         self.attention = SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms)
         self.after_attention_norm = UnitOffsetRMSNorm(context, f"{name}.post_attention_layernorm", size, eps)

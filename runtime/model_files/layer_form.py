@@ -23,6 +23,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         embedding_scale: a factor of the embedding's vectors.
         residual_scale: a factor of what each block adds to the residual stream.
         logits_scale: a factor of the logits.
+        logits_cap: logits become cap * tanh(logit / cap); None: they are not capped.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -34,6 +35,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float | None = None
 
 
 PRE_NORMS: Final = LayerForm()

@@ -24,6 +24,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "gemma2",
     "gemma3_text",
     "phi3",
     "deepseek_v2",

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "attention_plan.h"
 #include "simd.h"
 
@@ -83,24 +84,6 @@ inline bool any_above(f32x16 v, float x) {
     return !(largest(v) <= x);
 #endif
 }
-
-// cap * tanh(score / cap), for scores that are base-2 exponents.
-//
-// tanh(x) = (1 - t) / (1 + t) with t = e^(-2x), for x >= 0: no overflow; the sign is that of the score. NaN stays NaN.
-class ScoreCap {
-  public:
-    explicit ScoreCap(float cap) : cap_(cap), rate_(-2.0f * 1.44269504f / cap) {}
-
-    f32x16 operator()(f32x16 scores) const {
-        const u32x16 sign = (u32x16)splat(-0.0f);
-        f32x16 t = exp2_small((f32x16)((u32x16)scores & ~sign) * rate_);
-        f32x16 capped = cap_ * (1.0f - t) / (1.0f + t);
-        return (f32x16)((u32x16)capped | ((u32x16)scores & sign));
-    }
-
-  private:
-    float cap_, rate_;
-};
 
 // Keeps the scores of the keys [from, to) of these 16; masks the others.
 inline f32x16 only_between(f32x16 scores, int64_t from, int64_t to) {

@@ -283,7 +283,7 @@ class Stream {
             scores[v] = load(scores_ + head * KEY_BLOCK + v * LANES);
             if constexpr (KV_IS_QUANTISED)
                 scores[v] *= load(key_scales_ + head / heads_per_kv_ * KEY_BLOCK + v * LANES);
-            if constexpr (CAPPED) scores[v] = ScoreCap(step_.score_cap)(scores[v]);
+            if constexpr (CAPPED) scores[v] = SoftCap(step_.score_cap)(scores[v]);
             if (seen < (v + 1) * LANES) scores[v] = only_between(scores[v], 0, seen - v * LANES);
             tops = maximum(tops, scores[v]);
         }

@@ -183,7 +183,7 @@ class Tile {
 
     // Scores stay without the softmax scale.
     __attribute__((noinline)) void cap_scores(const RowTile& row_tile, int64_t num_keys, Room& room) const {
-        ScoreCap cap(step_.score_cap / scale_);
+        SoftCap cap(step_.score_cap / scale_);
         for (int64_t row = row_tile.first; row < row_tile.end; ++row)
             for (int64_t n = 0; n < num_keys; n += LANES) {
                 float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;

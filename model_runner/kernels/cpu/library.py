@@ -74,6 +74,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "token_logprobs": ("", "pnpppppnnn"),
     "take_rows": ("", "pppnnfi"),
     "scale": ("", "pnf"),
+    "soft_cap": ("", "pnf"),
     "add": ("", "ppni"),
     "widen": ("", "ppn"),
     "lora_add": ("", "pnppppnpnppnnnii"),
