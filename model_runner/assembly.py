@@ -96,6 +96,8 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         dtype=loaded.kv_dtype,
         device=device,
         keys_hold_values=spec.latent is not None,
+        layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
+        sources=[] if spec.encoder is not None else _memory_indices(spec),
     )
     logger.info(
         "kv_pool_tokens=%d kv_pool_mib=%.0f kv_dtype=%s",
@@ -142,6 +144,11 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         attention_backend=attention.name,
         adapters=loaded.adapters,
     )
+
+
+def _memory_indices(spec: ModelSpec) -> list[int]:
+    """For each layer the index of its KV memory."""
+    return [spec.kv_layers.index(spec.kv_source_of(layer_id)) for layer_id in range(spec.num_layers)]
 
 
 def _has_token_types(spec: ModelSpec) -> bool:

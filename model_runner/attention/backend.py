@@ -74,7 +74,7 @@ class PlannedAttention(StepAttention, Protocol):
 
     @property
     def plan_addresses(self) -> list[int]:
-        """Addresses of the step's plans, one for each distinct window of the model, always in the same order."""
+        """Addresses of the step's plans, one for each distinct `ModelSpec.view_of`, always in the same order."""
         ...
 
 

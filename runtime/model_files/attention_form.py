@@ -1,4 +1,4 @@
-"""`AttentionForm`: how scores become weights, where families differ from plain softmax attention."""
+"""`AttentionForm`: how scores become weights, where families differ from plain softmax attention; and `LayerHeads`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
 
     score_cap: float | None = None
     sinks: bool = False
+
+
+class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
+
+    head_dim: int
+    num_kv_heads: int
 
 
 PLAIN_ATTENTION: Final = AttentionForm()

@@ -267,6 +267,8 @@ def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
     Args:
         longest: new tokens of the request that has most.
     """
+    if shape.padded_dim > 256:
+        return 32
     few = kv_dtype in (torch.float32, torch.float8_e4m3fn) or shape.padded_dim > 128
     if few or longest * shape.group <= 64:
         return 64
@@ -281,6 +283,8 @@ def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
     """
     if dtype == torch.float32:  # no tensor cores
         return Tiling(rows, 16, num_warps=8, num_stages=1)
+    if shape.padded_dim > 256:
+        return Tiling(rows, 16, num_warps=8, num_stages=2)
     if shape.padded_dim > 128:
         return Tiling(rows, 32, num_warps=8, num_stages=2)
     return Tiling(rows, 64, num_warps=4 if rows == 64 else 8, num_stages=3)

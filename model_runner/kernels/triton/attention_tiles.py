@@ -195,5 +195,6 @@ VARIANTS: Final = (
     Variant(HeadShape(8, 4, 64, 16), torch.float32, torch.float32),
     Variant(HeadShape(8, 2, 256, 16), _BF16, _BF16, cap=50.0),  # Gemma 2
     Variant(HeadShape(8, 8, 64, 16), _BF16, _BF16, has_sinks=True),  # gpt-oss
+    Variant(HeadShape(1, 8, 512, 16), _BF16, _BF16),  # Gemma 4, layers without a window
 )
 STRIDES: Final = {"q_stride": "i32:16", "q_head_stride": "i32:16", "table_stride": "i32:16", "scale": "fp32"}

@@ -88,6 +88,7 @@ class Pages:
             head_dim=spec.head_dim,
             dtype=kv_dtype,
             device=device,
+            layer_heads=[spec.heads_of(layer_id) for layer_id in spec.kv_layers],
         )
         for pool in (*self.pool.k, *self.pool.v):
             pool.fill_(77 if kv_dtype == torch.int8 else torch.nan)

@@ -6,6 +6,8 @@ import functools
 import sys
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +16,10 @@ from engine.model_runner.attention.fa3 import FlashAttention3
 from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.attention.triton_paged import TritonAttention
-from engine.runtime.model_files.attention_form import AttentionForm
+from engine.model_runner.memory.host_kv_pool import HostKVPool
+from engine.model_runner.memory.io_buffers import InputBuffers
+from engine.model_runner.memory.kv_pool import KVPool
+from engine.runtime.model_files.attention_form import AttentionForm, LayerHeads
 from engine.runtime.model_files.model_spec import ModelSpec
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
@@ -141,3 +146,90 @@ def test_sinks_far_from_the_scores(library, kv_dtype):
     for got, want in zip(ours, expected, strict=True):
         assert not got.view(-1, 4, 32)[:, 0].any()
         torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
+
+
+def spec_with_two_kinds_of_heads(tested: LayerHeads, other: LayerHeads, window: int | None) -> ModelSpec:
+    """The second layer, which is tested, has the first kind."""
+    spec = spec_of(8, tested.num_kv_heads, tested.head_dim, window=window, query_scale=tested.head_dim**-0.5)
+    return msgspec.structs.replace(spec, layer_heads=(other, tested))
+
+
+NARROW, WIDE = LayerHeads(head_dim=32, num_kv_heads=4), LayerHeads(head_dim=64, num_kv_heads=1)
+two_kinds = pytest.mark.parametrize(("tested", "other"), [(NARROW, WIDE), (WIDE, NARROW)])
+
+
+@two_kinds
+@windows
+@pytest.mark.parametrize("kv_dtype", [BF16, INT8])
+def test_heads_by_layer_on_the_cpu(library, tested, other, window, kv_dtype):
+    spec = spec_with_two_kinds_of_heads(tested, other, window)
+    backend: Any = functools.partial(CpuNativeAttention, library=library)
+    pages = Pages(spec, 16, LENS, BF16, 3, backend=backend, kv_dtype=kv_dtype)
+    ours, expected = pages.run(NEW)
+    close(ours, expected, (BF16,))
+
+
+@two_kinds
+@windows
+def test_heads_by_layer_in_torch(tested, other, window):
+    spec = spec_with_two_kinds_of_heads(tested, other, window)
+    backend = split_backend(TorchNativeAttention, TorchNativeAttention)
+    ours, expected = Pages(spec, 4, LENS, F32, 3, backend=backend).run(NEW)
+    close(ours, expected, (F32,))
+
+
+@two_kinds
+def test_heads_by_layer_in_triton(tested, other):
+    spec = spec_with_two_kinds_of_heads(tested, other, 70)
+    pages = Pages(spec, 16, [230, 9], BF16, 3, backend=TritonAttention, device=TRITON_DEVICE)
+    ours, expected = pages.run([3, 1])
+    close(ours, expected, (BF16,))
+
+
+def test_heads_of_512_numbers(library):
+    """In the interpreter, and in the CPU's kernels with keys and values of 8 bits."""
+    wide, narrow = LayerHeads(head_dim=512, num_kv_heads=1), LayerHeads(head_dim=256, num_kv_heads=2)
+    spec = spec_with_two_kinds_of_heads(wide, narrow, None)
+    pages = Pages(spec, 16, [100, 9], BF16, 3, backend=TritonAttention, device=TRITON_DEVICE)
+    ours, expected = pages.run([5, 1])
+    close(ours, expected, (BF16,))
+    backend: Any = functools.partial(CpuNativeAttention, library=library)
+    for kv_dtype in (BF16, INT8):
+        pages = Pages(spec, 16, [200, 90], BF16, 3, backend=backend, kv_dtype=kv_dtype)
+        ours, expected = pages.run([50, 1])
+        close(ours, expected, (BF16,))
+
+
+@two_kinds
+def test_heads_by_layer_in_fa3(monkeypatch, tested, other):
+    fake = FakeFlashAttention("0.4.10")
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake)
+    monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake.module)
+    spec = spec_with_two_kinds_of_heads(tested, other, 70)
+    ours, expected = Pages(spec, 16, LENS, BF16, 3, backend=FlashAttention3).run(NEW)
+    close(ours, expected, (BF16,))
+
+
+def test_a_pool_of_two_kinds_of_heads_is_swapped_and_copied_in_pages():
+    spec = spec_with_two_kinds_of_heads(NARROW, WIDE, None)
+    pool = KVPool(
+        num_layers=2,
+        num_pages=5,
+        page_size=4,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        dtype=INT8,
+        device=torch.device("cpu"),
+        layer_heads=(WIDE, NARROW),
+    )
+    assert pool.page_bytes == 4 * spec.kv_bytes_per_token(1, 4)
+    for seed, view in enumerate((*pool.page_views, *pool.scale_views)):
+        torch.manual_seed(seed)
+        view.copy_((torch.rand(view.shape) * 100).to(view.dtype))
+    before = [view.clone() for view in (*pool.page_views, *pool.scale_views)]
+    host = HostKVPool(pool, 3, InputBuffers(torch.device("cpu")))
+    host.copy_out(np.array([2, 4]), np.array([0, 2]))
+    host.copy_in(np.array([2, 0]), np.array([1, 3]))
+    pool.copy_pages(torch.tensor([1]), torch.tensor([5]))
+    for view, old in zip((*pool.page_views, *pool.scale_views), before, strict=True):
+        assert torch.equal(view[[1, 3, 5, 2, 4]], old[[4, 2, 4, 2, 4]])
