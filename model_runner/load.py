@@ -91,6 +91,8 @@ def load_model_runner(
     settings, group = config.model, place.group
     assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
     assert config.cache.page_size == capacity.page_size
+    if settings.model_impl == "transformers":  # its code scales the queries
+        spec = replace(spec, query_scale=None)
     if settings.device == "cpu":
         torch.set_num_threads(settings.num_threads)
     device, dtype = place.device or torch.device(settings.device), _DTYPES[settings.dtype]
@@ -115,13 +117,10 @@ def load_model_runner(
     )
     group.meet("weights")  # later operations may be steps, with a timeout too short for a slow disk
 
-    own_spec = rank_spec(spec, group.size)
-    if config.model.model_impl == "transformers":  # its code scales the queries
-        own_spec = replace(own_spec, query_scale=None)
     loaded = LoadedModel(
         model=model,
         spec=spec,
-        own_spec=own_spec,
+        own_spec=rank_spec(spec, group.size),
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
@@ -190,7 +189,14 @@ def _load_model(
     if config.model.model_impl != "transformers":
         return _load_own_model(config, source, spec, capacity, group, dtype, device, layers)
     model = load_transformers_model(
-        config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
+        config.model,
+        source,
+        spec,
+        max_model_len=capacity.max_model_len,
+        dtype=dtype,
+        device=device,
+        # On GPUs the time goes to kernel launches, of which transformers' code would still make most.
+        ops=select_ops(Target(spec, device, dtype)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     return model, _load_pooling_head(config, source, spec, weights, device)

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import native, native_linear, plain, plain_latent, sgl
+from .kernels import native, native_linear, plain, sgl
+from .kernels.latent import native as native_latent
+from .kernels.latent import plain as plain_latent
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
+from .states import plain_short_conv
 
 if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
@@ -91,6 +94,15 @@ def _native(
         "native",
         lambda target: reasons_against(target.device, target.dtype),
         lambda _target: getattr(native.native_ops(), method),
+        device_type="cpu",
+    )
+
+
+def _native_latent(method: str) -> Provider:
+    return Provider(
+        "native",
+        lambda target: native.reasons_against_native(target.device, target.dtype),
+        lambda _target: getattr(native_latent.native_latent_ops(), method),
         device_type="cpu",
     )
 
@@ -199,12 +211,15 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("rotate_and_store"),
         _plain(plain.rotate_and_store),
     ),
-    "pack_heads": (_plain(plain_latent.pack_heads),),
-    "store_latent": (_plain(plain_latent.store_latent),),
+    "scale": (_native("scale"), _plain(plain.scale)),
+    "pack_heads": (_native_latent("pack_heads"), _plain(plain_latent.pack_heads)),
+    "store_latent": (_native_latent("store_latent"), _plain(plain_latent.store_latent)),
     "add": (_native("add"), _plain(plain.add)),
+    "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
+    "short_conv": (_native("short_conv"), _plain(plain_short_conv.short_conv)),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

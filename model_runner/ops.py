@@ -19,10 +19,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
+    from ..runtime.model_files.experts_spec import Routing
     from .adapter_runs import AdapterRuns
+    from .states.state_runs import StateRuns
 
-ActivationKind = Literal["gelu", "gelu_tanh", "relu", "silu"]
-"""`gelu` is the exact one, by the error function."""
+ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
+"""`gelu` is the exact one, by the error function; `relu2` is the square of `relu`."""
 
 
 class LinearWeight(Protocol):
@@ -106,10 +108,10 @@ class PackExperts(Protocol):
 
 
 class Route(Protocol):
-    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, the largest first."""
+    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, in the order of the choice."""
 
-    def __call__(self, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-        """Select the experts of each token; `normalize`: scale the shares of a token to a sum of 1."""
+    def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Select the experts of each token, computed in float32; `bias`: [E] float32, see `Routing.has_bias`."""
         ...
 
 
@@ -155,11 +157,27 @@ class Activate(Protocol):
         ...
 
 
+class Scale(Protocol):
+    """x * factor, rounded once; any shape."""
+
+    def __call__(self, x: Tensor, factor: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class AddOp(Protocol):
     """x + y, rounded once; [T, K] all, of one dtype."""
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
         """`y` may be overwritten; use the returned tensor."""
+        ...
+
+
+class AddGatedOp(Protocol):
+    """x + sigmoid(gate) * y, rounded once."""
+
+    def __call__(self, y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+        """`y`, `x`: [T, K] of one dtype; `gate`: [T, 1] float32. `x` may be overwritten; use the returned tensor."""
         ...
 
 
@@ -192,7 +210,10 @@ class GatedActivation(Protocol):
 
 
 class HeadNorms(NamedTuple):
-    """Norms of each head of q and of k, applied before rotary: weights [D] as in `RMSNormOp`, one eps."""
+    """Norms of q and of k, applied before rotary: weights as in `RMSNormOp`, one eps.
+
+    The weights are [D] each, of every head alone; or [Hq * D] and [H * D], of all heads of a token together.
+    """
 
     q_weight: Tensor
     k_weight: Tensor
@@ -224,10 +245,13 @@ class RotateAndStore(Protocol):
         sin: Tensor,
         kv: LayerKV,
         out_cache_loc: Tensor,
+        *,
+        interleaved: bool = False,
+        query_factors: Tensor | None = None,
     ) -> Tensor:
         """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
 
-        With R = 0 nothing is rotated, for models that know positions by other means.
+        With R = 0 nothing is rotated, for models or layers that know positions by other means.
 
         Rotation is as in Su et al. 2021, with halves paired as in Hugging Face's Llama. It is computed in float32 or in
         the dtype of cos and sin, and rounded to the model's dtype at the end. Stored values are converted to the pool's
@@ -239,9 +263,33 @@ class RotateAndStore(Protocol):
             cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
             sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
             out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
+            interleaved: neighboring elements are paired, (0, 1), (2, 3), ..., and not the halves; cos and sin are the
+                same.
+            query_factors: [T] float32, contiguous: factors of the rotated q; None: 1.
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
+        """
+        ...
+
+
+class ShortConvOp(Protocol):
+    """The gated short convolution of a state layer: C * conv(B * x), over each request's tokens."""
+
+    def __call__(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
+    ) -> Tensor:
+        """Convolve causally and move the states; returns [T, K].
+
+        B * x is rounded, as it is kept in the states; the convolution and its product with C are rounded once, together
+        with the bias. So the result does not depend on how tokens are divided among steps.
+
+        Args:
+            bcx: [T, 3K]: B, C and x.
+            weight: [L, K]: the taps, that of the newest token last.
+            bias: [K].
+            slots: [S, L - 1, K] of the layer; all in one dtype.
+            runs: of the step; they cover all T tokens.
         """
         ...
 
@@ -428,11 +476,14 @@ class Ops:
     add_layer_norm: AddLayerNormOp
     activate: Activate
     rotate_and_store: RotateAndStore
+    scale: Scale
     pack_heads: PackHeads
     store_latent: StoreLatent
     add: AddOp
+    add_gated: AddGatedOp
     take_rows: TakeRows
     soft_cap: SoftCap
     to_float32: ToFloat32
+    short_conv: ShortConvOp
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -85,15 +86,16 @@ class CpuNativeAttention(AttentionBackend):
         self._fixed_order = fixed_order
         dtype = kv_pool.k[0].dtype
         assert dtype in (*_DTYPES, torch.int8), dtype
-        for layer_id, (_, heads) in enumerate(self._views):
+        for layer_id in spec.attention_layers:
+            heads = self._views[layer_id].heads
             for pool in kv_pool.layer(layer_id)[:2]:
                 assert pool.dtype == dtype and pool.is_contiguous()
                 assert pool.shape[1:] == (heads.num_kv_heads, heads.head_dim), pool.shape
         self._kv_dtype = dtype
-        self._addresses = [  # the pool never moves
-            tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
-            for layer_id in range(spec.num_layers)
-        ]
+        self._addresses = {  # the pool never moves
+            layer_id: tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
+            for layer_id in spec.attention_layers
+        }
         self._spare: list[_Plans] = []
         self._repeatable: _Plans | None = None
 
@@ -193,7 +195,9 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
-    addresses: list[tuple[int | None, ...]]  # addresses of each layer's keys, values, and their scales
+    addresses: Mapping[
+        int, tuple[int | None, ...]
+    ]  # addresses of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
     shape: tuple[int, int]  # of the queries: tokens, heads

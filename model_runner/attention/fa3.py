@@ -10,7 +10,7 @@ Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -74,9 +74,10 @@ class FlashAttention3(AttentionBackend):
         self._page_size = kv_pool.page_size
         self._scale, self._cap = spec.score_scale, spec.attention.score_cap or _NO_CAP
         self._heads: dict[str, Any] = {"num_heads": spec.num_heads, "qkv_dtype": kv_pool.k[0].dtype}
-        self._pages = [
-            _in_pages(kv_pool.layer(layer_id), kv_pool.page_size) for layer_id in range(spec.num_layers)
-        ]
+        self._pages = {
+            layer_id: _in_pages(kv_pool.layer(layer_id), kv_pool.page_size)
+            for layer_id in spec.attention_layers
+        }
         self._causal = spec.causal
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         # Query offsets of a step in which every request has one new token; longer than any batch.
@@ -185,7 +186,7 @@ class _Step:
     """The pages of each layer, keys and values as [pages, page size, H, D], and the other arguments of its call."""
 
     flash_attention: Callable[..., Tensor]
-    pages: list[tuple[Tensor, Tensor]]
+    pages: Mapping[int, tuple[Tensor, Tensor]]
     arguments: list[dict[str, Any]]
 
     def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:

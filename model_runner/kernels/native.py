@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -23,10 +23,14 @@ from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
 
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import Routing
+    from ..states.state_runs import StateRuns
+
 logger = logging.getLogger(__name__)
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
-ACTIVATIONS: Final[tuple[ActivationKind, ...]] = ("gelu", "gelu_tanh", "relu", "silu")
+ACTIVATIONS: Final[tuple[ActivationKind, ...]] = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
 """In the order of `Activation` in `kernels/cpu/activations.h`."""
 
 
@@ -71,9 +75,9 @@ class NativeOps:
             )
         return plain.LoopedExperts(gate_up, down)
 
-    def route(self, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Route`."""
-        return native_experts.route(self._library, logits, num_active, normalize=normalize)
+        return native_experts.route(self._library, logits, routing, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `RMSNormOp`."""
@@ -162,12 +166,30 @@ class NativeOps:
         self._library.activate(x.data_ptr(), x.numel(), ACTIVATIONS.index(kind), x.dtype == torch.bfloat16)
         return x
 
+    def scale(self, x: Tensor, factor: float) -> Tensor:
+        """See `Scale`."""
+        assert x.dtype in _DTYPES, x.dtype
+        x = x.contiguous()
+        self._library.scale(x.data_ptr(), x.numel(), factor, x.dtype == torch.bfloat16)
+        return x
+
     def add(self, x: Tensor, y: Tensor) -> Tensor:
         """See `AddOp`."""
         assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
         x, y = x.contiguous(), y.contiguous()
         self._library.add(x.data_ptr(), y.data_ptr(), y.numel(), y.dtype == torch.bfloat16)
         return y
+
+    def add_gated(self, y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+        """See `AddGatedOp`."""
+        assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
+        assert gate.dtype == torch.float32 and gate.shape == (len(x), 1), (gate.dtype, gate.shape)
+        y, gate, x = y.contiguous(), gate.contiguous(), x.contiguous()
+        rows, size = x.shape
+        self._library.add_gated(
+            y.data_ptr(), gate.data_ptr(), x.data_ptr(), rows, size, x.dtype == torch.bfloat16
+        )
+        return x
 
     def take_rows(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
         """See `TakeRows`."""
@@ -202,6 +224,32 @@ class NativeOps:
         self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
+    def short_conv(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
+    ) -> Tensor:
+        """See `ShortConvOp`."""
+        bcx = bcx.contiguous()
+        (num_taps, size), dtype = weight.shape, bcx.dtype
+        assert dtype in _DTYPES and weight.dtype == slots.dtype == dtype, (dtype, weight.dtype, slots.dtype)
+        assert bcx.shape[1] == 3 * size and slots.shape[1:] == (num_taps - 1, size), (bcx.shape, slots.shape)
+        assert weight.is_contiguous() and slots.is_contiguous()
+        assert bias is None or (bias.dtype == dtype and bias.shape == (size,)), bias
+        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous(), runs.plan.dtype
+        out = bcx.new_empty((bcx.shape[0], size))
+        self._library.short_conv(
+            bcx.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            slots.data_ptr(),
+            runs.plan.data_ptr(),
+            out.data_ptr(),
+            bcx.shape[0],
+            size,
+            num_taps,
+            dtype == torch.bfloat16,
+        )
+        return out
+
     def rotate_and_store(
         self,
         qkv: Tensor,
@@ -210,11 +258,26 @@ class NativeOps:
         sin: Tensor,
         kv: LayerKV,
         out_cache_loc: Tensor,
+        *,
+        interleaved: bool = False,
+        query_factors: Tensor | None = None,
     ) -> Tensor:
         """See `RotateAndStore`. A pool whose floating-point dtype differs from the model's takes the torch path."""
         if kv.k.dtype != qkv.dtype and kv.k_scale is None:
-            return plain.rotate_and_store(qkv, norms, cos, sin, kv, out_cache_loc)
+            return plain.rotate_and_store(
+                qkv,
+                norms,
+                cos,
+                sin,
+                kv,
+                out_cache_loc,
+                interleaved=interleaved,
+                query_factors=query_factors,
+            )
         _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc)
+        if query_factors is not None:
+            assert query_factors.dtype == torch.float32 and query_factors.is_contiguous()
+            assert query_factors.numel() == len(qkv), query_factors.shape
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         num_tokens, num_heads_in_all, head_dim = qkv.shape
         num_kv_heads = kv.k.shape[1]
@@ -239,6 +302,9 @@ class NativeOps:
             qkv.dtype == torch.bfloat16,
             cos.dtype == torch.bfloat16,
             norms is not None and norms.q_weight.dtype == torch.bfloat16,
+            norms is not None and len(norms.q_weight) != head_dim,
+            interleaved,
+            None if query_factors is None else query_factors.data_ptr(),
         )
         return qkv[:, :num_heads]
 
@@ -264,7 +330,12 @@ def _check_rotation(
     if norms is not None:
         q_weight, k_weight = norms.q_weight, norms.k_weight
         assert q_weight.dtype == k_weight.dtype and q_weight.dtype in known, (q_weight.dtype, k_weight.dtype)
-        assert q_weight.shape == k_weight.shape == qkv.shape[2:], (q_weight.shape, k_weight.shape)
+        num_kv_heads, head_dim = kv.k.shape[1:]
+        together = head_dim * (qkv.shape[1] - 2 * num_kv_heads), head_dim * num_kv_heads
+        assert (len(q_weight), len(k_weight)) in ((head_dim, head_dim), together), (
+            q_weight.shape,
+            k_weight.shape,
+        )
         assert q_weight.is_contiguous() and k_weight.is_contiguous()
 
 

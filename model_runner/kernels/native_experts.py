@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...runtime.model_files.experts_spec import SCORES
 from .native_blocks import NO_TILES, NativeBlockLinear
 from .native_matmul import NativeMatmul
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import Routing
 
 _WEIGHT: Final = np.dtype(
     [
@@ -34,22 +38,35 @@ _WEIGHT: Final = np.dtype(
 """`ExpertWeight` of experts.cpp, as bytes."""
 
 
-def route(library: ctypes.CDLL, logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """See `Route`. Among equal logits the expert with the smaller index comes first."""
+def route(
+    library: ctypes.CDLL, logits: Tensor, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `Route`. Among equals the expert with the smaller index comes first."""
     assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
     num_tokens, num_experts = logits.shape
-    assert 0 < num_active <= num_experts, (num_active, num_experts)
+    num_active = routing.num_active
+    assert num_active > 0 and routing.contradiction(num_experts) is None, (routing, num_experts)
+    if bias is not None:
+        assert bias.dtype == torch.float32 and bias.is_contiguous(), bias.dtype
+        assert bias.shape == (num_experts,), bias.shape
     logits = logits.contiguous()
     shares = logits.new_empty((num_tokens, num_active), dtype=torch.float32)
     ids = logits.new_empty((num_tokens, num_active), dtype=torch.int64)
     library.route(
         logits.data_ptr(),
+        None if bias is None else bias.data_ptr(),
         ids.data_ptr(),
         shares.data_ptr(),
         num_tokens,
         num_experts,
         num_active,
-        normalize,
+        routing.num_groups,
+        routing.num_active_groups,
+        routing.group_best,
+        SCORES.index(routing.scores),
+        routing.normalize,
+        routing.scale,
+        routing.mixer_tolerance,
         logits.dtype == torch.bfloat16,
     )
     return shares, ids

@@ -87,7 +87,7 @@ class NativeMatmul(ABC):
         out = torch.empty((len(ids), self._inputs), dtype=torch.bfloat16)
         self._take_rows(ids.contiguous(), out)
         if scale is not None:
-            self._library.scale(out.data_ptr(), out.numel(), scale)
+            self._library.scale(out.data_ptr(), out.numel(), scale, True)
         return out
 
     @property

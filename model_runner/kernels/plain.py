@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -19,10 +19,15 @@ from torch import Tensor
 
 from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import Routing
+
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
 _LEAST_TOP: Final = 1e-35
 """Smaller values are stored as 0."""
+_LEAST_SUM: Final = 1e-20
+"""Added to the sum of shares, which may be zero if they are sigmoids."""
 _has_onednn: Final[bool] = torch.backends.mkldnn.is_available()
 
 
@@ -126,6 +131,7 @@ _ACTIVATIONS: Final[dict[ActivationKind, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
 }
 
@@ -138,20 +144,32 @@ def activate(x: Tensor, kind: ActivationKind) -> Tensor:
 # ---------------------------------------------------------------- rotary and KV
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """x [T, heads, D] rotated; cos, sin [T, 1, R] as in `RotateAndStore`."""
     rotary_dim = cos.shape[-1]
     if rotary_dim == 0:
         return x
     if rotary_dim != x.shape[-1]:
-        return torch.cat((rotate(x[..., :rotary_dim], cos, sin), x[..., rotary_dim:]), dim=-1)
+        rotated = rotate(x[..., :rotary_dim], cos, sin, interleaved=interleaved)
+        return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+    if interleaved:
+        first, second = rotate(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin).chunk(2, dim=-1)
+        return torch.stack((first, second), dim=-1).flatten(-2)
     half = rotary_dim // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)
 
 
 def rotate_and_store(
-    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    out_cache_loc: Tensor,
+    *,
+    interleaved: bool = False,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
     """See `RotateAndStore`."""
     num_kv_heads = kv.k.shape[1]
@@ -160,11 +178,20 @@ def rotate_and_store(
     if norms is not None:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         qk = torch.cat(
-            (rms_norm(q, norms.q_weight, norms.eps), rms_norm(k, norms.k_weight, norms.eps)), dim=1
+            (norm_heads(q, norms.q_weight, norms.eps), norm_heads(k, norms.k_weight, norms.eps)), dim=1
         )
-    qk = rotate(qk, cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype))  # q and k in one call
+    cos, sin = cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype)
+    qk = rotate(qk, cos, sin, interleaved=interleaved)  # q and k in one call
     store_kv(kv, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :], out_cache_loc)
-    return qk[:, :num_heads]
+    q = qk[:, :num_heads]
+    return q if query_factors is None else (q * query_factors.view(-1, 1, 1)).to(q.dtype)
+
+
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [T, heads, D] normalized as in `HeadNorms`: each head, or all heads of a token together."""
+    if len(weight) == x.shape[-1]:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x.flatten(1), weight, eps).view(x.shape)
 
 
 def store_kv(kv: LayerKV, k: Tensor, v: Tensor, loc: Tensor) -> None:
@@ -205,12 +232,37 @@ def store(pool: Tensor, new: Tensor, loc: Tensor) -> None:
 # ---------------------------------------------------------------- mixture of experts
 
 
-def route(logits: Tensor, num_active: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `Route`."""
-    shares, expert_ids = logits.softmax(dim=-1, dtype=torch.float32).topk(num_active, dim=-1)
-    if normalize:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
-    return shares, expert_ids
+    logits = logits.to(torch.float32)
+    if routing.scores == "mixer":
+        return _mix(logits, routing.mixer_tolerance)
+    scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if routing.num_active_groups < routing.num_groups:
+        by_group = choice.unflatten(-1, (routing.num_groups, choice.shape[1] // routing.num_groups))
+        best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
+        groups = best.topk(routing.num_active_groups, dim=-1).indices
+        is_active = torch.zeros_like(best, dtype=torch.bool).scatter_(1, groups, True)
+        choice = by_group.masked_fill(~is_active.unsqueeze(-1), -torch.inf).flatten(1)
+    expert_ids = choice.topk(routing.num_active, dim=-1).indices
+    shares = scores.gather(1, expert_ids)
+    if routing.normalize:
+        shares = shares / (shares.sum(dim=-1, keepdim=True) + _LEAST_SUM)
+    return shares * routing.scale, expert_ids
+
+
+def _mix(logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """`Routing.scores` "mixer": two experts."""
+    ids, shares = [], []
+    left = logits
+    for _ in range(2):
+        most, best = left.max(dim=-1, keepdim=True)
+        is_far = (most - logits) / logits.abs().clamp(min=most) > tolerance
+        ids.append(best)
+        shares.append(left.masked_fill(is_far, -torch.inf).softmax(dim=-1).gather(1, best))
+        left = left.scatter(1, best, -torch.inf)
+    return torch.cat(shares, dim=1), torch.cat(ids, dim=1)
 
 
 class GroupedExperts:
@@ -287,9 +339,19 @@ def largest(x: Tensor, k: int) -> Tensor:
     return x.topk(k, dim=-1).values if k < x.shape[1] else x.sort(dim=-1, descending=True).values
 
 
+def scale(x: Tensor, factor: float) -> Tensor:
+    """See `Scale`."""
+    return x.mul_(factor)
+
+
 def add(x: Tensor, y: Tensor) -> Tensor:
     """See `AddOp`."""
     return y.add_(x)
+
+
+def add_gated(y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
+    """See `AddGatedOp`."""
+    return x.copy_(x.to(torch.float32) + gate.sigmoid() * y.to(torch.float32))
 
 
 def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..ops import HeadNorms
 from ..weights.reader import Slice
+from .joint_norms import NormsOverRanks, joint_norms
 from .linear import Linear, RowLinear
 from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from .norm import RMSNorm
+    from .query_factors import QueryFactors
     from .row_selection import SelectRows
 
 
@@ -36,12 +38,15 @@ class SelfAttention:
         *,
         fused: bool = False,
         qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        query_factors: QueryFactors | None = None,
     ) -> None:
         """Take the weights from a checkpoint.
 
         Args:
             fused: the checkpoint holds q, k and v as one `qkv_proj`.
-            qk_norms: applied to each head of q and of k, before rotary; both have the same eps.
+            qk_norms: applied to each head of q and of k, before rotary; both have the same eps. Norms over all heads
+                together are taken from the checkpoint here.
+            query_factors: of the rotated queries, by position; None: 1.
         """
         spec = context.spec
         self.layer_id = layer_id
@@ -51,6 +56,14 @@ class SelfAttention:
         if qk_norms is not None:
             q_norm, k_norm = qk_norms
             self.head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        self.norms_over_ranks: NormsOverRanks | None = None
+        if spec.form.qk_norm_over_heads:
+            self.head_norms = joint_norms(context, name)
+            if context.group.size > 1:
+                self.norms_over_ranks = NormsOverRanks(context, self.head_norms)
+                self.head_norms = None
+        self.interleaved = spec.form.interleaved_rope
+        self.query_factors = query_factors
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         names, sizes = [f"{name}.{part}_proj" for part in "qkv"], [q_size, kv_size, kv_size]
         outputs = _rank_outputs(context, sizes if fused else None)
@@ -63,7 +76,13 @@ class SelfAttention:
             heads = [Slice(0, *equal_span(spec.num_heads, context.group))]
             shape = (spec.num_heads,)
             self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, heads)
-        self.o = RowLinear(context, f"{name}.o_proj", q_size, spec.hidden_size, bias=spec.attention_out_bias)
+        self.o = RowLinear(
+            context,
+            f"{name}.{spec.form.names.attention_out}",
+            q_size,
+            spec.hidden_size,
+            bias=spec.attention_out_bias,
+        )
 
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
@@ -72,8 +91,17 @@ class SelfAttention:
         adapters = batch.adapters
         qkv = self.qkv(x) if adapters is None else self.qkv(x, adapters.tokens)
         qkv_THD = qkv.view(x.shape[0], -1, self.head_dim)
+        if self.norms_over_ranks is not None:
+            qkv_THD = self.norms_over_ranks(qkv_THD)
         q_THD = self.rotate_and_store(
-            qkv_THD, self.head_norms, cos, sin, batch.kv_pool.layer(self.layer_id), batch.out_cache_loc
+            qkv_THD,
+            self.head_norms,
+            cos,
+            sin,
+            batch.kv_pool.layer(self.layer_id),
+            batch.out_cache_loc,
+            interleaved=self.interleaved,
+            query_factors=None if self.query_factors is None else self.query_factors.at(batch.positions),
         )
         attended = batch.attention.forward(self.layer_id, q_THD, self.sinks)
         return self.o(select_rows(attended), kept_adapters(batch, select_rows))

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Protocol
+
+import torch
 
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .rotary import RotaryEmbedding
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops import AddOp, TakeRows
-    from .norm import RMSNorm
+    from .norm import Norm
 
 
 class Layer(Protocol):
@@ -45,6 +47,16 @@ class Layer(Protocol):
         ...
 
 
+class Attention(Protocol):
+    """The attention block of a layer."""
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
+    ) -> Tensor:
+        """[T, hidden] -> [W, hidden]."""
+        ...
+
+
 class MLP(Protocol):
     """The feed-forward block of a layer."""
 
@@ -58,9 +70,9 @@ class PreNormLayer:
 
     def __init__(
         self,
-        attention_norm: RMSNorm,
-        attention: Callable[[Tensor, Tensor, Tensor, ForwardBatch, SelectRows], Tensor],
-        mlp_norm: RMSNorm,
+        attention_norm: Norm,
+        attention: Attention,
+        mlp_norm: Norm,
         mlp: MLP,
     ) -> None:
         self.attention_norm = attention_norm
@@ -95,7 +107,7 @@ class Decoder:
         embedding: Embedding,
         rotary: LayerRotary,
         layers: Sequence[Layer],
-        norm: RMSNorm,
+        norm: Norm,
         head: OutputHead,
         add: AddOp,
         take_rows: TakeRows,
@@ -134,7 +146,10 @@ class Decoder:
 
 
 class LayerRotary:
-    """The rotary angles of each layer: one table, or one for the windowed layers and one for the others."""
+    """The rotary angles of each layer: one table, or one for the windowed layers and one for the others.
+
+    Layers that do not rotate have none.
+    """
 
     def __init__(self, context: ModelContext) -> None:
         spec = context.spec
@@ -143,11 +158,17 @@ class LayerRotary:
         if spec.local_rope_theta is not None:
             self._tables.append(RotaryEmbedding.local(context))
             self._table_of_layer = [int(spec.window_of(n) is not None) for n in range(spec.num_layers)]
+        self._rotates = [spec.rotates(layer_id) for layer_id in range(spec.num_layers)]
+        self._no_angles = torch.empty((0,), dtype=context.dtype, device=context.device)
 
     def at(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin for each layer at [T] int64 positions: [T, R] each."""
+        """cos and sin for each layer at [T] int64 positions: [T, R] each, [T, 0] if it does not rotate."""
         angles = [table.at(positions) for table in self._tables]
-        return [angles[table] for table in self._table_of_layer]
+        none = self._no_angles.expand(positions.shape[0], 0)
+        return [
+            angles[table] if rotates else (none, none)
+            for table, rotates in zip(self._table_of_layer, self._rotates, strict=True)
+        ]
 
 
 def build_head(context: ModelContext, embedding: Embedding) -> OutputHead:

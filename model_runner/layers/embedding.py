@@ -35,18 +35,16 @@ class Embedding:
         self.head: LinearWeight | None = None
         if context.spec.tie_word_embeddings:
             self.head = head_weight(context, name, size, table)
-        # Rounded to the serving dtype, as in training.
-        factor = None if scale is None else torch.tensor(scale, dtype=context.dtype).item()
         self._take: Callable[[Tensor], Tensor]
         if isinstance(self.head, LinearWithRows):
-            self._take = functools.partial(self.head.rows, scale=factor)
+            self._take = functools.partial(self.head.rows, scale=scale)
         else:
-            self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), factor)
+            self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), scale)
         self._group = context.group
         self._span = padded_span(vocab_size, context.group)
         self.delta: EmbeddingDelta | None = None
         if context.adapters is not None:
-            self.delta = context.adapters.embedding(context.ops.deltas, name, vocab_size, size, factor)
+            self.delta = context.adapters.embedding(context.ops.deltas, name, vocab_size, size, scale)
 
     def __call__(self, token_ids: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[T] int64 -> [T, size]; `adapters`: see `Linear`."""
@@ -80,7 +78,10 @@ class OutputHead:
         self._vocab_size = context.spec.vocab_size
         self._cap, self._soft_cap = context.spec.form.logits_cap, context.ops.soft_cap
         self._to_float32 = context.ops.to_float32
-        self._float32_product: Callable[[Tensor], Tensor] | None = None
+        self._scale = context.ops.scale
+        self._factor = context.spec.form.logits_scale
+        self.bias = _head_bias(context) if context.spec.form.head_bias else None
+        self._float32_product: Callable[[Tensor, Tensor | None], Tensor] | None = None
         if context.group.size == 1 and isinstance(weight, LinearToFloat32):
             self._float32_product = weight.to_float32
         self.delta: LowRankDelta | None = None
@@ -99,10 +100,12 @@ class OutputHead:
 
     def _uncapped(self, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
         delta = None if adapters is None else self.delta
+        if self._factor != 1.0:
+            hidden = self._scale(hidden, self._factor)
         if self._float32_product is not None:
-            logits = self._float32_product(hidden)
+            logits = self._float32_product(hidden, self.bias)
             return logits if delta is None or adapters is None else delta.add(hidden, logits, adapters)
-        logits = self.weight(hidden)
+        logits = self.weight(hidden, self.bias)
         if delta is not None and adapters is not None:
             logits = delta.add(hidden, logits, adapters)
         # Gathered in the serving dtype, half the bytes of float32; then the padding is cut off.
@@ -121,6 +124,13 @@ def head_weight(
     vocab_size = context.spec.vocab_size
     rows = padded_span(vocab_size, context.group)
     return context.linear_format.head(context.weights, name, (vocab_size, size), range(*rows), plain_rows)
+
+
+def _head_bias(context: ModelContext) -> Tensor:
+    """This rank's numbers of the head's bias, zeros beyond its end."""
+    vocab_size, span = context.spec.vocab_size, padded_span(context.spec.vocab_size, context.group)
+    bias = context.weights.tensor("lm_head.bias", (vocab_size,))
+    return F.pad(bias, (0, max(span.stop - vocab_size, 0)))[span.start : span.stop].contiguous()
 
 
 def vocabulary_rows(context: ModelContext, name: str, vocab_size: int, size: int) -> Tensor:

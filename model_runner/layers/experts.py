@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
-from ..ops import LinearWeight
+from ..ops import LinearToFloat32, LinearWeight
 from ..weights.reader import Slice
-from .linear import Linear
+from .mlp import GatedMLP
 from .spans import equal_span
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ExpertsSpec
+    from collections.abc import Callable
+
+    from ...runtime.model_files.experts_spec import ExpertsSpec
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
 
@@ -25,20 +28,89 @@ _Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
 """Arguments for a `LinearFormat`: names, shapes, and the slice of each weight (None: all of it)."""
 
 
+def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | SparseMLP:
+    """The MLP of a layer (`model.layers.<n>`): a mixture of experts, or a dense one where the configuration says so."""
+    spec, experts = context.spec, context.spec.experts
+    assert experts is not None
+    name = f"{layer}.{experts.names.block}"
+    if layer_id in experts.dense_layers:
+        return GatedMLP(context, name, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+    return SparseMLP(context, name, spec.hidden_size, experts)
+
+
 class SparseMLP:
-    """sum over the active experts e of p_e(x) * down_e(silu(gate_e(x)) * up_e(x)), with p the router's softmax."""
+    """sum over the active experts e of s_e(x) * down_e(silu(gate_e(x)) * up_e(x)), with s the router's shares.
+
+    A shared expert computes for every token.
+    """
 
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
-        self.router = Linear(context, [f"{name}.gate"], size, [experts.num_experts], bias=False)
-        self.num_active, self.normalize = experts.num_active, experts.normalize
-        self.route = context.ops.route
+        self.router = _Router(context, name, size, experts)
         self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
+        self.shared = _SharedExpert(context, name, size, experts) if experts.shared_size else None
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """[T, size] -> [T, size]; adapters do not change experts and router."""
-        shares, expert_ids = self.route(self.router(x), self.num_active, normalize=self.normalize)
-        return self._all_reduce(self.experts(x, shares, expert_ids))
+        """[T, size] -> [T, size]; adapters change the shared expert, but not the others and the router."""
+        y = self.experts(x, *self.router(x))
+        if self.shared is not None:
+            y = self.shared.add(x, y, adapters)
+        return self._all_reduce(y)
+
+
+class _Router:
+    """The experts of each token, by the `Routing` of the architecture."""
+
+    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
+        names, self.routing = experts.names, experts.routing
+        self.logits = _logits(
+            context, f"{name}.{names.router}", size, experts.num_experts, exact=self.routing.float32_logits
+        )
+        self.bias: Tensor | None = None
+        if self.routing.has_bias:
+            self.bias = context.weights.tensor(f"{name}.{names.bias}", (experts.num_experts,), torch.float32)
+        self.route = context.ops.route
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, size] -> shares [T, k] float32, expert ids [T, k] int64."""
+        return self.route(self.logits(x), self.routing, self.bias)
+
+
+class _SharedExpert:
+    """The MLP that computes for every token, with or without a gate for its whole result."""
+
+    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
+        names, ops = experts.names, context.ops
+        self.mlp = GatedMLP(context, f"{name}.{names.shared}", size, experts.shared_size, is_summed=False)
+        self._add, self._add_gated, self._to_float32 = ops.add, ops.add_gated, ops.to_float32
+        self.gate: Callable[[Tensor], Tensor] | None = None
+        if experts.has_shared_gate:
+            self.gate = _logits(context, f"{name}.{names.shared_gate}", size, 1)
+
+    def add(self, x: Tensor, y: Tensor, adapters: AdapterRuns | None) -> Tensor:
+        """y + gate(x) * mlp(x), [T, size] all; `y` may be overwritten."""
+        shared = self.mlp(x, adapters)
+        if self.gate is None:
+            return self._add(shared, y)
+        return self._add_gated(shared, self._to_float32(self.gate(x)), y)
+
+
+def _logits(
+    context: ModelContext, name: str, size: int, num: int, *, exact: bool = False
+) -> Callable[[Tensor], Tensor]:
+    """A small linear layer, [T, size] -> [T, num]: in float32 if its kernel need not round.
+
+    Args:
+        exact: also where it must, with a weight in float32.
+    """
+    weight = context.linear_format.load(context.weights, [name], [(num, size)], None)
+    if isinstance(weight, LinearToFloat32):
+        return weight.to_float32
+    if not exact or context.dtype == torch.float32:
+        return weight
+    ops = context.ops
+    wide = ops.pack_linear(context.weights.tensor(f"{name}.weight", (num, size), torch.float32))
+    return lambda x: wide(ops.to_float32(x))
 
 
 class _CheckpointExperts:
@@ -47,6 +119,7 @@ class _CheckpointExperts:
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self._format, self._weights = context.linear_format, context.weights
         self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
+        self._names = experts.names
         self._size, self._inner = size, experts.intermediate_size
         self._span = equal_span(self._inner, context.group)
 
@@ -64,12 +137,13 @@ class _CheckpointExperts:
         return gate_up, [load(weights, *self._down([module])) for module in self._modules]
 
     def _gate_up(self, modules: list[str]) -> _Request:
-        names = [f"{module}.{part}_proj" for module in modules for part in ("gate", "up")]
+        parts = (self._names.gate, self._names.up)
+        names = [f"{module}.{part}" for module in modules for part in parts]
         return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
 
     def _down(self, modules: list[str]) -> _Request:
         # Stacked along the first axis, cut along the other one.
-        names = [f"{module}.down_proj" for module in modules]
+        names = [f"{module}.{self._names.down}" for module in modules]
         return names, [(self._size, self._inner)] * len(names), self._slices(1, len(names))
 
     def _slices(self, axis: int, num: int) -> list[Slice] | None:

@@ -65,12 +65,20 @@ class RowLinear:
     """y = x @ W.T (+ b), where each rank has a part of x and every rank gets the whole y."""
 
     def __init__(
-        self, context: ModelContext, name: str, in_features: int, out_features: int, *, bias: bool
+        self,
+        context: ModelContext,
+        name: str,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool,
+        is_summed: bool = True,
     ) -> None:
         """Take this rank's part of the weight from a checkpoint.
 
         Args:
             in_features: number of inputs of the whole weight.
+            is_summed: if False, each rank gets its part of the sum, and the caller sums.
         """
         weights, group = context.weights, context.group
         slices = None if group.size == 1 else [Slice(1, *equal_span(in_features, group))]
@@ -80,7 +88,7 @@ class RowLinear:
             self.bias = weights.tensor(f"{name}.bias", (out_features,))
         elif bias:
             weights.ignore(f"{name}.bias")
-        self._all_reduce = group.all_reduce
+        self._all_reduce = group.all_reduce if is_summed else _part
         self.delta: LowRankDelta | None = None
         if context.adapters is not None:
             columns = None if group.size == 1 else equal_span(in_features, group)
@@ -94,3 +102,8 @@ class RowLinear:
         if adapters is not None and self.delta is not None:
             y = self.delta.add(x, y, adapters)
         return self._all_reduce(y)
+
+
+def _part(y: Tensor) -> Tensor:
+    """Stands for the all-reduce of a layer whose caller makes it."""
+    return y

@@ -1,4 +1,4 @@
-"""Gated feed-forward block, act(gate) * up, with gate and up in one matmul."""
+"""Feed-forward blocks: act(gate) * up with gate and up in one matmul, or act(up)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import GatedActivation
+    from ..ops import ActivationKind, GatedActivation
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,17 @@ class GatedMLP:
         bias: bool = False,
         fused: bool = False,
         activation: GatedActivation | None = None,
+        is_summed: bool = True,
     ) -> None:
         """Take the weights from a checkpoint.
 
         Args:
             fused: the checkpoint holds gate and up as one `gate_up_proj`.
             activation: an op of the context's `Ops`; None: `silu_and_mul`.
+            is_summed: see `RowLinear`.
         """
-        names, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner]
+        *parts, down = context.spec.form.mlp_names
+        names, sizes = [f"{name}.{part}" for part in parts], [inner, inner]
         outputs = None
         if context.group.size > 1:
             span = equal_span(inner, context.group)
@@ -50,7 +53,7 @@ class GatedMLP:
             num_parts = 1 if outputs is None else 2
             names, sizes = [f"{name}.gate_up_proj"] * num_parts, [2 * inner] * num_parts
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
-        self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias)
+        self.down = RowLinear(context, f"{name}.{down}", inner, size, bias=bias, is_summed=is_summed)
         self.activation = activation or context.ops.silu_and_mul
         weight, delta = self.gate_up.weight, self.gate_up.delta
         # Gates and ups of a fused weight are in another order, in which a change of them must be computed, too.
@@ -72,6 +75,31 @@ class GatedMLP:
 
     def _unfused(self, x: Tensor, adapters: AdapterRuns) -> Tensor:
         return self.activation(self.gate_up(x, adapters))
+
+
+class PlainMLP:
+    """down(act(up(x)))."""
+
+    def __init__(
+        self,
+        context: ModelContext,
+        up: str,
+        down: str,
+        size: int,
+        inner: int,
+        bias: bool,
+        activation: ActivationKind,
+    ) -> None:
+        """Take the weights of the modules `up` and `down` from a checkpoint."""
+        outputs = None if context.group.size == 1 else [equal_span(inner, context.group)]
+        self.up = Linear(context, [up], size, [inner], bias=bias, outputs=outputs)
+        self.down = RowLinear(context, down, inner, size, bias=bias)
+        self._activate = context.ops.activate
+        self._activation: ActivationKind = activation
+
+    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """[T, size] -> [T, size]; `adapters`: see `Linear`."""
+        return self.down(self._activate(self.up(x, adapters), self._activation), adapters)
 
 
 def _done(gate_up: Tensor) -> Tensor:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from ..model_context import ModelContext
+
+
+class Norm(Protocol):
+    """A norm over the last axis."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        ...
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); both arguments may be overwritten."""
+        ...
 
 
 class RMSNorm:

@@ -54,6 +54,7 @@ class KVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        layer_ids: Sequence[int] = (),
         keys_hold_values: bool = False,
         layer_heads: Sequence[LayerHeads] = (),
         sources: Sequence[int] = (),
@@ -62,6 +63,7 @@ class KVPool:
 
         Args:
             num_layers: layers with memory of their own (`ModelSpec.num_kv_layers`).
+            layer_ids: ids of these layers, if the model has other layers, too; empty: 0..num_layers-1.
             num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
             keys_hold_values: values take no memory of their own.
             layer_heads: heads of the layers with memory, in place of `num_kv_heads` and `head_dim`.
@@ -72,7 +74,6 @@ class KVPool:
         shapes = shapes or [(num_slots, num_kv_heads, head_dim)] * num_layers
         assert len(shapes) == num_layers
         self.page_size = page_size
-        self._sources = tuple(sources)
         # FA3 may load whole pages and multiply the slots after a request's end by 0, so they must not hold NaN. On the
         # CPU such slots are not read, and memory that is never written is not resident.
         make = reserve if device.type == "cpu" else partial(_zeros, device)
@@ -90,6 +91,9 @@ class KVPool:
         self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
+        self._index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        if sources:
+            self._index_of = dict(enumerate(sources))
         self._prefaulter = PreFaulter([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
 
     def fault_in_some(self, used_pages: int, ahead_bytes: int) -> bool:
@@ -103,13 +107,17 @@ class KVPool:
         ahead_pages = ahead_bytes // self.page_bytes
         return self._prefaulter.fault_in_some((used_pages + 1 + ahead_pages) / (self._num_pages + 1))
 
+    def index_of(self, layer_id: int) -> int:
+        """Index of a layer's tensors."""
+        return self._index_of[layer_id] if self._index_of else layer_id % len(self.k)
+
     def layer(self, layer_id: int) -> LayerKV:
         """The tensors of one layer."""
-        at = self._sources[layer_id] if self._sources else layer_id % len(self.k)
-        k, v = self.k[at], self.v[at]
+        index = self.index_of(layer_id)
+        k, v = self.k[index], self.v[index]
         if not self.k_scale:
             return LayerKV(k, v)
-        return LayerKV(k, v, self.k_scale[at], self.v_scale[at])
+        return LayerKV(k, v, self.k_scale[index], self.v_scale[index])
 
     def copy_pages(self, sources: Tensor, destinations: Tensor) -> None:
         """Copy whole pages in all layers.

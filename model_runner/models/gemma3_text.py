@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..layers.attention import SelfAttention
 from ..layers.decoder import Decoder, LayerRotary, build_head
 from ..layers.embedding import Embedding
@@ -27,9 +29,9 @@ if TYPE_CHECKING:
 def build(context: ModelContext) -> Decoder:
     """Build the decoder, also that of Gemma 2."""
     spec = context.spec
-    embedding = Embedding(
-        context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=spec.hidden_size**0.5
-    )
+    # Rounded to the serving dtype, as in training.
+    scale = torch.tensor(spec.hidden_size**0.5, dtype=context.dtype).item()
+    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=scale)
     return Decoder(
         embedding,
         LayerRotary(context),

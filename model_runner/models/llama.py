@@ -4,38 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..layers.attention import SelfAttention
-from ..layers.decoder import Decoder, LayerRotary, PreNormLayer, build_head
-from ..layers.embedding import Embedding
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.decoder_parts import llama_decoder
 
 if TYPE_CHECKING:
+    from ..layers.decoder import Decoder
     from ..model_context import ModelContext
 
 
 def build(context: ModelContext) -> Decoder:
     """Build a decoder with pre-norm layers of attention and a SiLU-gated MLP."""
-    spec = context.spec
-    size, eps = spec.hidden_size, spec.rms_norm_eps
-    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
-    layers = []
-    for layer_id in range(spec.num_layers):
-        name = f"model.layers.{layer_id}"
-        layers.append(
-            PreNormLayer(
-                RMSNorm(context, f"{name}.input_layernorm", size, eps),
-                SelfAttention(context, f"{name}.self_attn", layer_id),
-                RMSNorm(context, f"{name}.post_attention_layernorm", size, eps),
-                GatedMLP(context, f"{name}.mlp", size, spec.intermediate_size, bias=spec.mlp_bias),
-            )
-        )
-    return Decoder(
-        embedding,
-        LayerRotary(context),
-        layers,
-        RMSNorm(context, "model.norm", size, eps),
-        build_head(context, embedding),
-        context.ops.add,
-        context.ops.take_rows,
-    )
+    return llama_decoder(context)

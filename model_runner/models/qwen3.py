@@ -21,13 +21,13 @@ def build(context: ModelContext) -> Decoder:
     """Build the decoder; every layer has a `GatedMLP`."""
 
     def mlp(name: str, layer_id: int) -> GatedMLP:
-        return GatedMLP(context, name, context.spec.hidden_size, context.spec.intermediate_size)
+        return GatedMLP(context, f"{name}.mlp", context.spec.hidden_size, context.spec.intermediate_size)
 
     return build_decoder(context, mlp)
 
 
 def build_decoder(context: ModelContext, mlp: Callable[[str, int], MLP]) -> Decoder:
-    """Build Qwen3's decoder; `mlp` makes the MLP of a layer from its name and layer id."""
+    """Build Qwen3's decoder; `mlp` makes the MLP of a layer from the layer's name and id."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
     embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
@@ -43,7 +43,7 @@ def build_decoder(context: ModelContext, mlp: Callable[[str, int], MLP]) -> Deco
                 RMSNorm(context, f"{name}.input_layernorm", size, eps),
                 SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms),
                 RMSNorm(context, f"{name}.post_attention_layernorm", size, eps),
-                mlp(f"{name}.mlp", layer_id),
+                mlp(name, layer_id),
             )
         )
     return Decoder(

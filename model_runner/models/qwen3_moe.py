@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..layers.experts import SparseMLP
-from ..layers.mlp import GatedMLP
+from ..layers.experts import build_mlp
 from .qwen3 import build_decoder
 
 if TYPE_CHECKING:
@@ -15,13 +15,4 @@ if TYPE_CHECKING:
 
 def build(context: ModelContext) -> Decoder:
     """Build the decoder; layers have experts, except the dense ones named in the configuration."""
-    spec = context.spec
-    experts = spec.experts
-    assert experts is not None
-
-    def mlp(name: str, layer_id: int) -> GatedMLP | SparseMLP:
-        if layer_id in experts.dense_layers:
-            return GatedMLP(context, name, spec.hidden_size, spec.intermediate_size)
-        return SparseMLP(context, name, spec.hidden_size, experts)
-
-    return build_decoder(context, mlp)
+    return build_decoder(context, partial(build_mlp, context))

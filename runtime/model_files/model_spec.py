@@ -13,10 +13,12 @@ import msgspec
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
+from .state_spec import StateSpec
 
 SUPPORTED_MODEL_TYPES: Final = (
     "llama",
@@ -24,9 +26,28 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "phimoe",
     "gemma2",
     "gemma3_text",
     "phi3",
+    "lfm2",
+    "lfm2_moe",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "ministral",
+    "ministral3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "seed_oss",
+    "ernie4_5",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -50,6 +71,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
     original context, else from `short_factor`.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
+    `query_beta` does so by position: rotated queries are multiplied by
+    1 + query_beta * log(1 + floor(position / original_max_position)).
     """
 
     kind: RopeKind = "default"
@@ -63,16 +86,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-
-
-class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The sparse MLPs of a mixture-of-experts model."""
-
-    num_experts: int
-    num_active: int  # experts that compute for a token
-    intermediate_size: int  # of each expert
-    normalize: bool  # the weights of a token's active experts add up to 1
-    dense_layers: tuple[int, ...] = ()  # layers with a dense MLP instead
+    query_beta: float = 0.0
 
 
 class LayerView(NamedTuple):
@@ -112,13 +126,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
+    num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
+    state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     attention: AttentionForm = PLAIN_ATTENTION
     layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
-    kv_sources: tuple[
-        int, ...
-    ] = ()  # of each layer, the one whose keys and values it attends to; empty: its own
+    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
@@ -146,7 +160,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
         if self.encoder is not None:
             return (0,)
-        return tuple(dict.fromkeys(self.kv_sources)) or tuple(range(self.num_layers))
+        return tuple(layer for layer in self.attention_layers if self.kv_source_of(layer) == layer)
 
     def kv_source_of(self, layer_id: int) -> int:
         """The layer whose keys and values this layer attends to; those that it computes itself, or an earlier one's."""
@@ -157,6 +171,15 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.layer_heads:
             return self.layer_heads[layer_id]
         return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.attends(layer))
+
+    def attends(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values; if not, it keeps a state."""
+        return self.state is None or not self.state.layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all that it may.
@@ -184,6 +207,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return not self.rope_layers or self.rope_layers[layer_id]
 
     @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Widths of the norms of q and of k, if there are any."""
+        heads = (self.num_heads, self.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+    @property
     def known_positions(self) -> int:
         """Positions that the model can use: files with yarn added often still name the length before it."""
         scaling = self.rope_scaling
@@ -199,6 +228,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.experts is None:
             return 3 * self.intermediate_size
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
+        sparse += 3 * self.experts.shared_size
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
@@ -237,9 +267,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         for heads in self.layer_heads:
             if heads.head_dim % 2 or self.num_heads % heads.num_kv_heads:
                 return f"{self.num_heads} attention heads cannot share {heads}"
+        state = self.state
+        if state is not None and len(state.layers) != self.num_layers:
+            return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
+        if state is not None and all(state.layers):
+            return "no layer attends to earlier tokens; a model needs at least one layer with attention"
         experts = self.experts
-        if experts is not None and experts.num_active > experts.num_experts:
-            return f"{experts.num_active} experts for each token, but there are only {experts.num_experts}"
+        if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
+            return found
         return self._rope_contradiction(rotary_dim // 2)
 
     def _rope_contradiction(self, num_frequencies: int) -> str | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .quantization import BLOCK_METHODS
+from .gguf.ggml_types import GGML_TYPES
+from .quantization import BLOCK_METHODS, unnumbered
 from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = 2 * spec.head_dim if spec.qk_norm else 0
-    return spec.num_layers * (norms + heads) + spec.hidden_size
+    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
+    return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
@@ -74,6 +75,29 @@ def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
     return saved
 
 
+def rounded_bytes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """GGUF formats that are rounded to 8 bits, with their memory and their size in the file, in bytes."""
+    rounded: dict[str, tuple[int, int]] = {}
+    quantization = spec.quantization
+    if quantization is None or quantization.method != "gguf":
+        return rounded
+    sizes = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
+    for module in needed_modules(spec, one_expert=True):
+        if module.name == "model.embed_tokens" and not spec.tie_word_embeddings:  # in the serving dtype
+            continue
+        form = quantization.form_of(module.name, module.shape[-1]) if len(module.shape) == 2 else None
+        if form is None or form.is_exact:
+            continue
+        name, (rows, columns) = quantization.types[unnumbered(module.name)], module.shape
+        num = spec.experts.num_experts if module.is_expert and spec.experts is not None else 1
+        held, stored = rounded.get(name, (0, 0))
+        rounded[name] = (
+            held + num * form.num_bytes(rows, columns),
+            stored + num * rows * sizes[name].row_bytes(columns),
+        )
+    return rounded
+
+
 def tied_head_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
     """Memory of a head that is tied to the embedding but packed for its kernel, which makes it a copy."""
     if not spec.tie_word_embeddings or spec.encoder is not None:
@@ -93,13 +117,30 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
-    mlp, num, experts = "mlp", 1, spec.experts
-    if experts is not None and layer not in experts.dense_layers:
-        if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
-            return linears
-        mlp, num, inner = "mlp.experts.0", experts.num_experts, experts.intermediate_size
-    gate_up = {f"{mlp}.gate_proj": inner, f"{mlp}.up_proj": inner}
-    return [*linears, _Linear(gate_up, size, num), _Linear({f"{mlp}.down_proj": size}, inner, num)]
+    if spec.state is not None and not spec.attends(layer):
+        conv_size = spec.state.conv_size
+        linears = [
+            _Linear({"conv.in_proj": 3 * conv_size}, size),
+            _Linear({"conv.out_proj": size}, conv_size),
+        ]
+    experts = spec.experts
+    # The parts of a fused matrix are counted by their own names.
+    dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
+    if experts is None or layer in experts.dense_layers:
+        block = spec.form.names.mlp if experts is None else experts.names.block
+        return [*linears, *_mlp_linears(block, size, inner, dense)]
+    block, names = experts.names.block, experts.names
+    if experts.shared_size:
+        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
+    if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
+        return linears
+    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
+
+
+def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
+    *first, down = (f"{name}.{part}" for part in parts)
+    return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
 
 
 def _attention_linears(spec: ModelSpec) -> list[_Linear]:
@@ -107,7 +148,7 @@ def _attention_linears(spec: ModelSpec) -> list[_Linear]:
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
-        _Linear({"self_attn.o_proj": spec.hidden_size}, q_size),
+        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, q_size),
     ]
 
 

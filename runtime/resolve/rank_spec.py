@@ -24,7 +24,14 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
     assert reason_against_tp(spec, tp) is None
     experts = spec.experts
     if experts is not None:
-        experts = msgspec.structs.replace(experts, intermediate_size=experts.intermediate_size // tp)
+        experts = msgspec.structs.replace(
+            experts,
+            intermediate_size=experts.intermediate_size // tp,
+            shared_size=experts.shared_size // tp,
+        )
+    state = spec.state
+    if state is not None:
+        state = msgspec.structs.replace(state, conv_size=state.conv_size // tp)
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
@@ -36,6 +43,7 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
         intermediate_size=spec.intermediate_size // tp,
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
+        state=state,
     )
 
 
@@ -64,6 +72,10 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
         return f"the model's intermediate size of {spec.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.intermediate_size % tp:
         return f"its experts' intermediate size of {spec.experts.intermediate_size} cannot be divided by it"
+    if spec.experts is not None and spec.experts.shared_size % tp:
+        return f"its shared expert's intermediate size of {spec.experts.shared_size} cannot be divided by it"
+    if spec.state is not None and spec.state.conv_size % tp:
+        return f"the {spec.state.conv_size} channels of its convolutions cannot be divided by it"
     return None
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.weight_memory import num_parameters
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -47,7 +48,7 @@ SPEC = ModelSpec(
     tie_word_embeddings=False,
     torch_dtype="bfloat16",
 )
-EXPERTS = ExpertsSpec(num_experts=8, num_active=3, intermediate_size=16, normalize=True, dense_layers=(0,))
+EXPERTS = ExpertsSpec(num_experts=8, intermediate_size=16, routing=Routing(num_active=3), dense_layers=(0,))
 
 
 @pytest.fixture(scope="module")

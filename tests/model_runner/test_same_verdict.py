@@ -335,7 +335,7 @@ def test_a_head_that_is_not_the_embedding_is_used(
 def test_without_transformers_its_architectures_are_refused_before_loading(
     make_tiny_model: MAKE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = make_tiny_model("olmo2", **WIDE).folder
+    folder = make_tiny_model("gpt_neox", **WIDE).folder
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else real(name, *a)

@@ -55,6 +55,13 @@ class SoftCap {
     float cap_, rate_;
 };
 
-enum Activation { GELU, GELU_TANH, RELU, SILU };
+struct SquaredRelu {
+    ALWAYS_INLINE f32x16 operator()(f32x16 x) const {
+        f32x16 positive = maximum(f32x16{}, x);
+        return positive * positive;
+    }
+};
+
+enum Activation { GELU, GELU_TANH, RELU, SQUARED_RELU, SILU };
 
 }  // namespace engine

@@ -6,42 +6,13 @@
 #include "activations.h"
 #include "parallel.h"
 #include "program.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace engine {
 namespace {
 
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per thread, at least: fewer do not pay for waking it
-
-int64_t rows_per_thread(int64_t numbers) { return (MIN_NUMBERS + numbers - 1) / (numbers > 0 ? numbers : 1); }
-
 // ---------------------------------------------------------------- norms
-
-template <class T>
-float sum_of_squares(const T* x, int64_t size) {
-    f32x16 squares[2] = {};
-    int64_t n = 0;
-    for (; n + 2 * LANES <= size; n += 2 * LANES)
-        for (int u = 0; u < 2; ++u) {
-            f32x16 v = load(x + n + u * LANES);
-            squares[u] += v * v;
-        }
-    float total = sum(squares[0] + squares[1]);
-    for (; n < size; ++n) total += to_float(x[n]) * to_float(x[n]);
-    return total;
-}
-
-template <class T, class W>
-void scale_row(const T* x, const W* weight, float factor, T* out, int64_t size) {
-    int64_t n = 0;
-    for (; n + LANES <= size; n += LANES) store(out + n, load(x + n) * factor * load(weight + n));
-    for (; n < size; ++n) from_float(to_float(x[n]) * factor * to_float(weight[n]), out + n);
-}
-
-template <class T, class W>
-void norm_row(const T* x, const W* weight, float eps, T* out, int64_t size) {
-    scale_row(x, weight, 1.0f / __builtin_sqrtf(sum_of_squares(x, size) / float(size) + eps), out, size);
-}
 
 template <class T>
 void add_row(const T* x, T* residual, int64_t size) {
@@ -128,6 +99,7 @@ void activate(void* x_, int64_t size, Activation kind) {
         case GELU: return activate<T, GeluErf>(x, size);
         case GELU_TANH: return activate<T, GeluTanh>(x, size);
         case RELU: return activate<T, Relu>(x, size);
+        case SQUARED_RELU: return activate<T, SquaredRelu>(x, size);
         case SILU: return activate<T, Silu>(x, size);
     }
 }
@@ -172,6 +144,36 @@ void rotate_head(T* head, const A* cos, const A* sin, int64_t rotary_dim, float*
     }
 }
 
+// The same with neighboring elements paired.
+template <class T, class A>
+void rotate_neighbors(T* head, const A* cos, const A* sin, int64_t rotary_dim) {
+    int64_t half = rotary_dim / 2;
+    const A *c = cos + half, *s = sin + half;  // the second half of sin has the right sign
+    int64_t n = 0;
+    for (; n + LANES <= half; n += LANES) {
+        T* pairs = head + 2 * n;
+        f32x16 low = load(pairs), high = load(pairs + LANES), angle_cos = load(c + n), angle_sin = load(s + n);
+        f32x16 even = SHUFFLE(low, high, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        f32x16 odd = SHUFFLE(low, high, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+        f32x16 first = even * angle_cos - odd * angle_sin, second = odd * angle_cos + even * angle_sin;
+        store(pairs, SHUFFLE(first, second, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+        store(pairs + LANES, SHUFFLE(first, second, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    }
+    for (; n < half; ++n) {
+        float a = to_float(head[2 * n]), b = to_float(head[2 * n + 1]);
+        from_float(a * to_float(c[n]) - b * to_float(s[n]), head + 2 * n);
+        from_float(b * to_float(c[n]) + a * to_float(s[n]), head + 2 * n + 1);
+    }
+}
+
+// `to` may equal `from`.
+template <class T>
+void scale_row(const T* from, T* to, int64_t size, float factor) {
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
+    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
+}
+
 constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller values are stored as 0
 
 // Quantizes one head to int8; the scale is NaN if a value is not finite, so that NaN propagates.
@@ -203,6 +205,8 @@ struct Rotation {
     const int64_t* loc;
     int64_t num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim;
     float eps;
+    bool norms_over_heads, interleaved;
+    const float* query_factors;  // null: 1
 };
 
 template <class T>
@@ -225,13 +229,23 @@ void rotate_and_store(const Rotation& r) {
             T* heads = static_cast<T*>(r.qkv) + token * size;
             const A* cos = static_cast<const A*>(r.cos) + token * r.rotary_dim;
             const A* sin = static_cast<const A*>(r.sin) + token * r.rotary_dim;
+            T* k = heads + r.num_heads * r.head_dim;
+            if (r.norms_over_heads) {
+                norm_row(heads, static_cast<const W*>(r.q_norm), r.eps, heads, r.num_heads * r.head_dim);
+                norm_row(k, static_cast<const W*>(r.k_norm), r.eps, k, kv_size);
+            }
             for (int64_t h = 0; h < r.num_heads + r.num_kv_heads; ++h) {
                 T* head = heads + h * r.head_dim;
                 const void* norm = h < r.num_heads ? r.q_norm : r.k_norm;
-                if (norm != nullptr) norm_row(head, static_cast<const W*>(norm), r.eps, head, r.head_dim);
-                rotate_head(head, cos, sin, r.rotary_dim, row);
+                if (norm != nullptr && !r.norms_over_heads)
+                    norm_row(head, static_cast<const W*>(norm), r.eps, head, r.head_dim);
+                if (r.interleaved)
+                    rotate_neighbors(head, cos, sin, r.rotary_dim);
+                else
+                    rotate_head(head, cos, sin, r.rotary_dim, row);
             }
-            const T* k = heads + r.num_heads * r.head_dim;
+            if (r.query_factors != nullptr)
+                scale_row(heads, heads, r.num_heads * r.head_dim, r.query_factors[token]);
             if (r.k_scale != nullptr) {
                 store_quantized(r, k, token, r.k_pool, r.k_scale);
                 store_quantized(r, k + kv_size, token, r.v_pool, r.v_scale);
@@ -244,14 +258,6 @@ void rotate_and_store(const Rotation& r) {
 }
 
 // ---------------------------------------------------------------- table rows, additions, conversions
-
-// `to` may equal `from`.
-template <class T>
-void scale_row(const T* from, T* to, int64_t size, float factor) {
-    int64_t n = 0;
-    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
-    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
-}
 
 template <class T>
 void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int64_t size, float scale) {
@@ -269,8 +275,28 @@ void take_rows(const T* table, const int64_t* indices, T* out, int64_t rows, int
 }
 
 template <class T>
+void scale(T* x, int64_t size, float factor) {
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { scale_row(x + begin, x + begin, end - begin, factor); });
+}
+
+template <class T>
 void add(const T* x, T* sum, int64_t size) {
     parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { add_row(x + begin, sum + begin, end - begin); });
+}
+
+// sum += sigmoid(gate of the row) * y
+template <class T>
+void add_gated(const T* y, const float* gates, T* sum, int64_t rows, int64_t size) {
+    parallel_for(rows, rows_per_thread(size), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            float gate = 1.0f / (1.0f + exp2(splat(gates[row] * -1.44269504f))[0]);
+            const T* from = y + row * size;
+            T* to = sum + row * size;
+            int64_t n = 0;
+            for (; n + LANES <= size; n += LANES) store(to + n, load(to + n) + load(from + n) * gate);
+            for (; n < size; ++n) from_float(to_float(to[n]) + to_float(from[n]) * gate, to + n);
+        }
+    });
 }
 
 }  // namespace
@@ -321,10 +347,11 @@ EXPORT void activate(void* x, int64_t size, int kind, int is_bf16) {
 EXPORT void rotate_and_store(void* qkv, const void* q_norm, const void* k_norm, const void* cos, const void* sin,
                              void* k_pool, void* v_pool, float* k_scale, float* v_scale, const int64_t* loc, int64_t num_tokens, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int is_bf16,
-                             int angles_are_bf16, int norms_are_bf16) {
+                             int angles_are_bf16, int norms_are_bf16, int norms_over_heads, int interleaved,
+                             const float* query_factors) {
     using namespace engine;
     Rotation r{qkv, q_norm, k_norm, cos, sin, k_pool, v_pool, k_scale, v_scale, loc, num_tokens, num_heads,
-               num_kv_heads, head_dim, rotary_dim, eps};
+               num_kv_heads, head_dim, rotary_dim, eps, norms_over_heads != 0, interleaved != 0, query_factors};
     if (!is_bf16)
         rotate_and_store<float, float, float>(r);
     else if (angles_are_bf16)
@@ -342,11 +369,10 @@ EXPORT void take_rows(const void* table_, const int64_t* indices, void* out_, in
         take_rows(static_cast<const float*>(table_), indices, static_cast<float*>(out_), rows, size, scale);
 }
 
-// x: [size] bfloat16, multiplied in place as by `take_rows`.
-EXPORT void scale(void* x_, int64_t size, float factor) {
+// x: [size], multiplied in place as by `take_rows`.
+EXPORT void scale(void* x, int64_t size, float factor, int is_bf16) {
     using namespace engine;
-    bf16* x = static_cast<bf16*>(x_);
-    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) { scale_row(x + begin, x + begin, end - begin, factor); });
+    is_bf16 ? scale(static_cast<bf16*>(x), size, factor) : scale(static_cast<float*>(x), size, factor);
 }
 
 // x: [size], each becomes cap * tanh(x / cap).
@@ -366,6 +392,15 @@ EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
         add(static_cast<const bf16*>(x), static_cast<bf16*>(sum), size);
     else
         add(static_cast<const float*>(x), static_cast<float*>(sum), size);
+}
+
+// gates: [rows] float32.
+EXPORT void add_gated(const void* y, const float* gates, void* sum, int64_t rows, int64_t size, int is_bf16) {
+    using namespace engine;
+    if (is_bf16)
+        add_gated(static_cast<const bf16*>(y), gates, static_cast<bf16*>(sum), rows, size);
+    else
+        add_gated(static_cast<const float*>(y), gates, static_cast<float*>(sum), rows, size);
 }
 
 EXPORT void widen(const void* x_, float* out, int64_t size) {
@@ -389,6 +424,7 @@ RECORDABLE(take_rows)
 RECORDABLE(scale)
 RECORDABLE(soft_cap)
 RECORDABLE(add)
+RECORDABLE(add_gated)
 RECORDABLE(widen)
 
 // Current number of threads that run this library's kernels.

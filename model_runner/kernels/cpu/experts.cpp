@@ -68,45 +68,116 @@ struct Groups {
 
 // ---------------------------------------------------------------- routing
 
-// The experts of one token, largest logit first; among equals the first expert.
+enum Scores : int { SOFTMAX, SIGMOID, MIXER };
+
+// What `Routing` in Python says about the choice of a token's experts.
 struct Router {
     int64_t num_experts, num_active;
+    Scores scores;
+    const float* bias;  // null: none
+    int64_t num_groups, num_active_groups, group_best;
     bool normalize;
+    float scale, tolerance;
 
+    // Floats of `memory`: the scores, the numbers to choose by, and the groups.
+    int64_t memory_floats() const { return 2 * padded(num_experts) + 2 * num_groups; }
+
+    // The experts of one token, largest number first; among equals the first expert.
     // NaN and plus infinity give shares that are NaN, but always valid experts.
     template <class T>
     void route(const T* logits, float* memory, int64_t* ids, float* shares) const {
+        for (int64_t n = 0; n < num_experts; ++n) memory[n] = to_float(logits[n]);
+        if (scores == MIXER) return mix(memory, ids, shares);
+        float *choice = memory + padded(num_experts), *groups = choice + padded(num_experts);
+        std::copy(memory, memory + num_experts, choice);  // the order of the logits is that of the scores
+        float total = make_scores(memory);
+        bool by_score = bias != nullptr || group_best > 1;
+        if (by_score)
+            for (int64_t n = 0; n < num_experts; ++n) choice[n] = memory[n] / total + (bias == nullptr ? 0.0f : bias[n]);
+        if (num_active_groups < num_groups) drop_groups(choice, groups);
+        choose(choice, num_experts, num_active, ids, shares);
+        for (int64_t n = 0; n < num_active; ++n) shares[n] = memory[ids[n]] / total;
+        float taken = 0.0f;
+        for (int64_t n = 0; n < num_active; ++n) taken += shares[n];
+        float factor = normalize ? scale / (taken + LEAST_SUM) : scale;
+        if (normalize || scale != 1.0f)
+            for (int64_t n = 0; n < num_active; ++n) shares[n] *= factor;
+    }
+
+  private:
+    static constexpr int64_t MOST_GROUP_BEST = 2;
+    static constexpr float LEAST_SUM = 1e-20f;  // the sum of sigmoids may be zero
+
+    // Turns logits into scores, times the result.
+    float make_scores(float* memory) const {
         int64_t all = padded(num_experts);
         float most = -__builtin_inff();
-        for (int64_t n = 0; n < num_experts; ++n) {
-            float logit = memory[n] = to_float(logits[n]);
-            most = logit > most ? logit : most;
-            insert(logit, n, std::min(n, num_active), ids, shares);
-        }
+        for (int64_t n = 0; n < num_experts; ++n) most = memory[n] > most ? memory[n] : most;
         std::fill(memory + num_experts, memory + all, -__builtin_inff());
+        if (scores == SIGMOID) {
+            for (int64_t n = 0; n < all; n += LANES) store(memory + n, 1.0f / (1.0f + exp2(load(memory + n) * -1.44269504f)));
+            return 1.0f;
+        }
         f32x16 sums = {};
         for (int64_t n = 0; n < all; n += LANES) {
             f32x16 power = exp2((load(memory + n) - most) * 1.44269504f);
             sums += power;
             store(memory + n, power);
         }
-        float total = sum(sums);
-        for (int64_t n = 0; n < num_active; ++n) shares[n] = memory[ids[n]] / total;
-        if (!normalize) return;
-        float taken = 0;
-        for (int64_t n = 0; n < num_active; ++n) taken += shares[n];
-        for (int64_t n = 0; n < num_active; ++n) shares[n] /= taken;
+        return sum(sums);
     }
 
-  private:
-    // Inserts into the sorted list of `count` experts; `logits` are their logits.
-    void insert(float logit, int64_t expert, int64_t count, int64_t* ids, float* logits) const {
+    // Sets the numbers of groups that are not chosen to minus infinity; `groups`: [2][num_groups].
+    void drop_groups(float* choice, float* groups) const {
+        int64_t each = num_experts / num_groups, ids[MOST_GROUP_BEST];
+        float best[MOST_GROUP_BEST];
+        for (int64_t g = 0; g < num_groups; ++g) {
+            choose(choice + g * each, each, group_best, ids, best);
+            groups[g] = 0.0f;
+            for (int64_t n = 0; n < group_best; ++n) groups[g] += best[n];
+        }
+        float* is_active = groups + num_groups;
+        std::fill(is_active, is_active + num_groups, 0.0f);
+        for (int64_t n = 0; n < num_active_groups; ++n) {
+            int64_t most = -1;
+            for (int64_t g = 0; g < num_groups; ++g)
+                if (is_active[g] == 0.0f && (most < 0 || groups[g] > groups[most])) most = g;
+            is_active[most] = 1.0f;
+        }
+        for (int64_t g = 0; g < num_groups; ++g)
+            if (is_active[g] == 0.0f) std::fill(choice + g * each, choice + (g + 1) * each, -__builtin_inff());
+    }
+
+    // The `wanted` largest of `count` numbers, the largest first, with their indices.
+    static void choose(const float* numbers, int64_t count, int64_t wanted, int64_t* ids, float* largest) {
+        for (int64_t n = 0; n < count; ++n) insert(numbers[n], n, std::min(n, wanted), wanted, ids, largest);
+    }
+
+    // Inserts into the sorted list of `count` numbers.
+    static void insert(float number, int64_t index, int64_t count, int64_t wanted, int64_t* ids, float* numbers) {
         int64_t at = count;
-        while (at > 0 && logit > logits[at - 1]) --at;
-        if (at == num_active) return;
-        for (int64_t n = std::min(count, num_active - 1); n > at; --n) ids[n] = ids[n - 1], logits[n] = logits[n - 1];
-        ids[at] = expert;
-        logits[at] = logit;
+        while (at > 0 && number > numbers[at - 1]) --at;
+        if (at == wanted) return;
+        for (int64_t n = std::min(count, wanted - 1); n > at; --n) ids[n] = ids[n - 1], numbers[n] = numbers[n - 1];
+        ids[at] = index;
+        numbers[at] = number;
+    }
+
+    // Two experts, each with its share of those near it; the second one without the first.
+    void mix(const float* logits, int64_t* ids, float* shares) const {
+        for (int64_t turn = 0; turn < 2; ++turn) {
+            int64_t best = turn == 0 || ids[0] != 0 ? 0 : 1;
+            for (int64_t n = 0; n < num_experts; ++n)
+                if ((turn == 0 || n != ids[0]) && logits[n] > logits[best]) best = n;
+            float most = logits[best], total = 0.0f;
+            for (int64_t n = 0; n < num_experts; ++n) {
+                float size = std::max(__builtin_fabsf(logits[n]), most);
+                bool is_left = turn == 0 || n != ids[0], is_far = (most - logits[n]) / size > tolerance;
+                if (is_left && !is_far) total += exp2(splat((logits[n] - most) * 1.44269504f))[0];
+            }
+            ids[turn] = best;
+            shares[turn] = 1.0f / total;
+        }
     }
 };
 
@@ -198,14 +269,17 @@ struct ExpertProducts {
 }  // namespace
 }  // namespace engine
 
-// logits: [tokens][experts] bfloat16 if `is_bf16`, else float32; ids (int64), shares (float32): [tokens][active].
-EXPORT void route(const void* logits, int64_t* ids, float* shares, int64_t num_tokens, int64_t num_experts,
-                  int64_t num_active, int normalize, int is_bf16) {
+// logits: [tokens][experts] bfloat16 if `is_bf16`, else float32; bias: [experts] or null; ids (int64), shares (float32):
+// [tokens][active]; scores: `Scores`. The others are those of `Router`.
+EXPORT void route(const void* logits, const float* bias, int64_t* ids, float* shares, int64_t num_tokens,
+                  int64_t num_experts, int64_t num_active, int64_t num_groups, int64_t num_active_groups,
+                  int64_t group_best, int scores, int normalize, float scale, float tolerance, int is_bf16) {
     using namespace engine;
-    Router router = {num_experts, num_active, normalize != 0};
+    Router router = {num_experts, num_active, Scores(scores), bias, num_groups, num_active_groups, group_best,
+                     normalize != 0, scale, tolerance};
     parallel_for(num_tokens, divided_up(MIN_LOGITS, num_experts), [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
-        float* memory = reinterpret_cast<float*>(scratch.get((num_experts + LANES) * sizeof(float)));
+        float* memory = reinterpret_cast<float*>(scratch.get(router.memory_floats() * sizeof(float)));
         for (int64_t token = begin; token < end; ++token) {
             int64_t* to = ids + token * num_active;
             float* parts = shares + token * num_active;

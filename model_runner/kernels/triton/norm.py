@@ -81,6 +81,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def norm_rows_in_place(rows: Tensor, weight: Tensor, eps: float) -> None:
+    """The same in place; rows [T, K] of contiguous values, with any distance."""
+    assert rows.stride(1) == 1, rows.stride()
+    num_rows, size = rows.shape
+    block, num_warps = _launch(size)
+    stride = rows.stride(0)
+    _rms_norm_kernel[(num_rows,)](
+        rows, weight, rows, stride, stride, size, eps, BLOCK=block, num_warps=num_warps
+    )
+
+
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `AddRMSNormOp`; the residual stream is overwritten, x is not."""
     num_rows, size = x.shape

@@ -5,6 +5,8 @@ Each head is loaded as two tiles, the two halves that rotate into each other, an
 
     head   [ first half | second half | rest ]      q -> a new tensor, k and v -> their slots of the pool
               0 .. R/2     R/2 .. R     R .. D
+
+Interleaved heads have the elements with even numbers in the first tile, and those with odd numbers in the second one.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from ...ops import HeadNorms, LayerKV
 from .compile_report import KernelVariant
+from .norm import norm_rows_in_place
 
 # Heads per program and its warps: few heads as long as the programs do not fill a GPU.
 _FEW_HEADS: Final = (2, 1)
@@ -66,6 +69,7 @@ def _rotate_and_store_kernel(
     cos_ptr,
     sin_ptr,
     slot_ptr,
+    factor_ptr,
     q_ptr,
     k_ptr,
     v_ptr,
@@ -83,6 +87,9 @@ def _rotate_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     NORM: tl.constexpr,
+    ROTATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    FACTORS: tl.constexpr,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     HEADS: tl.constexpr,
@@ -97,11 +104,13 @@ def _rotate_and_store_kernel(
     exists = head < NUM_Q + 2 * NUM_KV
     number = tl.arange(0, HALF_BLOCK)[None, :]
     in_half = number < HALF
+    first_number = 2 * number if INTERLEAVED else number
+    second_number = first_number + 1 if INTERLEAVED else HALF + number
     model_dtype: tl.constexpr = qkv_ptr.dtype.element_ty
 
     head_at = qkv_ptr + token * qkv_stride + head * qkv_head_stride
-    first = tl.load(head_at + number, mask=exists & in_half, other=0.0).to(tl.float32)
-    second = tl.load(head_at + HALF + number, mask=exists & in_half, other=0.0).to(tl.float32)
+    first = tl.load(head_at + first_number, mask=exists & in_half, other=0.0).to(tl.float32)
+    second = tl.load(head_at + second_number, mask=exists & in_half, other=0.0).to(tl.float32)
     if REST_BLOCK > 0:
         rest_number = 2 * HALF + tl.arange(0, REST_BLOCK)[None, :]
         in_rest = rest_number < HEAD_DIM
@@ -113,33 +122,43 @@ def _rotate_and_store_kernel(
             squares += tl.sum(rest * rest, axis=1)
         # Heads of v pass through: scale 1, weight 1.
         scale = tl.where(is_v, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
-        first *= scale * _head_weight(q_weight_ptr, k_weight_ptr, number, in_half, is_q, is_v)
-        second *= scale * _head_weight(q_weight_ptr, k_weight_ptr, HALF + number, in_half, is_q, is_v)
+        first *= scale * _head_weight(q_weight_ptr, k_weight_ptr, first_number, in_half, is_q, is_v)
+        second *= scale * _head_weight(q_weight_ptr, k_weight_ptr, second_number, in_half, is_q, is_v)
         if REST_BLOCK > 0:
             rest *= scale * _head_weight(q_weight_ptr, k_weight_ptr, rest_number, in_rest, is_q, is_v)
 
-    # Both halves of cos are equal; those of sin differ in sign, and the second half has the right sign for both.
-    cos = tl.load(cos_ptr + token * cos_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + token * sin_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
-    new_first = tl.where(is_v, first, first * cos - second * sin).to(model_dtype)
-    new_second = tl.where(is_v, second, second * cos + first * sin).to(model_dtype)
+    new_first, new_second = first.to(model_dtype), second.to(model_dtype)
+    if ROTATE:
+        # Both halves of cos are equal; those of sin differ in sign, and the second half has the right sign for both.
+        cos = tl.load(cos_ptr + token * cos_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + token * sin_stride + HALF + number, mask=in_half, other=0.0).to(tl.float32)
+        new_first = tl.where(is_v, first, first * cos - second * sin).to(model_dtype)
+        new_second = tl.where(is_v, second, second * cos + first * sin).to(model_dtype)
 
     slot = tl.load(slot_ptr + token)
     q_at = q_ptr + (token * NUM_Q + head) * HEAD_DIM
     k_at = k_ptr + slot * k_stride + (head - NUM_Q) * k_head_stride
     v_at = v_ptr + slot * v_stride + (head - NUM_Q - NUM_KV) * v_head_stride
     pool_dtype: tl.constexpr = k_ptr.dtype.element_ty
-    tl.store(q_at + number, new_first, mask=is_q & in_half)
-    tl.store(q_at + HALF + number, new_second, mask=is_q & in_half)
+    q_first, q_second = new_first, new_second
+    if FACTORS:
+        factor = tl.load(factor_ptr + token)
+        q_first = (new_first.to(tl.float32) * factor).to(model_dtype)
+        q_second = (new_second.to(tl.float32) * factor).to(model_dtype)
+    tl.store(q_at + first_number, q_first, mask=is_q & in_half)
+    tl.store(q_at + second_number, q_second, mask=is_q & in_half)
     stored = _to_pool(new_first, E4M3, LIMIT, pool_dtype)
-    tl.store(k_at + number, stored, mask=is_k & in_half)
-    tl.store(v_at + number, stored, mask=is_v & in_half)
+    tl.store(k_at + first_number, stored, mask=is_k & in_half)
+    tl.store(v_at + first_number, stored, mask=is_v & in_half)
     stored = _to_pool(new_second, E4M3, LIMIT, pool_dtype)
-    tl.store(k_at + HALF + number, stored, mask=is_k & in_half)
-    tl.store(v_at + HALF + number, stored, mask=is_v & in_half)
+    tl.store(k_at + second_number, stored, mask=is_k & in_half)
+    tl.store(v_at + second_number, stored, mask=is_v & in_half)
     if REST_BLOCK > 0:
         new_rest = rest.to(model_dtype)
-        tl.store(q_at + rest_number, new_rest, mask=is_q & in_rest)
+        q_rest = new_rest
+        if FACTORS:
+            q_rest = (new_rest.to(tl.float32) * factor).to(model_dtype)
+        tl.store(q_at + rest_number, q_rest, mask=is_q & in_rest)
         stored = _to_pool(new_rest, E4M3, LIMIT, pool_dtype)
         tl.store(k_at + rest_number, stored, mask=is_k & in_rest)
         tl.store(v_at + rest_number, stored, mask=is_v & in_rest)
@@ -153,9 +172,17 @@ def _head_weight(q_weight_ptr, k_weight_ptr, number, inside, is_q, is_v):
 
 
 def rotate_and_store(
-    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    out_cache_loc: Tensor,
+    *,
+    interleaved: bool = False,
+    query_factors: Tensor | None = None,
 ) -> Tensor:
-    """See `RotateAndStore`. `qkv` is not modified; the result is contiguous.
+    """See `RotateAndStore`. `qkv` is modified only by norms over all heads; the result is contiguous.
 
     Raises:
         ValueError: shapes disagree, which would cause out-of-bounds writes.
@@ -185,6 +212,12 @@ def rotate_and_store(
     heads, num_warps = _MANY_HEADS
     if num_tokens * triton.cdiv(num_heads, heads) < _MANY_PROGRAMS:
         heads, num_warps = _FEW_HEADS
+    if norms is not None and len(norms.q_weight) != head_dim:
+        for part, weight in ((slice(num_q), norms.q_weight), (slice(num_q, num_q + num_kv), norms.k_weight)):
+            norm_rows_in_place(qkv[:, part].view(num_tokens, -1), weight, norms.eps)
+        norms = None
+    rotates = rotary_dim > 0
+    rotary_dim = rotary_dim or head_dim  # nothing rotates, but there are two tiles
     half_block, rest_block = _blocks(head_dim, rotary_dim)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         qkv,
@@ -193,6 +226,7 @@ def rotate_and_store(
         cos,
         sin,
         out_cache_loc,
+        qkv if query_factors is None else query_factors,
         q,
         k,
         v,
@@ -210,6 +244,9 @@ def rotate_and_store(
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         NORM=norms is not None,
+        ROTATE=rotates,
+        INTERLEAVED=interleaved,
+        FACTORS=query_factors is not None,
         E4M3=e4m3,
         LIMIT=limit,
         HEADS=heads,
@@ -244,13 +281,18 @@ def variants() -> list[KernelVariant]:
         ("SmolLM2", 9, 3, 64, 64, None, "bf16"),
         ("Gemma 3 fp8 pool", 4, 1, 256, 256, "fp32", "u8"),
         ("Phi, a part rotates", 32, 32, 96, 72, None, "bf16"),
+        ("GLM-4, interleaved", 32, 2, 128, 64, None, "bf16"),
+        ("SmolLM3, without rotary", 16, 4, 128, 0, None, "bf16"),
+        ("Ministral 3, query factors", 32, 8, 128, 128, None, "bf16"),
     )
     found = []
     for name, num_q, num_kv, head_dim, rotary_dim, weight, pool in cases:
+        rotates, rotary_dim = rotary_dim > 0, rotary_dim or head_dim
         half_block, rest_block = _blocks(head_dim, rotary_dim)
         weight_type = f"*{weight or 'bf16'}"
         signature = {"qkv_ptr": "*bf16", "q_weight_ptr": weight_type, "k_weight_ptr": weight_type}
-        signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64", "q_ptr": "*bf16"}
+        signature |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slot_ptr": "*i64"}
+        signature |= {"factor_ptr": "*fp32", "q_ptr": "*bf16"}
         signature |= {
             "k_ptr": f"*{pool}",
             "v_ptr": f"*{pool}",
@@ -262,6 +304,7 @@ def variants() -> list[KernelVariant]:
         signature["eps"] = "fp32"
         constants: dict[str, Any] = {"NUM_Q": num_q, "NUM_KV": num_kv, "HEAD_DIM": head_dim}
         constants |= {"HALF": rotary_dim // 2, "HALF_BLOCK": half_block, "REST_BLOCK": rest_block}
+        constants |= {"ROTATE": rotates, "INTERLEAVED": "interleaved" in name, "FACTORS": "factors" in name}
         constants |= {"NORM": weight is not None, "E4M3": pool == "u8", "LIMIT": 0.0}
         found += [
             KernelVariant(

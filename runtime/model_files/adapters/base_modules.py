@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ..hf.language_part import MULTIMODAL
 from ..weight_files.needed_tensors import KV_UP, needed_modules
 
 if TYPE_CHECKING:
@@ -32,11 +33,21 @@ class BaseModules:
             if module.is_linear and ".experts." not in module.name and not module.name.endswith(KV_UP):
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
-        self._fused = spec.model_type == "phi3"
+        self._form = spec.form
+        self._kind = MULTIMODAL.get(spec.language_of)
 
     def find(self, name: str) -> BaseModule | None:
-        """The module of a name in an adapter, which may lack the prefix of a model with a head."""
+        """The module of a name in an adapter, which may lack the prefix of a model with a head.
+
+        In an adapter of a multimodal model the language model's modules are called as in its folder.
+        """
+        if self._kind is not None:
+            name = (self._kind.usual_name(f"{name}.") or "").removesuffix(".")
         return self.by_name.get(name) or self.by_name.get(f"model.{name}")
+
+    def is_of_tower(self, name: str) -> bool:
+        """Whether a module in an adapter belongs to a tower, which is not loaded."""
+        return self._kind is not None and self._kind.usual_name(f"{name}.") is None
 
     def linears(self) -> list[str]:
         """Names of the linear layers without the head: what peft calls "all-linear"."""
@@ -44,13 +55,15 @@ class BaseModules:
 
     def reason_against(self, name: str) -> str:
         """Why there is no such module."""
-        if ".experts" in name or name.endswith("mlp.gate"):
+        if ".experts" in name or name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
             return "adapters of experts and routers are not supported; train one without them"
         last = name.rpartition(".")[2]
         if name.endswith(KV_UP):
             return f"its adapters are not supported, because queries take in a part of {last}; train one without it"
-        if self._fused and last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
-            return "this model has qkv_proj and gate_up_proj instead; use an adapter trained on them"
+        own = (*self._form.qkv_names, *self._form.mlp_names)
         if last in ("qkv_proj", "gate_up_proj"):
             return "this model has them as separate modules; use an adapter trained on q_proj, k_proj, v_proj, ..."
+        if last in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") and last not in own:
+            fused = " and ".join(name for name in own if name in ("qkv_proj", "gate_up_proj"))
+            return f"this model has {fused or ', '.join(own)} instead; use an adapter trained on them"
         return "the base model has no such linear layer; the adapter belongs to another model"

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING, Final
 from .families.registry import layer_names
 
 if TYPE_CHECKING:
+    from ..experts_spec import ExpertNames
     from ..model_spec import ModelSpec
 
 _GLOBAL_NAMES: Final = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
+    "model.embedding_norm.weight": "token_embd_norm.weight",  # of LFM2, which normalizes the output with it
     "lm_head.weight": "output.weight",
-}
-_EXPERT_NAMES: Final = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
+    "lm_head.bias": "output.bias",
 }
 
 NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
@@ -33,9 +32,12 @@ FUSED: Final = {
 
 def stacked_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     """Modules of experts without their numbers, and the file's tensors that stack those of a layer."""
-    for layer in range(spec.num_layers if spec.experts is not None else 0):
-        for hf, gguf in _EXPERT_NAMES.items():
-            yield f"model.layers.{layer}.mlp.experts.{hf}", f"blk.{layer}.{gguf}.weight"
+    if spec.experts is None:
+        return
+    names = spec.experts.names
+    for layer in range(spec.num_layers):
+        for hf, gguf in _expert_names(names).items():
+            yield f"model.layers.{layer}.{names.block}.experts.{hf}", f"blk.{layer}.{gguf}.weight"
 
 
 def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str, str, int | None]]:
@@ -50,9 +52,35 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
-        if experts and spec.experts is not None:
-            yield f"model.layers.{layer}.mlp.gate.weight", f"blk.{layer}.ffn_gate_inp.weight", None
-            for hf, gguf in _EXPERT_NAMES.items():
-                for expert in range(spec.experts.num_experts):
-                    name = f"model.layers.{layer}.mlp.experts.{expert}.{hf}.weight"
-                    yield name, f"blk.{layer}.{gguf}.weight", expert
+        if spec.experts is None:
+            continue
+        block = f"model.layers.{layer}.{spec.experts.names.block}"
+        for hf, gguf in _sparse_names(spec.experts.names).items():
+            yield f"{block}.{hf}", f"blk.{layer}.{gguf}", None
+        for hf, gguf in _expert_names(spec.experts.names).items() if experts else ():
+            for expert in range(spec.experts.num_experts):
+                yield f"{block}.experts.{expert}.{hf}.weight", f"blk.{layer}.{gguf}.weight", expert
+
+
+def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops.
+
+    It drops it from a matrix of one row, and from the weight of a convolution of each channel.
+    """
+    return wanted if wanted in ((1, *stored), (*stored[:1], 1, *stored[1:])) else stored
+
+
+def _expert_names(names: ExpertNames) -> dict[str, str]:
+    return {names.gate: "ffn_gate_exps", names.up: "ffn_up_exps", names.down: "ffn_down_exps"}
+
+
+def _sparse_names(names: ExpertNames) -> dict[str, str]:
+    """The tensors of a sparse MLP beside its experts."""
+    return {
+        f"{names.router}.weight": "ffn_gate_inp.weight",
+        names.bias: "exp_probs_b.bias",
+        f"{names.shared}.gate_proj.weight": "ffn_gate_shexp.weight",
+        f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",
+        f"{names.shared}.down_proj.weight": "ffn_down_shexp.weight",
+        f"{names.shared_gate}.weight": "ffn_gate_inp_shexp.weight",
+    }

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ..experts_spec import ExpertsSpec, Routing
 from ..fields import Fields
-from ..model_spec import ExpertsSpec
 from .families.family import Facts, Family, layer_types, score_cap, window_everywhere
 
 _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
@@ -109,8 +109,10 @@ def _experts(fields: Fields) -> Facts:
     width = fields.integer("intermediate_size", 1, 1 << 22)
     experts = ExpertsSpec(
         num_experts=num_experts,
-        num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=num_experts),
         intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22, default=width),
-        normalize=False,
+        routing=Routing(
+            num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=num_experts),
+            normalize=False,
+        ),
     )
     return {"experts": experts}

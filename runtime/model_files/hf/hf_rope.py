@@ -43,6 +43,7 @@ def read_rope(
     *,
     kinds: tuple[str, ...] = _KINDS,
     outer_original: bool = False,
+    default_partial: float = 1.0,
 ) -> Rope:
     """Base frequency and scaling of a model with the same rope in all layers.
 
@@ -51,6 +52,7 @@ def read_rope(
         default_theta: base frequency if the file has none.
         kinds: the scalings of this architecture.
         outer_original: whether `original_max_position_embeddings` at the top level has precedence, as in Phi-3.
+        default_partial: the part of each head that rotates if the file does not say.
 
     Raises:
         ConfigError: a field is wrong, the scaling is not implemented, or two spellings contradict each other.
@@ -60,7 +62,7 @@ def read_rope(
         if any(isinstance(value, Mapping) for value in values.values()):
             raise fields.error(name, values, "a different rope for some of the layers is not supported")
         rope = Fields(fields.path, values, prefix=f"{name}.")
-        return _read(fields, rope, default_theta, kinds, outer_original)
+        return _read(fields, rope, default_theta, kinds, outer_original, default_partial)
 
     return _read_both(fields, read)
 
@@ -132,6 +134,7 @@ def _read(
     default_theta: float,
     kinds: tuple[str, ...] = _KINDS,
     outer_original: bool = False,
+    default_partial: float = 1.0,
 ) -> Rope:
     """One rope; fields missing in its own object are read from the top level.
 
@@ -139,7 +142,7 @@ def _read(
     """
     theta = rope.number("rope_theta", 1.0, 1e15, fields.number("rope_theta", 1.0, 1e15, default_theta))
     partial = rope.number(
-        "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, 1.0)
+        "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, default_partial)
     )
     scaling = _scaling(fields, rope, kinds, outer_original)
     return Rope(theta, scaling, partial, _mscale(rope, scaling.factor) if scaling.kind == "yarn" else 1.0)

@@ -23,16 +23,18 @@ class Module(NamedTuple):
     """One module.
 
     Attributes:
-        name: `<name>.weight` is its weight.
+        name: `<name>.weight` is its weight, or `<name>.<part>`.
         shape: of the weight.
         is_linear: its weight may be quantized.
         has_bias: there is `<name>.bias`, one number for each output.
+        part: the last component of the weight's name.
     """
 
     name: str
     shape: tuple[int, ...]
     is_linear: bool = False
     has_bias: bool = False
+    part: str = "weight"
 
     @property
     def is_expert(self) -> bool:
@@ -53,14 +55,23 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     """
     table = (spec.vocab_size, spec.hidden_size)
     yield Module("model.embed_tokens", table)
-    yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
+    yield Module(f"model.{spec.form.names.final_norm}", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
-        yield Module("lm_head", table)
+        yield Module("lm_head", table, has_bias=spec.form.head_bias)
+    elif spec.form.head_bias:
+        yield Module("lm_head", table[:1], part="bias")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for module in (*_norms(spec), *attention_modules(spec), *_mlp(spec, layer, one_expert)):
+        mixer = (*_head_norms(spec), *attention_modules(spec)) if spec.attends(layer) else _short_conv(spec)
+        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
+
+
+def is_of_mtp_layer(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, see `ModelSpec.num_mtp_layers`."""
+    prefixes = tuple(f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    return name.startswith(prefixes)
 
 
 def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -77,9 +88,21 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 def _norms(spec: ModelSpec) -> Iterator[Module]:
     for name in spec.form.norms:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
-    if spec.qk_norm:
-        yield Module("self_attn.q_norm", (spec.head_dim,))
-        yield Module("self_attn.k_norm", (spec.head_dim,))
+
+
+def _head_norms(spec: ModelSpec) -> Iterator[Module]:
+    names = spec.form.names.q_norm, spec.form.names.k_norm
+    for name, size in zip(names, spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
+        yield Module(f"self_attn.{name}", (size,))
+
+
+def _short_conv(spec: ModelSpec) -> Iterator[Module]:
+    state, size = spec.state, spec.hidden_size
+    assert state is not None
+    bias, inner = state.conv_bias, state.conv_size
+    yield Module("conv.in_proj", (3 * inner, size), is_linear=True, has_bias=bias)
+    yield Module("conv.conv", (inner, 1, state.conv_taps), has_bias=bias)
+    yield Module("conv.out_proj", (size, inner), is_linear=True, has_bias=bias)
 
 
 def attention_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -92,12 +115,11 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
     )
-    parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-    if spec.model_type == "phi3":
-        parts = {"qkv_proj": q_size + 2 * kv_size}
-    for name, rows in parts.items():
+    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_size, kv_size, kv_size]
+    for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
-    yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    name = f"self_attn.{spec.form.names.attention_out}"
+    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
@@ -127,18 +149,29 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
+    block = spec.form.names.mlp if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
-        yield from _gated("mlp", size, spec.intermediate_size, spec)
+        yield from _dense(block, size, spec.intermediate_size, spec)
         return
-    yield Module("mlp.gate", (experts.num_experts, size))
+    names = experts.names
+    yield Module(f"{block}.{names.router}", (experts.num_experts, size))
+    if experts.routing.has_bias:
+        name, _, part = names.bias.rpartition(".")
+        yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
+    if experts.shared_size:
+        yield from _dense(f"{block}.{names.shared}", size, experts.shared_size, spec)
+    if experts.has_shared_gate:
+        yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
-        yield from _gated(f"mlp.experts.{expert}", size, experts.intermediate_size, spec)
+        inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
+        yield Module(f"{name}.{names.gate}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.up}", (inner, size), is_linear=True)
+        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True)
 
 
-def _gated(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
-    first = {"gate_proj": inner, "up_proj": inner}
-    if spec.model_type == "phi3":
-        first = {"gate_up_proj": 2 * inner}
-    for part, rows in first.items():
+def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:
+    *first, down = spec.form.mlp_names
+    rows = 2 * inner if spec.form.fused_gate_up else inner
+    for part in first:
         yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(f"{name}.down_proj", (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+    yield Module(f"{name}.{down}", (size, inner), is_linear=True, has_bias=spec.mlp_bias)

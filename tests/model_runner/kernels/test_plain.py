@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model_runner.kernels import plain
+from engine.runtime.model_files.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 
@@ -18,7 +19,7 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(grouped, num_tokens, dtyp
     torch.manual_seed(0)
     gate_up, down = torch.randn(6, 32, 24).to(dtype) / 5, torch.randn(6, 24, 16).to(dtype) / 4
     x = torch.randn(num_tokens, 24).to(dtype)
-    shares, ids = plain.route(torch.randn(num_tokens, 6), 3, normalize=True)
+    shares, ids = plain.route(torch.randn(num_tokens, 6), Routing(num_active=3, normalize=True))
     pack = plain.pack_experts if grouped else plain.loop_experts
 
     ours = pack(StackedExperts(gate_up, down))(x, shares, ids)
@@ -36,10 +37,10 @@ def test_sparse_mlp_is_the_weighted_sum_of_its_experts(grouped, num_tokens, dtyp
 def test_shares_are_a_part_of_one_or_all_of_it():
     logits = torch.tensor([[0.0, 2.0, 1.0, -1.0]])
     probs = logits.softmax(-1)[0]
-    shares, ids = plain.route(logits, 2, normalize=False)
+    shares, ids = plain.route(logits, Routing(num_active=2, normalize=False))
     assert ids.tolist() == [[1, 2]]
     torch.testing.assert_close(shares[0], probs[[1, 2]])
-    shares, _ = plain.route(logits, 2, normalize=True)
+    shares, _ = plain.route(logits, Routing(num_active=2, normalize=True))
     torch.testing.assert_close(shares[0], probs[[1, 2]] / probs[[1, 2]].sum())
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import experts, route
+from engine.runtime.model_files.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 from tests.triton_interpreter import repair_interpreter
 
@@ -35,8 +36,8 @@ def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalize, 
     # A shuffled row has no equals, about which torch promises nothing.
     rows = [torch.randperm(num_experts) / 8 - 3 for _ in range(num_tokens)]
     logits = torch.stack([*rows, torch.zeros(num_experts)])[:num_tokens].to(device, dtype)
-    shares, ids = route.route(logits, num_active, normalize=normalize)
-    expected_shares, expected_ids = plain.route(logits, num_active, normalize=normalize)
+    shares, ids = route.route(logits, Routing(num_active=num_active, normalize=normalize))
+    expected_shares, expected_ids = plain.route(logits, Routing(num_active=num_active, normalize=normalize))
     assert (shares.dtype, ids.dtype) == (torch.float32, torch.int64)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares)
@@ -44,13 +45,13 @@ def test_the_router_chooses_as_torch_does(device, num_tokens, shape, normalize, 
 
 def test_equal_experts_are_taken_in_their_order(device):
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]], device=device)
-    assert route.route(logits, 4, normalize=True)[1].tolist() == [[1, 2, 4, 0]]
+    assert route.route(logits, Routing(num_active=4, normalize=True))[1].tolist() == [[1, 2, 4, 0]]
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist(device):
     logits = torch.full((2, 5), torch.nan, device=device)
     logits[1, 3] = 1.0
-    _, ids = route.route(logits, 3, normalize=True)
+    _, ids = route.route(logits, Routing(num_active=3, normalize=True))
     assert ids.min() >= 0 and ids.max() < 5
     assert ids[1, 0] == 3
 
@@ -80,7 +81,7 @@ def test_experts_are_the_weighted_sum(device, num_tokens, num_experts, num_activ
     down = (torch.randn(num_experts, width, inner, device=device) / inner**0.5).to(dtype)
     x = torch.randn(num_tokens, width, device=device).to(dtype)
     logits = torch.randn(num_tokens, num_experts, device=device)
-    shares, ids = plain.route(logits, num_active, normalize=True)
+    shares, ids = plain.route(logits, Routing(num_active=num_active, normalize=True))
     ours = experts.pack_experts(StackedExperts(gate_up, down))(x, shares, ids)
     assert ours.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
@@ -150,7 +151,7 @@ def test_a_token_does_not_depend_on_its_neighbors(device):
     torch.manual_seed(1)
     gate_up, down = torch.randn(4, 32, 24, device=device) / 5, torch.randn(4, 24, 16, device=device) / 4
     x = torch.randn(6, 24, device=device)
-    shares, ids = plain.route(torch.randn(6, 4, device=device), 2, normalize=True)
+    shares, ids = plain.route(torch.randn(6, 4, device=device), Routing(num_active=2, normalize=True))
     layer = experts.pack_experts(StackedExperts(gate_up, down))
     together = layer(x, shares, ids)
     alone = torch.cat([layer(x[n : n + 1], shares[n : n + 1], ids[n : n + 1]) for n in range(6)])

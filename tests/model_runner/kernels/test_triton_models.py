@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from engine.model_runner import load
-from engine.model_runner.kernels import plain, plain_latent
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
 from engine.model_runner.weights import dummy
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
 from engine.runtime.model_files.layer_form import FOUR_NORMS
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.triton_interpreter import repair_interpreter
@@ -49,7 +51,9 @@ SPECS = {
         LLAMA,
         model_type="qwen3_moe",
         qk_norm=True,
-        experts=ExpertsSpec(num_experts=4, num_active=2, intermediate_size=24, normalize=True),
+        experts=ExpertsSpec(
+            num_experts=4, intermediate_size=24, routing=Routing(num_active=2, normalize=True)
+        ),
     ),
     "gemma3": msgspec.structs.replace(
         LLAMA,
@@ -130,7 +134,9 @@ def launches(monkeypatch) -> Counter[str]:
         rotate_and_store=rotary_store.rotate_and_store,
         pack_heads=plain_latent.pack_heads,
         store_latent=plain_latent.store_latent,
+        scale=plain.scale,
         add=plain.add,
+        add_gated=plain.add_gated,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,
         deltas=PlainDeltas(),

@@ -14,7 +14,8 @@ from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import capacity_of
 from engine.runtime.kv_size import MIB
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.quantization_choice import with_quantization
@@ -44,7 +45,7 @@ SPEC = ModelSpec(
 MIXTURE = msgspec.structs.replace(
     SPEC,
     model_type="qwen3_moe",
-    experts=ExpertsSpec(num_experts=8, num_active=2, intermediate_size=64, normalize=True),
+    experts=ExpertsSpec(num_experts=8, intermediate_size=64, routing=Routing(num_active=2, normalize=True)),
 )
 HOST = HostFacts(
     num_cpus=8,
@@ -838,28 +839,28 @@ def test_what_counts_as_long_follows_the_context_where_several_prompts_may_be_cu
 
 
 def test_who_computes_follows_the_architecture():
-    unknown = msgspec.structs.replace(SPEC, model_type="olmo2")
+    unknown = msgspec.structs.replace(SPEC, model_type="gpt_neox")
     ours, theirs = resolve(EngineConfig(), SPEC, HOST), resolve(EngineConfig(), unknown, HOST)
 
     assert (ours.config.model.model_impl, theirs.config.model.model_impl) == ("engine", "transformers")
-    assert theirs.notes["model_impl"] == "the engine has no model for olmo2 of its own"
+    assert theirs.notes["model_impl"] == "the engine has no model for gpt_neox of its own"
     assert resolve(config(model_impl="transformers"), SPEC, HOST).config.model.model_impl == "transformers"
     with pytest.raises(
-        ConfigError, match="no model for olmo2, only for llama, .*; use --model-impl transformers"
+        ConfigError, match="no model for gpt_neox, only for llama, .*; use --model-impl transformers"
     ):
         resolve(config(model_impl="engine"), unknown, HOST)
 
 
 def test_what_transformers_cannot_do_is_refused_or_off():
-    unknown = msgspec.structs.replace(SPEC, model_type="olmo2")
+    unknown = msgspec.structs.replace(SPEC, model_type="gpt_neox")
     resolved = resolve(EngineConfig(), unknown, GPU_HOST)
 
     assert resolved.config.kernels.record_steps is False
     assert "may wait for the device" in resolved.notes["record_steps"]
     assert resolve(EngineConfig(), SPEC, GPU_HOST).config.kernels.record_steps is True
-    with pytest.raises(ConfigError, match="record_steps is on, but olmo2 is computed by transformers"):
+    with pytest.raises(ConfigError, match="record_steps is on, but gpt_neox is computed by transformers"):
         resolve(config(record_steps=True), unknown, GPU_HOST)
-    with pytest.raises(ConfigError, match="tp is 2, but olmo2 is computed by transformers.*; use --tp 1$"):
+    with pytest.raises(ConfigError, match="tp is 2, but gpt_neox is computed by transformers.*; use --tp 1$"):
         resolve(config(tp=2), unknown, HOST)
     with pytest.raises(ConfigError, match="use --tp 1 or --model-impl engine$"):
         resolve(config(tp=2, model_impl="transformers"), SPEC, HOST)

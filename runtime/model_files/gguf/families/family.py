@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from ...fields import Fields
+from ...hf.families.family import windows_by_pattern
 
 Facts = dict[str, Any]
 """The fields of `ModelSpec` that an architecture adds or changes."""
@@ -29,6 +32,10 @@ QK_NORM_NAMES: Final[Mapping[str, str]] = {
 }
 
 
+RMS_NORM_EPS: Final = "attention.layer_norm_rms_epsilon"
+LAYER_NORM_EPS: Final = "attention.layer_norm_epsilon"
+
+
 class GGUFFamily(NamedTuple):
     """How to read one architecture.
 
@@ -38,6 +45,10 @@ class GGUFFamily(NamedTuple):
         names: modules of a layer, and their names in a file.
         partial_rotary: only a part of each head may rotate.
         has_experts: the keys of experts are read.
+        has_own_heads: `facts` reads the shape of heads, too.
+        neighbors: the rows of q and k are ordered so that rotary pairs are adjacent; Hugging Face pairs the halves.
+        norm_eps: the key of the norms' eps.
+        also: further values of `model_type` that the facts may have.
     """
 
     model_type: str
@@ -45,6 +56,24 @@ class GGUFFamily(NamedTuple):
     names: Mapping[str, str] = LAYER_NAMES
     partial_rotary: bool = False
     has_experts: bool = False
+    has_own_heads: bool = False
+    neighbors: bool = False
+    norm_eps: str = RMS_NORM_EPS
+    also: tuple[str, ...] = ()
+
+
+def windowed_layers(fields: Fields, arch: str, default: int) -> tuple[bool, ...]:
+    """Which layers have a window: one truth for each in the file, or all except every nth (default: `default`)."""
+    num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
+    key = f"{arch}.attention.sliding_window_pattern"
+    value = fields.get(key)
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, list):
+        return windows_by_pattern(fields.integer(key, 1, 1 << 12, default=default), num_layers)
+    if len(value) < num_layers or any(one not in (0, 1) for one in value):
+        raise fields.error(key, value, f"expected a truth value for each of {num_layers} layers")
+    return tuple(bool(one) for one in value[:num_layers])
 
 
 def no_facts(fields: Fields, arch: str) -> Facts:

@@ -1,9 +1,12 @@
-"""Llama, and models whose files say that they are: Mistral (their files mention no window), SmolLM2."""
+"""Llama, and models whose files say that they are: Mistral (their files mention no window), Mixtral, SmolLM2."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from .family import GGUFFamily, no_facts
+from .family import GGUFFamily
+from .mixtral import llama_or_mixtral
 
-FAMILIES: Final[dict[str, GGUFFamily]] = {"llama": GGUFFamily("llama", no_facts)}
+FAMILIES: Final[dict[str, GGUFFamily]] = {
+    "llama": GGUFFamily("llama", llama_or_mixtral, has_experts=True, neighbors=True, also=("mixtral",))
+}

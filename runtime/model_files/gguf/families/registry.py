@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from . import gemma, llama, phi, qwen
+from . import (
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    lfm,
+    llama,
+    ministral,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+    starcoder,
+)
 from .family import LAYER_NAMES, GGUFFamily
 
 GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
@@ -13,11 +29,33 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **smollm.FAMILIES,
+    **olmo.FAMILIES,
+    **ministral.FAMILIES,
+    **glm.FAMILIES,
+    **lfm.FAMILIES,
+    **starcoder.FAMILIES,
+    **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **seed.FAMILIES,
+    **ernie.FAMILIES,
+    **deepseek.FAMILIES,
 }
 
-_NAMES: Final = {family.model_type: family.names for family in GGUF_FAMILIES.values()}
+_BY_MODEL_TYPE: Final = {
+    model_type: family
+    for family in GGUF_FAMILIES.values()
+    for model_type in (family.model_type, *family.also)
+}
 
 
 def layer_names(model_type: str) -> Mapping[str, str]:
     """Modules of a layer of this `model_type`, and their names in a file; Llama's if there is no such file."""
-    return _NAMES.get(model_type, LAYER_NAMES)
+    family = _BY_MODEL_TYPE.get(model_type)
+    return LAYER_NAMES if family is None else family.names
+
+
+def pairs_are_neighbors(model_type: str) -> bool:
+    """See `GGUFFamily.neighbors`."""
+    family = _BY_MODEL_TYPE.get(model_type)
+    return family is not None and family.neighbors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...attention_form import AttentionForm
@@ -22,6 +22,13 @@ class Family(NamedTuple):
     tied: bool = False
     head_dim: int | None = None  # None: hidden size divided by heads
     body: str = ""  # the class without an output head; "": that of `architecture`
+    norm_eps: str = "rms_norm_eps"  # the field of the norms' eps
+    renamed: Mapping[str, str] = {}  # fields of the family that stand for common ones, which they override
+
+    def with_common_names(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """A configuration in which the common fields have the values of the family's own."""
+        given = {name: config[own] for own, name in self.renamed.items() if config.get(own) is not None}
+        return {**config, **given}
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""
@@ -69,6 +76,21 @@ def layer_types(fields: Fields) -> tuple[bool, ...]:
     if not isinstance(value, list) or any(kind not in known for kind in value):
         raise fields.error("layer_types", value, f"expected a list of {' and '.join(known)}")
     return tuple(kind == "sliding_attention" for kind in value)
+
+
+def partial_rope_facts(fields: Fields, rope: Rope, head_dim: int | None = None) -> Facts:
+    """The rotary embedding of a model in which a part of each head rotates.
+
+    Args:
+        head_dim: the default for a file without one; None: hidden size divided by heads.
+    """
+    num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
+    default = head_dim or fields.integer("hidden_size", 1, 1 << 20) // num_heads
+    rotary_dim = int(fields.integer("head_dim", 1, 1 << 12, default) * rope.partial_factor)
+    if rotary_dim == 0:
+        raise fields.error("partial_rotary_factor", rope.partial_factor, "a part of each head must rotate")
+    facts = rope_facts(fields, rope._replace(partial_factor=1.0))
+    return facts | {"rotary_dim": None if rope.partial_factor == 1.0 else rotary_dim}
 
 
 def rope_facts(fields: Fields, rope: Rope) -> Facts:

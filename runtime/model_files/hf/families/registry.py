@@ -8,7 +8,24 @@ from __future__ import annotations
 
 from typing import Final
 
-from . import deepseek, gemma, llama, phi, qwen
+from . import (
+    cohere,
+    deepseek,
+    ernie,
+    exaone,
+    gemma,
+    glm,
+    lfm,
+    llama,
+    ministral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    seed,
+    smollm,
+    starcoder,
+)
 from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
@@ -16,5 +33,16 @@ FAMILIES: Final[dict[str, Family]] = {
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
+    **lfm.FAMILIES,
     **deepseek.FAMILIES,
+    **mixtral.FAMILIES,
+    **smollm.FAMILIES,
+    **olmo.FAMILIES,
+    **ministral.FAMILIES,
+    **glm.FAMILIES,
+    **starcoder.FAMILIES,
+    **cohere.FAMILIES,
+    **exaone.FAMILIES,
+    **seed.FAMILIES,
+    **ernie.FAMILIES,
 }

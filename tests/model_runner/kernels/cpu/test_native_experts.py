@@ -20,6 +20,7 @@ from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_
 from engine.model_runner.kernels.native_matmul import NativeMatmul
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
+from engine.runtime.model_files.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 from .test_native_blocks import block_weight, guarded, paired
@@ -65,7 +66,7 @@ def weights_of(library: Any, form: str, num: int, size: int, inner: int) -> tupl
 def routed(num_tokens: int, num_experts: int, num_active: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_tokens, num_experts, generator=random)
-    shares, ids = plain.route(logits, num_active, normalize=True)
+    shares, ids = plain.route(logits, Routing(num_active=num_active, normalize=True))
     return shares, ids
 
 
@@ -94,7 +95,7 @@ def test_the_largest_logits_get_their_part_of_the_softmax(
     num_active = min(num_active, num_experts)
     random = torch.Generator().manual_seed(seed)
     logits = (torch.randn(num_tokens, num_experts, generator=random) * 3).to(dtype)
-    shares, ids = native_experts.route(library, logits, num_active, normalize=normalize)
+    shares, ids = native_experts.route(library, logits, Routing(num_active=num_active, normalize=normalize))
     # In bfloat16 many are equal: the first one counts as larger.
     expected_ids = logits.double().sort(dim=1, descending=True, stable=True).indices[:, :num_active]
     assert torch.equal(ids, expected_ids)
@@ -109,7 +110,7 @@ def test_the_largest_logits_get_their_part_of_the_softmax(
 def test_what_is_no_number_still_goes_to_experts_that_exist(library, bad, everywhere):
     logits = torch.randn(20, 20, generator=torch.Generator().manual_seed(0))
     logits.fill_(bad) if everywhere else logits.diagonal().fill_(bad)
-    shares, ids = native_experts.route(library, logits, 8, normalize=True)
+    shares, ids = native_experts.route(library, logits, Routing(num_active=8, normalize=True))
     assert ((ids >= 0) & (ids < 20)).all()
     assert all(len(set(row)) == 8 for row in ids.tolist())
     is_visible = bad != -torch.inf or everywhere  # an expert that is ruled out is a decision
@@ -237,7 +238,7 @@ def test_a_recorded_call_goes_where_the_router_says_each_time(library, threads_o
     x, logits = guarded((9, 64), 7), torch.zeros(9, 8)
 
     def compute() -> Tensor:
-        return experts(x, *native_experts.route(library, logits, 3, normalize=True))
+        return experts(x, *native_experts.route(library, logits, Routing(num_active=3, normalize=True)))
 
     recorded = record(library, Arena(), compute)
     assert recorded.program is not None, recorded.reason_against

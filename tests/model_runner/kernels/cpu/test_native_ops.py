@@ -384,6 +384,7 @@ def test_activations_in_place(ops, dtype, size):
         "gelu": F.gelu(x.double()),
         "gelu_tanh": F.gelu(x.double(), approximate="tanh"),
         "relu": x.double().relu(),
+        "relu2": x.double().relu().square(),
         "silu": F.silu(x.double()),
     }
     assert set(exact) == set(ACTIVATIONS)

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.adapters.adapter_spec import read_adapter
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.model_spec import ModelSpec
 
 BASE = ModelSpec(
     model_type="llama",
@@ -203,7 +204,9 @@ def test_experts_of_a_mixture(tmp_path):
         **{
             **fields(BASE),
             "model_type": "qwen3_moe",
-            "experts": ExpertsSpec(num_experts=4, num_active=2, intermediate_size=8, normalize=True),
+            "experts": ExpertsSpec(
+                num_experts=4, intermediate_size=8, routing=Routing(num_active=2, normalize=True)
+            ),
         }
     )
     name = "base_model.model.model.layers.0.mlp.experts.1.gate_proj.lora_{}.weight"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.weight_memory import num_parameters
 
 CONFIG: dict[str, Any] = {
@@ -91,7 +92,9 @@ def test_windows(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | N
 def test_experts_count_in_the_memory_plan(tmp_path: Path) -> None:
     spec = read(tmp_path, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16)
 
-    assert spec.experts == ExpertsSpec(num_experts=8, num_active=2, intermediate_size=16, normalize=False)
+    assert spec.experts == ExpertsSpec(
+        num_experts=8, intermediate_size=16, routing=Routing(num_active=2, normalize=False)
+    )
     one_of_them = num_parameters(read(tmp_path, intermediate_size=16))
     assert num_parameters(spec) - one_of_them == 3 * (7 * (3 * 32 * 16) + 8 * 32)  # and the routers
     assert read(tmp_path, num_local_experts=1).experts is None

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
 from engine.runtime.model_files.layer_form import FOUR_NORMS
-from engine.runtime.model_files.model_spec import ExpertsSpec, ModelSpec
+from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.weight_files.needed_tensors import needed_modules
 from engine.runtime.model_files.weight_memory import num_parameters
 
@@ -27,7 +28,7 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
-EXPERTS = ExpertsSpec(num_experts=5, num_active=2, intermediate_size=24, normalize=True, dense_layers=(1,))
+EXPERTS = ExpertsSpec(num_experts=5, intermediate_size=24, routing=Routing(num_active=2), dense_layers=(1,))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""`DecoderParts`: makes the parts of a decoder from a checkpoint, as its `LayerForm` says."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from .attention import SelfAttention
+from .decoder import Decoder, LayerRotary, PreNormLayer, build_head
+from .embedding import Embedding
+from .experts import build_mlp
+from .layer_norm import LayerNorm
+from .mlp import GatedMLP, PlainMLP
+from .norm import RMSNorm
+from .query_factors import QueryFactors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..model_context import ModelContext
+    from ..ops import ActivationKind, GatedActivation
+    from .decoder import MLP, Layer
+    from .norm import Norm
+
+
+class DecoderParts:
+    """The parts of the layers that a page puts together; each is taken from the checkpoint when it is asked for."""
+
+    def __init__(self, context: ModelContext) -> None:
+        """`context`: of the model."""
+        self.context = context
+        self._spec, self._form = context.spec, context.spec.form
+        self._query_factors = QueryFactors.of(context)
+
+    def norm(self, name: str) -> Norm:
+        """A norm over the hidden size, by its full name."""
+        size, eps = self._spec.hidden_size, self._eps
+        if self._form.norm == "layer":
+            return LayerNorm(self.context, name, size, eps, bias=self._form.norm_bias)
+        return RMSNorm(self.context, name, size, eps)
+
+    @property
+    def _eps(self) -> float:
+        """That of the norms of a residual stream which is divided by the scale of what is added to it."""
+        return self._spec.rms_norm_eps / self._form.residual_scale**2
+
+    def layer_norm(self, layer_id: int, index: int) -> Norm:
+        """One of the layer's norms in the order of `LayerForm.norms`."""
+        return self.norm(f"model.layers.{layer_id}.{self._form.norms[index]}")
+
+    def attention(self, layer_id: int) -> SelfAttention:
+        """The attention of a layer."""
+        spec, name = self._spec, f"model.layers.{layer_id}.self_attn"
+        qk_norms = None
+        if spec.qk_norm and not self._form.qk_norm_over_heads:
+            head_norm = partial(RMSNorm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
+            names = self._form.names
+            qk_norms = head_norm(f"{name}.{names.q_norm}"), head_norm(f"{name}.{names.k_norm}")
+        return SelfAttention(
+            self.context,
+            name,
+            layer_id,
+            fused=self._form.fused_qkv,
+            qk_norms=qk_norms,
+            query_factors=self._query_factors,
+        )
+
+    def gated_mlp(self, layer_id: int, activation: GatedActivation | None = None) -> MLP:
+        """The MLP of a layer; `activation`: see `GatedMLP`."""
+        spec = self._spec
+        return GatedMLP(
+            self.context,
+            f"model.layers.{layer_id}.{self._form.names.mlp}",
+            spec.hidden_size,
+            spec.intermediate_size,
+            bias=spec.mlp_bias,
+            fused=self._form.fused_gate_up,
+            activation=activation,
+        )
+
+    def mlp(self, layer_id: int) -> MLP:
+        """The MLP of a layer of Llama's structure, which may be a mixture of experts."""
+        if self._spec.experts is None:
+            return self.gated_mlp(layer_id)
+        return build_mlp(self.context, f"model.layers.{layer_id}", layer_id)
+
+    def plain_mlp(self, layer_id: int, activation: ActivationKind) -> MLP:
+        """The MLP of a layer without a gate."""
+        spec, prefix = self._spec, f"model.layers.{layer_id}.mlp."
+        up, down = (prefix + name for name in self._form.mlp_names)
+        return PlainMLP(
+            self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, activation
+        )
+
+    def pre_norm_layer(self, layer_id: int) -> PreNormLayer:
+        """A layer of Llama's structure."""
+        return PreNormLayer(
+            self.layer_norm(layer_id, 0),
+            self.attention(layer_id),
+            self.layer_norm(layer_id, 1),
+            self.mlp(layer_id),
+        )
+
+    def decoder(self, layers: Sequence[Layer]) -> Decoder:
+        """The whole model around its layers."""
+        context, form = self.context, self._form
+        scale = form.embedding_scale / form.residual_scale
+        embedding = Embedding(
+            context,
+            "model.embed_tokens",
+            self._spec.vocab_size,
+            self._spec.hidden_size,
+            scale=None if scale == 1.0 else scale,
+        )
+        return Decoder(
+            embedding,
+            LayerRotary(context),
+            layers,
+            self.norm(f"model.{self._form.names.final_norm}"),
+            build_head(context, embedding),
+            context.ops.add,
+            context.ops.take_rows,
+        )
+
+
+def llama_decoder(context: ModelContext) -> Decoder:
+    """A decoder with layers of Llama's structure, in any form."""
+    parts = DecoderParts(context)
+    return parts.decoder([parts.pre_norm_layer(layer_id) for layer_id in range(context.spec.num_layers)])

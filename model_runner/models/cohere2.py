@@ -1,0 +1,31 @@
+"""Command R7B and Command A (Cohere 2024): attention and MLP in parallel, after one layer norm without bias.
+
+Neighboring elements of a head rotate; layers without a window do not rotate at all. The logits have a factor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layers.decoder_parts import DecoderParts
+from ..layers.layer_structures import ParallelLayer
+
+if TYPE_CHECKING:
+    from ..layers.decoder import Decoder
+    from ..model_context import ModelContext
+
+
+def build(context: ModelContext) -> Decoder:
+    """Build the decoder."""
+    parts = DecoderParts(context)
+    return parts.decoder(
+        [
+            ParallelLayer(
+                parts.layer_norm(layer_id, 0),
+                parts.attention(layer_id),
+                parts.gated_mlp(layer_id),
+                context.ops.add,
+            )
+            for layer_id in range(context.spec.num_layers)
+        ]
+    )

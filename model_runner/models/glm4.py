@@ -1,0 +1,30 @@
+"""GLM-4 of 2025 (GLM-4-0414, GLM-Z1): the layers of 2024 with norms also after attention and MLP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layers.decoder_parts import DecoderParts
+from ..layers.layer_structures import SandwichLayer
+
+if TYPE_CHECKING:
+    from ..layers.decoder import Decoder
+    from ..model_context import ModelContext
+
+
+def build(context: ModelContext) -> Decoder:
+    """Build the decoder."""
+    parts = DecoderParts(context)
+    return parts.decoder(
+        [
+            SandwichLayer(
+                parts.layer_norm(layer_id, 0),
+                parts.attention(layer_id),
+                parts.layer_norm(layer_id, 1),
+                parts.layer_norm(layer_id, 2),
+                parts.gated_mlp(layer_id),
+                parts.layer_norm(layer_id, 3),
+            )
+            for layer_id in range(context.spec.num_layers)
+        ]
+    )

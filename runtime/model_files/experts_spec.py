@@ -1,0 +1,119 @@
+"""`ExpertsSpec`: the sparse MLPs of a mixture-of-experts model, and `Routing`: which experts compute for a token."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+import msgspec
+
+MOST_GROUP_BEST: Final = 2
+"""Largest `Routing.group_best` of the kernels."""
+
+ScoresKind = Literal["softmax", "sigmoid", "mixer"]
+SCORES: Final[tuple[ScoresKind, ...]] = get_args(ScoresKind)
+"""In the order of `Scores` in `kernels/cpu/experts.cpp`."""
+
+
+class Routing(msgspec.Struct, frozen=True, kw_only=True):
+    """How a token's logits over the experts become its experts and their shares.
+
+    Each logit becomes a score. The experts with the largest scores are chosen; their scores are the shares, which are
+    normalized and multiplied by `scale`.
+
+    Attributes:
+        num_active: experts that compute for a token.
+        normalize: the shares of a token are divided by their sum. With `softmax` this is also the softmax of the
+            chosen logits alone.
+        scores: `softmax` over all experts; `sigmoid` of each logit; `mixer`: two experts, one after the other, each
+            with its share of a softmax over those of the remaining experts whose logits are near the largest one
+            (Liu et al. 2024, SparseMixer v2, as it is at inference).
+        has_bias: a number for each expert is added to its score for the choice only, not for the share.
+        num_groups: neighboring experts form groups of equal size; only those of the best groups can be chosen.
+        num_active_groups: how many groups that are.
+        group_best: a group is as good as the sum of so many of its best scores.
+        scale: a factor of all shares.
+        mixer_tolerance: how near the largest logit is, as a part of the larger magnitude of the two.
+        float32_logits: the router is computed in float32 where the device would round its logits otherwise.
+    """
+
+    num_active: int
+    normalize: bool = True
+    scores: ScoresKind = "softmax"
+    has_bias: bool = False
+    num_groups: int = 1
+    num_active_groups: int = 1
+    group_best: int = 1
+    scale: float = 1.0
+    mixer_tolerance: float = 0.0
+    float32_logits: bool = False
+
+    def contradiction(self, num_experts: int) -> str | None:
+        """The first contradiction between these facts, or None."""
+        if self.num_active > num_experts:
+            return f"{self.num_active} experts for each token, but there are only {num_experts}"
+        if num_experts % self.num_groups:
+            return f"{num_experts} experts cannot form {self.num_groups} groups evenly"
+        if self.num_active_groups > self.num_groups:
+            return f"experts of {self.num_active_groups} groups, but there are only {self.num_groups}"
+        each = num_experts // self.num_groups
+        if self.num_active > self.num_active_groups * each:
+            return f"{self.num_active} experts for each token, but its groups have only {self.num_active_groups * each}"
+        if self.num_groups > 1 and self.group_best > each:
+            return f"groups are compared by their best {self.group_best} experts, but have only {each}"
+        assert 1 <= self.group_best <= MOST_GROUP_BEST, self.group_best
+        if self.scores == "mixer" and (self.num_active != 2 or self.has_bias or self.num_groups > 1):
+            return f"{self.num_active} experts for each token, but this kind of router chooses 2"
+        return None
+
+
+class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names in a checkpoint of the modules of a sparse MLP; experts are `<block>.experts.<number>.<part>`.
+
+    Attributes:
+        block: the MLP in its layer, also of dense layers.
+        router: in the block.
+        bias: `Routing.has_bias`: the tensor in the block.
+        gate, up, down: of each expert.
+        shared: the shared expert in the block.
+        shared_gate: the gate of the shared expert in the block.
+    """
+
+    block: str = "mlp"
+    router: str = "gate"
+    bias: str = "gate.e_score_correction_bias"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
+
+
+MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+"""Of Mixtral and Phi-3.5-MoE."""
+
+LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="w1", up="w3", down="w2")
+"""Of LFM2-MoE."""
+
+
+class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The sparse MLPs of a mixture-of-experts model.
+
+    Attributes:
+        intermediate_size: of each expert.
+        dense_layers: layers with a dense MLP instead.
+        shared_size: width of the MLP that computes for every token, beside the experts; 0: there is none.
+        has_shared_gate: its result is multiplied by a number from 0 to 1 for each token.
+    """
+
+    num_experts: int
+    intermediate_size: int
+    routing: Routing
+    dense_layers: tuple[int, ...] = ()
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    names: ExpertNames = ExpertNames()
+
+    @property
+    def num_active(self) -> int:
+        """Experts that compute for a token, without the shared one."""
+        return self.routing.num_active

@@ -1,0 +1,40 @@
+"""Several ranks against one: norms over all heads, interleaved rotary, plain MLPs, parallel blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.runtime.resolve.rank_spec import check_tp
+
+from .test_tensor_parallel import GREEDY, SEEDED, generate
+from .thread_group import ThreadGroup, on_ranks
+
+GLM = {"head_dim": 8, "num_attention_heads": 6}
+
+VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "smollm3": ("smollm3", 2, {"num_hidden_layers": 4, "tie_word_embeddings": True}),
+    "olmo2 norms over the heads of all ranks": ("olmo2", 2, {"attention_bias": True}),
+    "olmo3 KV heads held twice": (
+        "olmo3",
+        4,
+        {"num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64, "sliding_window": 9},
+    ),
+    "glm4": ("glm4", 2, GLM),
+    "starcoder2 biases": ("starcoder2", 2, {"tie_word_embeddings": True}),
+    "cohere2": ("cohere2", 2, {"sliding_window": 9, "logit_scale": 0.5, "attention_bias": True}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "size", "options"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_ranks_together_say_what_one_says(make_tiny_model, model_type, size, options):
+    tiny = make_tiny_model(model_type, **options)
+    check_tp(tiny.spec, size)
+    for params in (GREEDY, SEEDED):
+        expected, _ = generate(tiny, params)
+
+        def tokens(group: ThreadGroup, params: Any = params) -> list[list[int]]:
+            return generate(tiny, params, group)[0]
+
+        assert on_ranks(size, tokens) == [expected] * size

@@ -1,0 +1,177 @@
+"""The dense families from safetensors and from a GGUF file as llama.cpp's converter writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
+from engine.runtime.model_files.weight_memory import num_parameters
+from engine.runtime.sampling_params import SamplingParams
+
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+GROWING = {
+    **YARN,
+    "original_max_position_embeddings": 24,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.3,
+}
+WINDOWS = {"sliding_window": 21, "num_hidden_layers": 5}
+OLMO3_YARN = {
+    "rope_parameters": {
+        "full_attention": YARN,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+}
+GLM = {"head_dim": 8, "num_attention_heads": 6}
+GPT_J = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
+
+NEIGHBORS = ("smollm3", "mistral3")
+"""Their rows of q and k are stored with rotary pairs side by side."""
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architecture in GGUF, options
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "attention_bias": True}),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "olmo3": ("olmo3", "olmo2", {**WINDOWS, **OLMO3_YARN}),
+    "ministral3": ("ministral3", "mistral3", {"head_dim": 16, "rope_parameters": GROWING}),
+    "glm4": ("glm4", "glm4", GLM),
+    "glm": ("glm", "chatglm", GLM),
+    "glm with one matrix of q, k and v": ("glm", "chatglm", GLM),
+    "starcoder2": ("starcoder2", "starcoder2", {"tie_word_embeddings": True}),
+    "cohere": ("cohere", "command-r", GPT_J),
+    "cohere2": ("cohere2", "cohere2", {**GPT_J, **WINDOWS, "logit_scale": 0.3}),
+    "exaone4": ("exaone4", "exaone4", WINDOWS),
+    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 16}),
+    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def write(path: Path, tiny: Any, arch: str, *, fused_qkv: bool = False) -> None:
+    """Names, order of rows and keys as llama.cpp's converter has them."""
+    config = tiny.reference.config
+    writer = gguf.GGUFWriter(path, arch)
+    _write_metadata(writer, config, arch)
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tensors = {name: tensor.float().numpy() for name, tensor in tiny.reference.state_dict().items()}
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    if arch in NEIGHBORS:
+        tensors = {name: _neighbors(name, array, config) for name, array in tensors.items()}
+    for name, array in _with_fused_qkv(tensors).items() if fused_qkv else tensors.items():
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        stored = stored or name.replace("model.layers.", "blk.").replace("self_attn.qkv_proj", "attn_qkv")
+        writer.add_tensor(stored, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _neighbors(name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarray[Any, Any]:
+    if "q_proj" not in name and "k_proj" not in name:
+        return array
+    heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+    return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
+
+
+def _with_fused_qkv(tensors: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+    fused = {}
+    for name, array in tensors.items():
+        if ".q_proj." in name:
+            parts = [tensors[name.replace("q_proj", f"{part}_proj")] for part in "qkv"]
+            fused[name.replace("q_proj", "qkv_proj")] = np.concatenate(parts)
+        elif ".k_proj." not in name and ".v_proj." not in name:
+            fused[name] = array
+    return fused
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        eps = config.norm_epsilon if arch == "starcoder2" else config.layer_norm_eps
+        writer.add_layer_norm_eps(eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_eos_token_id(2)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if arch in ("mistral3", "glm4", "seed_oss", "ernie4_5"):
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if arch in ("glm4", "chatglm"):
+        writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if config.model_type in ("olmo3", "exaone4"):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if arch in ("command-r", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
+    model_type, arch, options = VARIANTS[variant]
+    tiny = make_tiny_model(model_type, **options)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch, fused_qkv="one matrix" in variant)
+
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+    driver = make_driver(spec, path, kind="gguf")
+
+    assert spec.model_type == model_type
+    assert num_parameters(spec) == num_parameters(tiny.spec)
+    req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+@pytest.mark.parametrize(
+    ("variant", "key", "value", "message"),
+    [
+        ("cohere2", "cohere2.logit_scale", 0.0, "logit_scale is 0.0, expected a number"),
+        (
+            "olmo3",
+            "olmo2.attention.sliding_window_pattern",
+            np.array([True]),
+            "expected a truth value for each of 5",
+        ),
+        ("ministral3", "mistral3.attention.scale", 0.5, "another scale of the scores is not supported"),
+        ("smollm3", "smollm3.expert_count", 4, "expert_count is 4, experts are not supported"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(make_tiny_model, tmp_path, variant, key, value, message):
+    model_type, arch, options = VARIANTS[variant]
+    path = tmp_path / "tiny.gguf"
+    write(path, make_tiny_model(model_type, **options), arch)
+    file = GGUFFile(path)
+    file.metadata = {**file.metadata, key: value}
+    with pytest.raises(ConfigError, match=message):
+        read_gguf_spec(file)
