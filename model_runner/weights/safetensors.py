@@ -20,11 +20,9 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
-    read_header,
-    usual_names_in,
-    weight_files,
+    read_headers,
 )
-from ...runtime.model_files.weight_files.stacked_experts import ExpertPart, expert_parts
+from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
 from .gguf_blocks import MXFP4, block_weight, mxfp4_rows
 from .reader import Slice
 
@@ -55,7 +53,6 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = read_header(path).entries
         try:
             with open(path, "rb") as file:
                 # Private and writable only because torch wants writable memory; nothing is ever written.
@@ -67,59 +64,47 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
+    """The tensors of all files of a model folder, by their usual names, see `read_headers`."""
 
-    def __init__(self, folder: Path, language_of: str = "", spec: ModelSpec | None = None) -> None:
+    def __init__(self, folder: Path, spec: ModelSpec | None = None) -> None:
         """Open the files.
 
         Args:
             folder: the model's.
-            language_of: see `ModelSpec`; the tensors of towers are left out.
-            spec: the architecture, to find the experts in files that stack them; None: there are none.
+            spec: the architecture, by which towers, which are left out, and stacks of experts are known.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
         """
-        paths = weight_files(folder)
-        self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
+        headers = read_headers(folder, spec)
+        self._whole = headers[0].path if len(headers) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
-        for path in paths:
-            file = _File(path)
-            for name, entry in file.entries.items():
-                if name in self._entries:
-                    raise ConfigError(
-                        f"{path}: tensor {name!r} is also in {self._entries[name].file.path.name}; "
-                        "keep one of the files"
-                    )
-                self._entries[name] = _Entry(file, entry)
-        names = usual_names_in(folder, self._entries, language_of)
-        self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
-        self._num_experts = 0 if spec is None or spec.experts is None else spec.experts.num_experts
-        self._parts = {} if spec is None else expert_parts(spec, self._entries)
+        for header in headers:
+            file = _File(header.path)
+            self._entries |= {name: _Entry(file, entry) for name, entry in header.entries.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
-        stacks = {part.stored for part in self._parts.values()}
-        stacks |= {part.scales for part in self._parts.values() if part.is_blocks}
-        names = set(self._entries) - stacks | set(self._parts)
+        names = (name.removesuffix(BLOCKS) for name in self._entries if not name.endswith(SCALES))
         return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
-        part = self._parts.get(name)
-        entry = self._entries.get(name if part is None else part.stored)
-        if entry is None:
+        entry = self._entries.get(name)
+        if entry is not None:
+            return entry.header.shape
+        blocks = self._entries.get(name + BLOCKS)
+        if blocks is None or name + SCALES not in self._entries:
             return None
-        return entry.header.shape if part is None else part.shape(entry.header.shape, self._num_experts)
+        rows, *columns = blocks.header.shape
+        return rows, 2 * math.prod(columns)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. For a part, only the file pages that hold it are read."""
-        if (expert := self._parts.get(name)) is None:
-            tensor, where = self.mapped(name), self._where(name)
-        elif expert.is_blocks:
-            tensor, where = self._dequantized(expert), self._where(expert.stored)
+        if name + BLOCKS in self._entries:
+            tensor, where = torch.from_numpy(dequantize(self._mxfp4(name), MXFP4)), self._where(name + BLOCKS)
         else:
-            tensor, where = self._of_expert(expert), self._where(expert.stored)
+            tensor, where = self.mapped(name), self._where(name)
         if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
             raise ConfigError(
                 f"{where} is stored as {_plain_name(tensor.dtype)}, but by config.json it is {_plain_name(out.dtype)}; "
@@ -145,34 +130,28 @@ class SafetensorsStore:
             raise ConfigError(
                 f"{self._where(name)} holds no values: its shape is {list(entry.shape)}; download it again"
             )
+        if entry.strides:
+            count = 1 + sum(
+                (size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True)
+            )
+            part = torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset)
+            return part.as_strided(entry.shape, entry.strides)
         return torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
-        """See `TensorStore`; only experts can be in blocks, in MXFP4."""
-        expert = self._parts.get(name)
-        if expert is None or not expert.is_blocks:
+        """See `TensorStore`; only the experts of gpt-oss are stored in blocks, in MXFP4."""
+        if name + BLOCKS not in self._entries:
             return None
-        weight = block_weight(self._rows(expert, part), MXFP4)
+        outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
+        weight = block_weight(self._mxfp4(name, outputs), MXFP4)
         return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
 
-    def _of_expert(self, expert: ExpertPart) -> Tensor:
-        tensor = self.mapped(expert.stored)[expert.expert]
-        return (tensor.T if expert.transposed else tensor)[expert.outputs]
-
-    def _dequantized(self, expert: ExpertPart) -> Tensor:
-        return torch.from_numpy(dequantize(self._rows(expert, None), MXFP4))
-
-    def _rows(self, expert: ExpertPart, part: Slice | None) -> Bytes:
-        """The outputs of an expert in MXFP4 as rows of a GGUF file; `part`: only some of them, if it is of outputs."""
-        numbers, scales = (
-            self.mapped(name)[expert.expert, expert.outputs].numpy()
-            for name in (expert.stored, expert.scales)
-        )
-        if part is not None and part.axis == 0:
-            numbers, scales = numbers[part.start : part.stop], scales[part.start : part.stop]
+    def _mxfp4(self, name: str, outputs: slice = slice(None)) -> Bytes:
+        """Outputs of a weight in MXFP4, as rows of a GGUF file."""
+        numbers, scales = (self.mapped(name + end)[outputs].numpy() for end in (BLOCKS, SCALES))
         return mxfp4_rows(numbers, scales)
 
     def describe(self, name: str) -> str:

@@ -84,7 +84,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         shared: the shared expert in the block.
         shared_gate: the gate of the shared expert in the block.
         gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
-        interleaved_stack: such a stack is transposed, with gates and ups in turn, see `stacked_experts`.
+        stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stacked_experts`.
     """
 
     block: str = "mlp"
@@ -97,11 +97,14 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     shared_gate: str = "shared_expert_gate"
     gate_up_stack: str = "experts.gate_up_proj"
     down_stack: str = "experts.down_proj"
-    interleaved_stack: bool = False
+    stacks_in_turn: bool = False
 
 
 MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 """Of Mixtral and Phi-3.5-MoE."""
+
+LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="w1", up="w3", down="w2")
+"""Of LFM2-MoE."""
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from ..model_spec import SUPPORTED_MODEL_TYPES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .needed_tensors import Module, is_of_mtp_layer, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
-from .stacked_experts import expert_parts
+from .stacked_experts import BLOCKS, SCALES
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -34,7 +34,6 @@ _READ: Final = (*_PLAIN, "F8_E4M3", "I32")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _QUANTIZED: Final = {"fp8": "weight", "awq": "qweight", "gptq": "qweight"}
 """The tensor of a quantized module, by method."""
-_BYTES: Final = "U8"
 _COMPARED_BYTES: Final = 1 << 20
 
 
@@ -59,7 +58,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         ConfigError: a file is missing, truncated or damaged; a tensor is missing, of another shape or dtype, or one
             that the model does not have.
     """
-    files = read_headers(folder, spec.language_of)
+    files = read_headers(folder, spec)
     for dense in () if spec.pooling is None else spec.pooling.dense:
         if dense.folder:
             _check_dense(folder / dense.folder, dense)
@@ -77,7 +76,6 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         tensors = {name: entry for name, entry in tensors.items() if not is_beside_encoder(name, prefix)}
         _check_names(_Place(folder, files), tensors, spec, encoder_modules(spec, prefix))
         return spec, summary
-    tensors = _with_single_experts(tensors, spec)
     spec = _with_own_head(folder, files, spec)
     if spec.model_type in SUPPORTED_MODEL_TYPES:
         _check_names(_Place(folder, files), tensors, spec, needed_modules(spec))
@@ -172,6 +170,9 @@ def _check_names(
         left.discard(_HEAD)
     quantized: set[str] = set()
     for module in needed:
+        if module.is_linear and f"{module.name}.weight{BLOCKS}" in tensors:
+            left -= _check_mxfp4(place, tensors, module)
+            continue
         if _is_quantized(module, tensors, spec):
             quantized.add(module.name)
             continue
@@ -199,26 +200,20 @@ def _check_names(
         raise ConfigError(f"{place.of(min(left))}: {_unexpected(left)}")
 
 
-def _with_single_experts(tensors: dict[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
-    """The tensors with those of each expert in place of the stacks of all experts."""
-    parts = expert_parts(spec, tensors)
-    if not parts:
-        return tensors
-    assert spec.experts is not None
-    single = {}
-    for name, part in parts.items():
-        stored = tensors.get(part.stored)
-        if stored is None or (part.is_blocks and part.scales not in tensors):
-            continue
-        shape = part.shape(stored.shape, spec.experts.num_experts)
-        if part.is_blocks and tensors[part.scales].shape != stored.shape[:-1]:
-            shape = tensors[part.scales].shape
-        is_known = part.is_blocks and stored.dtype_name == tensors[part.scales].dtype_name == _BYTES
-        single[name] = stored._replace(shape=shape, dtype_name=_PLAIN[0] if is_known else stored.dtype_name)
-    stacks = {part.stored for part in parts.values()} | {
-        part.scales for part in parts.values() if part.is_blocks
-    }
-    return {name: entry for name, entry in tensors.items() if name not in stacks} | single
+def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Module) -> set[str]:
+    """Check the tensors of an expert in MXFP4; returns their names."""
+    rows, columns = module.shape
+    weight = f"{module.name}.weight"
+    shapes = {weight + BLOCKS: (rows, columns // 32, 16), weight + SCALES: (rows, columns // 32)}
+    if module.has_bias:
+        shapes[f"{module.name}.bias"] = (rows,)
+    for name, shape in shapes.items():
+        entry = tensors.get(name)
+        if entry is None:
+            raise ConfigError(f"{place.of(name)}: {_missing(name)}")
+        if entry.shape != shape:
+            raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+    return set(shapes)
 
 
 def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: ModelSpec) -> bool:
@@ -226,7 +221,7 @@ def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: Mode
     found = spec.quantization
     if found is None or not found.stored or not module.is_linear or found.is_plain(module.name):
         return False
-    if found.method == "gguf":  # MXFP4, of which the shapes are those of plain tensors here
+    if found.method == "gguf":  # experts in MXFP4, which have other names
         return False
     suffix = _QUANTIZED[found.method]
     if suffix == "qweight":

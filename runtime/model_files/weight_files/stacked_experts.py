@@ -1,17 +1,23 @@
-"""`expert_parts`: where the weights of each expert are, in files that stack those of all experts of a layer.
+"""Experts of a layer that are stored as one tensor: the parts that are the experts' own.
 
-Most checkpoints have tensors of their own for each expert. Newer ones have two for each layer:
+    mlp.experts.gate_up_proj   [E, 2I, H], or transposed: [E, H, 2I]
+    mlp.experts.down_proj      [E, H, I], or transposed: [E, I, H]
 
-    gate_up   [experts, 2 * inner, size]: gates, then ups; or [experts, size, 2 * inner]: gate, up, gate, up, ...
-    down      [experts, size, inner]; or [experts, inner, size]
+In the header each part becomes an entry of its own, `mlp.experts.3.up_proj.weight`, so that nothing else knows about
+stacks. As in transformers, a stack is transposed if it does not have the first shape. Some families have other names
+for the two (`ExpertNames`). Stacks of gpt-oss are always transposed, their gates and ups take turns, and each has a
+bias, `<stack>_bias`. In MXFP4 these stacks are two tensors each, which are not transposed:
 
-A stack `<name>` may have biases, `<name>_bias` [experts, outputs]. In MXFP4 it is two tensors, `<name>_blocks`
-[experts, outputs, inputs / 32, 16] and `<name>_scales` [experts, outputs, inputs / 32].
+    <stack>_blocks   [E, outputs, inputs / 32, 16] bytes   -> `mlp.experts.3.up_proj.weight_blocks`
+    <stack>_scales   [E, outputs, inputs / 32] bytes       -> `mlp.experts.3.up_proj.weight_scales`
 """
+
+# E experts, I intermediate size of an expert, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..block_forms import BLOCK_LEN
@@ -19,82 +25,99 @@ from ..block_forms import BLOCK_LEN
 if TYPE_CHECKING:
     from ..experts_spec import ExpertsSpec
     from ..model_spec import ModelSpec
+    from .safetensors_header import HeaderEntry
 
-BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
-_BYTES_OF_BLOCK: Final = BLOCK_LEN // 2
-
-
-class ExpertPart(NamedTuple):
-    """The place of a weight [outputs, inputs] or of a bias [outputs] of one expert.
-
-    Attributes:
-        stored: the tensor of all experts.
-        expert: index in it.
-        outputs: of all that it has of an expert.
-        num_outputs: how many that are in all.
-        transposed: stored as [inputs, outputs].
-    """
-
-    stored: str
-    expert: int
-    outputs: slice
-    num_outputs: int
-    transposed: bool = False
-
-    @property
-    def is_blocks(self) -> bool:
-        """Whether the weight is in MXFP4."""
-        return self.stored.endswith(BLOCKS)
-
-    @property
-    def scales(self) -> str:
-        """The tensor of the scales of blocks."""
-        return self.stored.removesuffix(BLOCKS) + SCALES
-
-    def shape(self, stored: tuple[int, ...], num_experts: int) -> tuple[int, ...]:
-        """The shape of the part; that of the stored tensor if it is not as expected."""
-        shape = stored[1:]
-        if self.is_blocks and len(shape) == 3 and shape[2] == _BYTES_OF_BLOCK:
-            shape = shape[0], shape[1] * BLOCK_LEN
-        if self.transposed:
-            shape = shape[::-1]
-        if stored[:1] != (num_experts,) or shape[:1] != (self.num_outputs,) or len(shape) > 2:
-            return stored
-        return len(range(*self.outputs.indices(self.num_outputs))), *shape[1:]
+_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of a weight's two tensors in MXFP4."""
 
 
-def expert_parts(spec: ModelSpec, names: Container[str]) -> Mapping[str, ExpertPart]:
-    """The parts by the names of single experts; empty if `names`, the tensors of the files, has no stacks."""
+class _Stack(NamedTuple):
+    """The weights of all experts: the modules whose outputs it has, and their sizes; `in_turn`: as in gpt-oss."""
+
+    modules: tuple[str, ...]
+    rows: int
+    columns: int
+    in_turn: bool
+
+
+def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
+    """The entries of a file with those of the experts' parts instead of stacks."""
     if spec.experts is None:
-        return {}
+        return dict(entries)
+    stacks = _stacks(spec.experts, spec.hidden_size)
+    found: dict[str, HeaderEntry] = {}
+    for name, entry in entries.items():
+        parts = dict(_parts(name, entry, spec.experts, stacks))
+        found |= parts or {name: entry}
+    return found
+
+
+def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
+    """The stacks by the end of their names."""
+    names, inner = experts.names, experts.intermediate_size
+    gate_up = _Stack((names.gate, names.up), inner, size, names.stacks_in_turn)
     return {
-        name: part
-        for layer in range(spec.num_layers)
-        for name, part in _of_layer(f"model.layers.{layer}.", spec.hidden_size, spec.experts, names)
+        f".{names.block}.{names.gate_up_stack}": gate_up,
+        f".{names.block}.{names.down_stack}": _Stack((names.down,), size, inner, names.stacks_in_turn),
     }
 
 
-def _of_layer(
-    layer: str, size: int, experts: ExpertsSpec, names: Container[str]
-) -> Iterator[tuple[str, ExpertPart]]:
-    called, inner = experts.names, experts.intermediate_size
-    block = f"{layer}{called.block}."
-    gates, ups = slice(0, inner), slice(inner, 2 * inner)
-    if called.interleaved_stack:
-        gates, ups = slice(0, 2 * inner, 2), slice(1, 2 * inner, 2)
-    stacks = (
-        (called.gate_up_stack, 2 * inner, {called.gate: gates, called.up: ups}),
-        (called.down_stack, size, {called.down: slice(0, size)}),
-    )
-    for stack, num_outputs, modules in stacks:
-        stored = block + stack
-        weight = stored + BLOCKS if stored + BLOCKS in names else stored
-        if weight not in names:
-            continue
-        transposed = called.interleaved_stack and weight == stored
-        for expert in range(experts.num_experts):
-            for module, outputs in modules.items():
-                name = f"{block}experts.{expert}.{module}"
-                yield f"{name}.weight", ExpertPart(weight, expert, outputs, num_outputs, transposed)
-                if experts.has_bias:
-                    yield f"{name}.bias", ExpertPart(stored + BIAS, expert, outputs, num_outputs)
+def _parts(
+    name: str, entry: HeaderEntry, experts: ExpertsSpec, stacks: Mapping[str, _Stack]
+) -> Iterator[tuple[str, HeaderEntry]]:
+    """The parts of a stack; nothing for any other tensor, or for a stack of another shape or dtype."""
+    for end in ("", "_bias", BLOCKS, SCALES):
+        for suffix, stack in stacks.items():
+            if not name.endswith(suffix + end) or entry.dtype_name not in _ITEM_BYTES:
+                continue
+            layout = _layout(entry, experts.num_experts, stack, end)
+            if layout is None:
+                return
+            block = f"{name.removesuffix(suffix + end)}.{experts.names.block}"
+            kind = "bias" if end == "_bias" else f"weight{end}"
+            for expert in range(experts.num_experts):
+                for idx, module in enumerate(stack.modules):
+                    part = layout.entry(entry, expert, idx)
+                    yield f"{block}.experts.{expert}.{module}.{kind}", part
+            return
+
+
+class _Layout(NamedTuple):
+    """Shape and strides of a part, and its place in numbers: expert * `each` + module * `step`."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    each: int
+    step: int
+
+    def entry(self, stack: HeaderEntry, expert: int, module: int) -> HeaderEntry:
+        item_bytes = _ITEM_BYTES[stack.dtype_name]
+        return stack._replace(
+            shape=self.shape,
+            offset=stack.offset + (expert * self.each + module * self.step) * item_bytes,
+            num_bytes=math.prod(self.shape) * item_bytes,
+            strides=self.strides,
+        )
+
+
+def _layout(entry: HeaderEntry, num: int, stack: _Stack, end: str) -> _Layout | None:
+    """The parts of a tensor; None: it has another shape."""
+    rows, columns, num_modules = stack.rows, stack.columns, len(stack.modules)
+    height = rows * num_modules  # of one expert's matrix
+    if end == "" and entry.shape == (num, height, columns) and not stack.in_turn:
+        return _Layout((rows, columns), (columns, 1), height * columns, rows * columns)
+    if end == "" and entry.shape == (num, columns, height):
+        across, step = (num_modules, 1) if stack.in_turn else (1, rows)
+        return _Layout((rows, columns), (across, height), height * columns, step)
+    inner = {
+        "_bias": (),
+        SCALES: (columns // BLOCK_LEN,),
+        BLOCKS: (columns // BLOCK_LEN, BLOCK_LEN // 2),
+    }.get(end)
+    if inner is None or entry.shape != (num, height, *inner):
+        return None
+    width = math.prod(inner)
+    across, step = (num_modules * width, width) if stack.in_turn else (width, rows * width)
+    strides = (across, *(math.prod(inner[n + 1 :]) for n in range(len(inner))))
+    return _Layout((rows, *inner), strides, height * width, step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -32,11 +33,11 @@ def _layers(fields: Fields, form: LayerForm) -> Facts:
 
 
 def _glm4_moe(fields: Fields) -> Facts:
-    routing = sigmoid_routing(fields, num_groups=1, num_active_groups=1, scale=1.0)
+    routing = partial(sigmoid_routing, num_groups=1, num_active_groups=1, scale=1.0)
     return (
         partial_rope_facts(fields, read_rope(fields, default_partial=0.5))
         | experts_after(fields, first_layers(fields, default=1), routing, num_shared=1)
-        | further_layers(fields, default=1)
+        | further_layers(fields)
         | {
             "attention_bias": fields.boolean("attention_bias", default=False),
             "qk_norm": fields.boolean("use_qk_norm", default=False),
