@@ -41,6 +41,7 @@ FAMILIES: Final = (
     FamilyRow("LFM2-8B-A1B", "lfm2_moe", gguf="lfm2moe"),
     FamilyRow("Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini", "phi3"),
     FamilyRow("Phi-3.5-MoE", "phimoe"),
+    FamilyRow("gpt-oss-20b, gpt-oss-120b", "gpt_oss"),
     FamilyRow("Mixtral 8x7B, 8x22B", "mixtral", gguf="llama"),
     FamilyRow("Qwen1.5-MoE, Qwen2-57B-A14B", "qwen2_moe"),
     FamilyRow("OLMoE", "olmoe"),

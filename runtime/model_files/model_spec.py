@@ -30,6 +30,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2_moe",
     "olmoe",
     "phimoe",
+    "gpt_oss",
     "gemma2",
     "gemma3_text",
     "phi3",

@@ -52,6 +52,8 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
+        if spec.attention.sinks:
+            yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
         if spec.experts is None:
             continue
         block = f"model.layers.{layer}.{spec.experts.names.block}"

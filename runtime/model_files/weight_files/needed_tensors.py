@@ -120,6 +120,8 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     name = f"self_attn.{spec.form.names.attention_out}"
     yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    if spec.attention.sinks:
+        yield Module("self_attn", (spec.num_heads,), part="sinks")
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
