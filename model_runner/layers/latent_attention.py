@@ -38,7 +38,7 @@ class LatentAttention:
         self.layer_id = layer_id
         self.latent = latent
         self.interleaved = spec.form.interleaved_rope
-        self.store_latent = ops.store_latent
+        self.store_latent, self.scale = ops.store_latent, ops.scale
         heads = equal_span(spec.num_heads, group)
         self.q = _Queries(context, name, latent)
         size = spec.hidden_size
@@ -64,7 +64,7 @@ class LatentAttention:
         adapters = None if batch.adapters is None else batch.adapters.tokens
         latent = self.latent
         q_THD = self.q(x, adapters).view(x.shape[0], self.num_heads, latent.qk_head_dim)
-        q_THD = q_THD * self.q_scale
+        q_THD = self.scale(q_THD, self.q_scale)
         absorbed_THD = q_THD.new_empty((x.shape[0], self.num_heads, latent.row_size))
         self.absorb(q_THD[..., : latent.qk_nope_head_dim], absorbed_THD[..., : latent.kv_lora_rank])
         self.store_latent(

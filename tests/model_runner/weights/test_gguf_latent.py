@@ -43,7 +43,7 @@ EXPERTS: dict[str, Any] = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "n_shared_experts": 2,
-    "routed_scaling_factor": 1.7,
+    "routed_scaling_factor": 1.75,  # also a float32
 }
 MODELS = [("deepseek_v2", EXPERTS), ("deepseek_v3", {**EXPERTS, "n_group": 4, "topk_group": 2})]
 DENSE = [
