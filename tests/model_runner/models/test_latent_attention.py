@@ -215,7 +215,9 @@ def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_d
     path = tiny.folder / "model.safetensors"
     tensors = load_file(path)
     further = {
-        name.replace("layers.2.", "layers.3."): each.clone() for name, each in tensors.items() if "layers.2." in name
+        name.replace("layers.2.", "layers.3."): each.clone()
+        for name, each in tensors.items()
+        if "layers.2." in name
     }
     further["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
     save_file(tensors | further, path, {"format": "pt"})
