@@ -152,6 +152,7 @@ def _cpu_s(player: Player, length: int, tokens: Sequence[Sequence[int]] | None, 
 
 def _make_runner(folder: Path, impl: Impl, num_threads: int, *, unchanged: bool) -> Any:
     from engine.model_runner import load
+    from engine.model_runner.hf_backend.transformers_load import load_transformers_model
 
     model = ModelConfig(
         dtype="bfloat16",
@@ -164,10 +165,9 @@ def _make_runner(folder: Path, impl: Impl, num_threads: int, *, unchanged: bool)
     capacity = Capacity(MAX_LEN, 2 * MAX_LEN // PAGE_SIZE, PAGE_SIZE, 1, VOCAB, 0)
     config = EngineConfig(model=model, cache=CacheConfig(page_size=PAGE_SIZE), kernels=KernelConfig())
     source = ModelSource("hf", str(folder), "benchmark")
-    theirs = load.load_transformers_model
 
     def load_unchanged(*args: Any, **settings: Any) -> Any:
-        return theirs(*args, **{**settings, "ops": None})
+        return load_transformers_model(*args, **{**settings, "ops": None})
 
     with patch.object(load, "load_transformers_model", load_unchanged) if unchanged else nullcontext():
         return load.load_model_runner(config, source, read_hf_spec(folder), capacity)

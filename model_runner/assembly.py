@@ -20,6 +20,7 @@ from .memory.host_kv_pool import HostKVPool, NoHostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
 from .memory.slot_table import SlotTable
+from .memory.state_pool import StatePool
 from .model_runner import ModelRunner, RunnerSizes
 from .pooling.pooler import Pooler
 from .recording.cuda_graph_executor import cuda_graph_executor
@@ -95,8 +96,12 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         head_dim=own_spec.head_dim,
         dtype=loaded.kv_dtype,
         device=device,
+        layer_ids=() if spec.state is None else spec.attention_layers,
         keys_hold_values=spec.latent is not None,
+        layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
+        sources=_memory_indices(spec) if spec.kv_sources else (),
     )
+    state_pool = _make_state_pool(loaded, capacity)
     logger.info(
         "kv_pool_tokens=%d kv_pool_mib=%.0f kv_dtype=%s",
         capacity.max_total_tokens,
@@ -113,7 +118,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
-    executor = _make_executor(loaded, batch_sizes, kv_pool, attention, slot_table, relay, buffers)
+    executor = _make_executor(loaded, batch_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers)
     builder = BatchBuilder(
         states=states,
         counts=counts,
@@ -121,6 +126,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         buffers=buffers,
         has_token_types=_has_token_types(spec),
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
+        num_state_rows=None if state_pool is None else state_pool.num_rows,
     )
     return ModelRunner(
         model=loaded.model,
@@ -142,6 +148,32 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         attention_backend=attention.name,
         adapters=loaded.adapters,
     )
+
+
+def _memory_indices(spec: ModelSpec) -> list[int]:
+    """For each layer the index of its KV memory."""
+    return [spec.kv_layers.index(spec.kv_source_of(layer_id)) for layer_id in range(spec.num_layers)]
+
+
+def _make_state_pool(loaded: LoadedModel, capacity: Capacity) -> StatePool | None:
+    """The memory of state layers; None: the model has none."""
+    state = loaded.own_spec.state
+    if state is None:
+        return None
+    pool = StatePool(
+        state,
+        num_rows=capacity.max_running_requests,
+        num_checkpoints=capacity.num_checkpoints,
+        dtype=loaded.dtype,
+        device=loaded.device,
+    )
+    logger.info(
+        "state_rows=%d state_checkpoints=%d state_pool_mib=%.0f",
+        pool.num_rows,
+        capacity.num_checkpoints,
+        pool.num_bytes / (1 << 20),
+    )
+    return pool
 
 
 def _has_token_types(spec: ModelSpec) -> bool:
@@ -178,6 +210,7 @@ def _make_executor(
     loaded: LoadedModel,
     batch_sizes: Sequence[int],
     kv_pool: KVPool,
+    state_pool: StatePool | None,
     attention: AttentionBackend,
     slot_table: SlotTable,
     relay: TokenRelay,
@@ -195,6 +228,7 @@ def _make_executor(
             num_ranks=num_ranks,
             has_token_types=_has_token_types(loaded.spec),
             has_adapters=loaded.adapters is not None,
+            state_pool=state_pool,
         )
     eager = EagerExecutor(
         model=model,
@@ -204,6 +238,7 @@ def _make_executor(
         slot_table=slot_table,
         relay=relay,
         buffers=buffers,
+        state_pool=state_pool,
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes
@@ -216,7 +251,11 @@ def _make_executor(
             relay=relay,
             slot_table=slot_table,
             num_ranks=num_ranks,
+            state_pool=state_pool,
         )
+    if state_pool is not None:
+        logger.info("decode_graphs=0: steps with state layers are launched kernel by kernel")
+        return eager
     return cuda_graph_executor(
         batch_sizes,
         eager,

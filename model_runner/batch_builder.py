@@ -18,6 +18,7 @@ from .pooling.pooled_chunk import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
+from .states.state_runs import StateSave, plan_states
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,12 +45,14 @@ class BatchBuilder:
         buffers: InputBuffers,
         has_token_types: bool = False,
         pools_first: bool = False,
+        num_state_rows: int | None = None,
     ) -> None:
         """Take the parts.
 
         Args:
             has_token_types: the model has a type for the second text of a pair.
             pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
+            num_state_rows: rows with a state; None: the model has no state layers.
         """
         self._states = states
         self._counts = counts
@@ -57,6 +60,7 @@ class BatchBuilder:
         self._buffers = buffers
         self._has_token_types = has_token_types
         self._pools_first = pools_first
+        self._num_state_rows = num_state_rows
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -65,17 +69,25 @@ class BatchBuilder:
             input_ids = np.full(len(rows), RELAYED, dtype=np.int64)
             for idx in (computed < self._states.known_len[rows]).nonzero()[0].tolist():
                 input_ids[idx] = self._states[int(rows[idx])].input_ids[int(computed[idx])]
-            return self._decodes(rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids)
-        return self._build_any(_Step.of(plan))
+            return self._decodes(
+                plan, rows, computed, np.ones_like(rows), _int64(plan.out_cache_loc), input_ids
+            )
+        return self._build_any(plan, _Step.of(plan))
 
     def next_round(self, last: InputBatch, plan: StepPlan, number: int) -> InputBatch:
         """The batch of the next inner step of a multi-step decode, from the batch of the last one, after it sampled."""
         rows, ones = last.layout.rows, last.layout.extend_lens
         relayed = np.full(len(rows), RELAYED, dtype=np.int64)
-        return self._decodes(rows, last.positions + 1, ones, _int64(plan.round_loc(number)), relayed)
+        return self._decodes(plan, rows, last.positions + 1, ones, _int64(plan.round_loc(number)), relayed)
 
     def _decodes(
-        self, rows: Int64s, positions: Int64s, ones: Int64s, out_cache_loc: Int64s, input_ids: Int64s
+        self,
+        plan: StepPlan,
+        rows: Int64s,
+        positions: Int64s,
+        ones: Int64s,
+        out_cache_loc: Int64s,
+        input_ids: Int64s,
     ) -> InputBatch:
         """The batch of a step in which each request computes one token and samples: the fast path of most steps.
 
@@ -96,9 +108,10 @@ class BatchBuilder:
             prompt_spans=(),
             drafts=None,
             adapter_slots=self._adapter_slots(rows),
+            state_plan=self._state_plan(plan, rows, positions, ones),
         )
 
-    def _build_any(self, step: _Step) -> InputBatch:
+    def _build_any(self, plan: StepPlan, step: _Step) -> InputBatch:
         """The batch of a step of any kind."""
         rows, computed, scheduled, starts = step.rows, step.computed, step.scheduled, step.starts
         num_tokens = len(step.out_cache_loc)
@@ -136,12 +149,29 @@ class BatchBuilder:
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
             adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
+            state_plan=self._state_plan(plan, rows, computed, scheduled),
         )
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
         """See `InputBatch`."""
         slots = self._states.adapter_slot[token_rows]
         return slots if slots.any() else None
+
+    def _state_plan(
+        self, plan: StepPlan, rows: Int64s, prefix_lens: Int64s, extend_lens: Int64s
+    ) -> Int64s | None:
+        """See `InputBatch`."""
+        if self._num_state_rows is None:
+            return None
+        saves = np.frombuffer(plan.state_saves, dtype=np.int32).reshape(-1, 3).tolist()
+        return plan_states(
+            rows,
+            prefix_lens,
+            extend_lens,
+            num_rows=self._num_state_rows,
+            loads={new.row: new.checkpoint for new in plan.new_reqs if new.checkpoint},
+            saves=[StateSave(*save) for save in saves],
+        )
 
     def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
         """[T] 1 for the tokens of second texts; None if the step has no pairs."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .adapter_runs import AdapterBatch
     from .attention.backend import StepAttention
     from .memory.kv_pool import KVPool
+    from .memory.state_pool import StateBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class ForwardBatch:
             computed after the last layer's attention. None: all T.
         token_types: [T] int64, for models with a table of them; None: all are 0.
         adapters: the adapters of the tokens; None: all tokens use the base model.
+        states: the states of the requests; None: the model has no state layers.
     """
 
     input_ids: Tensor
@@ -42,3 +44,4 @@ class ForwardBatch:
     logits_indices: Tensor | None = None
     token_types: Tensor | None = None
     adapters: AdapterBatch | None = None
+    states: StateBatch | None = None

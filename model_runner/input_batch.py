@@ -70,6 +70,7 @@ class InputBatch:
         pooled: the chunks of pooling requests with tokens that these requests need.
         token_types: [T] for models with a table of them; None: all are 0.
         adapter_slots: [T] the adapter slot of each token; None: all use the base model.
+        state_plan: [1 + 4 * n] the plan of the state layers, see `state_runs`; None: the model has none.
     """
 
     layout: BatchLayout
@@ -88,6 +89,7 @@ class InputBatch:
     pooled: tuple[PooledChunk, ...] = ()
     token_types: Int64s | None = None
     adapter_slots: Int64s | None = None
+    state_plan: Int64s | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ from .kernels.latent import native as native_latent
 from .kernels.latent import plain as plain_latent
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
+from .states import plain_short_conv
 
 if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
@@ -216,7 +217,9 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "add": (_native("add"), _plain(plain.add)),
     "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
+    "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
+    "short_conv": (_native("short_conv"), _plain(plain_short_conv.short_conv)),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from ..runtime.model_files.experts_spec import Routing
     from .adapter_runs import AdapterRuns
+    from .states.state_runs import StateRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
 """`gelu` is the exact one, by the error function; `relu2` is the square of `relu`."""
@@ -188,6 +189,14 @@ class TakeRows(Protocol):
         ...
 
 
+class SoftCap(Protocol):
+    """cap * tanh(x / cap); any shape, contiguous, in float32."""
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class ToFloat32(Protocol):
     """The same values in float32, contiguous."""
 
@@ -260,6 +269,27 @@ class RotateAndStore(Protocol):
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
+        """
+        ...
+
+
+class ShortConvOp(Protocol):
+    """The gated short convolution of a state layer: C * conv(B * x), over each request's tokens."""
+
+    def __call__(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
+    ) -> Tensor:
+        """Convolve causally and move the states; returns [T, K].
+
+        B * x is rounded, as it is kept in the states; the convolution and its product with C are rounded once, together
+        with the bias. So the result does not depend on how tokens are divided among steps.
+
+        Args:
+            bcx: [T, 3K]: B, C and x.
+            weight: [L, K]: the taps, that of the newest token last.
+            bias: [K].
+            slots: [S, L - 1, K] of the layer; all in one dtype.
+            runs: of the step; they cover all T tokens.
         """
         ...
 
@@ -452,6 +482,8 @@ class Ops:
     add: AddOp
     add_gated: AddGatedOp
     take_rows: TakeRows
+    soft_cap: SoftCap
     to_float32: ToFloat32
+    short_conv: ShortConvOp
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

@@ -13,6 +13,7 @@ from .config.engine_config import EngineConfig
 from .counted import counted
 from .kv_size import GIB, kv_dtype_of, kv_token_bytes
 from .messages import Record
+from .state_size import checkpoint_pages, num_checkpoints
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec
@@ -30,6 +31,8 @@ class Capacity(Record, frozen=True):
         num_host_pages: pages of the host's KV pool, ids 0..num_host_pages-1; 0 without swapping.
         kv_token_bytes: keys and values of one token, all layers; 0 if unknown.
         num_adapter_slots: LoRA adapters that may run at the same time; 0 without adapters.
+        num_checkpoints: states that the prefix cache may keep; 0: the model has no state layers, or nothing is cached.
+        checkpoint_pages: pages from one of them within a prompt or an answer to the next; 0 without state layers.
     """
 
     max_model_len: int
@@ -40,6 +43,8 @@ class Capacity(Record, frozen=True):
     num_host_pages: int = 0
     kv_token_bytes: int = 0
     num_adapter_slots: int = 0
+    num_checkpoints: int = 0
+    checkpoint_pages: int = 0
 
     @property
     def max_total_tokens(self) -> int:
@@ -56,6 +61,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
     assert isinstance(max_running_requests, int), "the configuration is not resolved"
     assert config.cache.swap_space != "auto", "the configuration is not resolved"
     assert config.model.dtype != "auto", "the configuration is not resolved"
+    dtype, page_size = config.model.dtype, config.cache.page_size
     token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
     return Capacity(
         max_model_len=max_model_len,
@@ -66,6 +72,12 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
         num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
         kv_token_bytes=token_bytes,
         num_adapter_slots=config.scheduler.max_loras_per_batch if config.adapters.is_enabled else 0,
+        num_checkpoints=(
+            num_checkpoints(spec, dtype, token_bytes, max_total_tokens // page_size, page_size)
+            if config.cache.radix_cache
+            else 0
+        ),
+        checkpoint_pages=checkpoint_pages(spec, dtype, token_bytes, page_size),
     )
 
 

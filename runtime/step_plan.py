@@ -125,6 +125,7 @@ class NewReq(Record, frozen=True):
         sampling: verified parameters; seed and max_new_tokens are set.
         pooling: what is computed of the prompt instead of a next token; None: the request generates text.
         adapter_slot: of the LoRA adapter that it runs with; 0: the base model.
+        checkpoint: in a model with state layers the state after the prefix, read in this step; 0: there is no prefix.
     """
 
     rid: str
@@ -135,6 +136,7 @@ class NewReq(Record, frozen=True):
     sampling: SamplingParams
     pooling: PoolingParams | None = None
     adapter_slot: int = 0
+    checkpoint: int = 0
 
 
 class RowUpdate(Record, frozen=True):
@@ -181,6 +183,11 @@ class StepPlan(Record, frozen=True):
         num_rounds: 1, or the most rounds of a multi-step decode; the arrays describe its first round.
         pools: [B] uint8, 1 where the request's last new token ends the prompt of a pooling request; empty if none does.
         adapter_loads: [n, 2] (slot, store id): LoRA adapters that move into slots, after `finished_rows`.
+        state_saves: [n, 3] (row, position, checkpoint): the state after the row's first `position` tokens, the last of
+            which is a new token of this step or of one of its rounds, goes into a checkpoint, 1 or above. Distinct,
+            and none that a new request of the plan reads. Saves of rounds that do not run are dropped. Only for models
+            with state layers, which keep a state for each row besides: a row's first step starts from its
+            `NewReq.checkpoint`, or from zeros.
     """
 
     step_id: int
@@ -202,6 +209,7 @@ class StepPlan(Record, frozen=True):
     num_rounds: int = 1
     pools: bytes = b""
     adapter_loads: bytes = b""
+    state_saves: bytes = b""
 
     def round_loc(self, number: int) -> bytes:
         """[T] `out_cache_loc` of a round, 0 <= number < num_rounds."""
@@ -223,6 +231,7 @@ class StepPlan(Record, frozen=True):
             loc,
             self.samples,
             self.total_num_scheduled_tokens,
+            state_saves=self.state_saves,
         )
 
 

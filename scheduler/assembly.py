@@ -29,6 +29,7 @@ from .memory.page_allocator import PageAllocator
 from .memory.page_supply import PageSupply
 from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.row_memory import RowMemory
+from .memory.state_slots import CheckpointSlots, NoStateSlots, StateSlots
 from .memory.swap_pool import SwapPool
 from .phases import StepPhases, make_phases
 from .policy.base import Load, PolicyParts, SchedulePolicy
@@ -99,10 +100,13 @@ def assemble(
     states = RowStates(num_rows, capacity.max_model_len)
     host = SwapPool(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
-    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages)
+    state_slots = _make_state_slots(capacity)
+    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots)
     supply = PageSupply(allocator, prefix_cache)
     lookahead = config.num_lookahead_tokens
-    kv = KVMemory(supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead)
+    kv = KVMemory(
+        supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead, state_slots=state_slots
+    )
     memory = RowMemory(states, pool, kv, host)
 
     def load() -> Load:
@@ -202,8 +206,28 @@ def assemble(
     )
 
 
-def _make_prefix_cache(cache: CacheConfig, page_size: int, max_pinned_pages: int) -> PrefixCache:
+def _make_state_slots(capacity: Capacity) -> StateSlots | None:
+    """None: the model has no state layers."""
+    if not capacity.checkpoint_pages:
+        return None
+    if not capacity.num_checkpoints:
+        return NoStateSlots()
+    return CheckpointSlots(
+        capacity.num_checkpoints, interval_pages=capacity.checkpoint_pages, page_size=capacity.page_size
+    )
+
+
+def _make_prefix_cache(
+    cache: CacheConfig, page_size: int, max_pinned_pages: int, state_slots: StateSlots | None
+) -> PrefixCache:
     if not cache.radix_cache:
         return NoPrefixCache()
-    eviction = make_eviction(cache.eviction_policy)
-    return RadixCache(page_size, eviction=eviction, max_pinned_pages=max_pinned_pages)
+    radix = RadixCache(
+        page_size,
+        eviction=make_eviction(cache.eviction_policy),
+        max_pinned_pages=max_pinned_pages,
+        free_checkpoint=None if state_slots is None else state_slots.free,
+    )
+    if isinstance(state_slots, CheckpointSlots):
+        state_slots.connect(radix.drop_oldest_checkpoint)
+    return radix

@@ -66,6 +66,7 @@ class ScheduleBatch(msgspec.Struct, frozen=True, eq=False):
             plan.page_copies,
             plan.draft_ids,
             plan.pools,
+            plan.state_saves,
         ):
             checksum = zlib.crc32(array, checksum)
         return zlib.crc32(plan.swap_ins, zlib.crc32(plan.swap_outs, checksum))

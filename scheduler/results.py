@@ -109,6 +109,7 @@ class ResultSettler:
             rows += self._settle_runs(batch, result, here, now_s, by_request)
         else:
             rows += self._settle_tokens(batch, result, here, now_s, by_request)
+        self._kv.settle_states(batch.reqs)
         if len(self._requests) < num_live:
             self._requests.remove_stopped()
         self._stats.step_s += result.forward_s

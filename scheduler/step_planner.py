@@ -79,7 +79,8 @@ def plan_step(
         tokens = _with_chunks(tokens, chunks, pool)
         reqs = [chunk.req for chunk in chunks] + reqs
     sampled = np.flatnonzero(tokens.samples).astype(np.int32)
-    # Nothing has changed up to here. From here on state changes: tokens count as computed, and lists are emptied.
+    state_saves = kv.state_slots.plan(chunks, decode_rows, memory.states.num_computed, num_rounds)
+    # Nothing else has changed up to here. From here on state changes: tokens count as computed, and lists are emptied.
     memory.states.num_computed[tokens.rows] = tokens.ends
     moved, left_rows, page_copies = kv.take_moved(), pool.take_left_rows(), kv.take_copies()
     swap_outs, swap_ins = host.take_copies()
@@ -105,6 +106,7 @@ def plan_step(
         num_rounds=num_rounds,
         pools=tokens.pools,
         adapter_loads=adapter_loads,
+        state_saves=state_saves,
     )
     return ScheduleBatch(
         plan=plan,
@@ -196,4 +198,5 @@ def _new_req(chunk: Chunk, pool: ReqToTokenPool) -> NewReq:
         sampling=req.sampling,
         pooling=req.pooling,
         adapter_slot=req.adapter_slot,
+        checkpoint=req.checkpoint,
     )

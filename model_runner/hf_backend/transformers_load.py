@@ -79,6 +79,8 @@ def load_transformers_model(
 
     causal_lm = load()
     check = check_model(causal_lm, spec, source.path)
+    model: TransformersModel | None = None
+    worst = 0.0
     if ops is not None:
         try:
             model, worst = _swapped(causal_lm, check, spec, ops, max_model_len)
@@ -90,8 +92,8 @@ def load_transformers_model(
                 error,
             )
             del causal_lm
-            causal_lm, ops = load(), None
-    if ops is None:
+            causal_lm = load()
+    if model is None:
         model = TransformersModel(causal_lm)
         worst = check.compare(model)
     logger.info(
@@ -250,7 +252,7 @@ def _language_tensors(
     source: ModelSource, spec: ModelSpec, body: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The tensors of a multimodal folder's language model, by the names of a class with this body."""
-    store = SafetensorsStore(Path(source.path), spec.language_of)
+    store = SafetensorsStore(Path(source.path), spec)
     named = {name: store.mapped(name).to(dtype, copy=True) for name in store.names()}
     return {re.sub(r"^model\.", f"{body}.", name): tensor for name, tensor in named.items()}
 

@@ -25,6 +25,7 @@ from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from ...runtime.model_files.experts_spec import Routing
+    from ..states.state_runs import StateRuns
 
 logger = logging.getLogger(__name__)
 
@@ -207,6 +208,12 @@ class NativeOps:
         )
         return out
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See `SoftCap`."""
+        assert x.dtype == torch.float32 and x.is_contiguous(), x.dtype
+        self._library.soft_cap(x.data_ptr(), x.numel(), cap)
+        return x
+
     def to_float32(self, x: Tensor) -> Tensor:
         """See `ToFloat32`."""
         if x.dtype == torch.float32:
@@ -215,6 +222,32 @@ class NativeOps:
         x = x.contiguous()
         out = x.new_empty(x.shape, dtype=torch.float32)
         self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
+        return out
+
+    def short_conv(
+        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
+    ) -> Tensor:
+        """See `ShortConvOp`."""
+        bcx = bcx.contiguous()
+        (num_taps, size), dtype = weight.shape, bcx.dtype
+        assert dtype in _DTYPES and weight.dtype == slots.dtype == dtype, (dtype, weight.dtype, slots.dtype)
+        assert bcx.shape[1] == 3 * size and slots.shape[1:] == (num_taps - 1, size), (bcx.shape, slots.shape)
+        assert weight.is_contiguous() and slots.is_contiguous()
+        assert bias is None or (bias.dtype == dtype and bias.shape == (size,)), bias
+        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous(), runs.plan.dtype
+        out = bcx.new_empty((bcx.shape[0], size))
+        self._library.short_conv(
+            bcx.data_ptr(),
+            weight.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            slots.data_ptr(),
+            runs.plan.data_ptr(),
+            out.data_ptr(),
+            bcx.shape[0],
+            size,
+            num_taps,
+            dtype == torch.bfloat16,
+        )
         return out
 
     def rotate_and_store(

@@ -54,7 +54,8 @@ class DecoderParts:
         qk_norms = None
         if spec.qk_norm and not self._form.qk_norm_over_heads:
             head_norm = partial(RMSNorm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
-            qk_norms = head_norm(f"{name}.q_norm"), head_norm(f"{name}.k_norm")
+            names = self._form.names
+            qk_norms = head_norm(f"{name}.{names.q_norm}"), head_norm(f"{name}.{names.k_norm}")
         return SelfAttention(
             self.context,
             name,
@@ -69,7 +70,7 @@ class DecoderParts:
         spec = self._spec
         return GatedMLP(
             self.context,
-            f"model.layers.{layer_id}.mlp",
+            f"model.layers.{layer_id}.{self._form.names.mlp}",
             spec.hidden_size,
             spec.intermediate_size,
             bias=spec.mlp_bias,
@@ -115,7 +116,7 @@ class DecoderParts:
             embedding,
             LayerRotary(context),
             layers,
-            self.norm("model.norm"),
+            self.norm(f"model.{self._form.names.final_norm}"),
             build_head(context, embedding),
             context.ops.add,
             context.ops.take_rows,

@@ -43,7 +43,8 @@ class GatedMLP:
             activation: an op of the context's `Ops`; None: `silu_and_mul`.
             is_summed: see `RowLinear`.
         """
-        names, sizes = [f"{name}.gate_proj", f"{name}.up_proj"], [inner, inner]
+        *parts, down = context.spec.form.mlp_names
+        names, sizes = [f"{name}.{part}" for part in parts], [inner, inner]
         outputs = None
         if context.group.size > 1:
             span = equal_span(inner, context.group)
@@ -52,7 +53,7 @@ class GatedMLP:
             num_parts = 1 if outputs is None else 2
             names, sizes = [f"{name}.gate_up_proj"] * num_parts, [2 * inner] * num_parts
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
-        self.down = RowLinear(context, f"{name}.down_proj", inner, size, bias=bias, is_summed=is_summed)
+        self.down = RowLinear(context, f"{name}.{down}", inner, size, bias=bias, is_summed=is_summed)
         self.activation = activation or context.ops.silu_and_mul
         weight, delta = self.gate_up.weight, self.gate_up.delta
         # Gates and ups of a fused weight are in another order, in which a change of them must be computed, too.

@@ -15,7 +15,9 @@ from ..adapter_runs import batch_of
 from ..forward_batch import ForwardBatch
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
+from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
+from ..states.state_runs import StateRuns
 from .executor import StepOutput
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class EagerExecutor:
         slot_table: SlotTable,
         relay: TokenRelay,
         buffers: InputBuffers,
+        state_pool: StatePool | None = None,
     ) -> None:
         self.forward = forward
         self.attention = attention
@@ -59,6 +62,7 @@ class EagerExecutor:
         self._slot_table = slot_table
         self._relay = relay
         self._buffers = buffers
+        self._state_pool = state_pool
 
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Uploads are retried once if the device has no memory for them; the rest is not."""
@@ -90,6 +94,7 @@ class EagerExecutor:
             sample_indices,
             cut_indices,
             token_types,
+            state_plan,
         ) = self._buffers.put_all(
             [
                 batch.token_rows * self._slot_table.width + batch.positions,
@@ -104,6 +109,7 @@ class EagerExecutor:
                 nothing if batch.sample_indices is None else batch.sample_indices,
                 batch.cut_indices,
                 nothing if batch.token_types is None else batch.token_types,
+                nothing if batch.state_plan is None else batch.state_plan,
             ]
         )
         self._slot_table.store(table_indices, slots)
@@ -118,8 +124,15 @@ class EagerExecutor:
             logits_indices=None if batch.logits_indices is None else logits_indices,
             token_types=None if batch.token_types is None else token_types,
             adapters=self._adapters(batch),
+            states=self._states(batch, state_plan),
         )
         return inputs, sample_rows, sample_indices, cut_indices
+
+    def _states(self, batch: InputBatch, on_device: Tensor) -> StateBatch | None:
+        if batch.state_plan is None:
+            return None
+        assert self._state_pool is not None, "a model with state layers has a pool"
+        return StateBatch(self._state_pool, StateRuns.of(batch.state_plan, on_device))
 
     def _adapters(self, batch: InputBatch) -> AdapterBatch | None:
         if batch.adapter_slots is None:

@@ -30,6 +30,8 @@ from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
+from ..memory.state_pool import StateBatch, StatePool
+from ..states.state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .eager_executor import Forward
 from .native_program import NativeProgram, Traced, trace, traced_calls
@@ -111,6 +113,7 @@ class ForwardProgram:
         hidden: Tensor,
         plan_words: list[Words],
         adapters: AdapterBatch | None,
+        states: StateBatch | None = None,
     ) -> None:
         """Take the traced calls.
 
@@ -120,6 +123,7 @@ class ForwardProgram:
             hidden: [W, K] of the largest step: the memory to which the result is written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
             adapters: the memory of the plans of adapters; None: the program is for steps without.
+            states: the memory of the plan of state layers; None: the model has none.
         """
         self.steps = steps
         self.program = program
@@ -131,6 +135,7 @@ class ForwardProgram:
         self._hidden = hidden
         self._plan_words = plan_words
         self._adapters = adapters
+        self._states = states
 
     def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
         """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
@@ -146,6 +151,9 @@ class ForwardProgram:
         if self._adapters is not None and batch.adapters is not None:
             _copy_plan(self._adapters.tokens, batch.adapters.tokens)
             _copy_plan(self._adapters.kept, batch.adapters.kept)
+        if self._states is not None and batch.states is not None:
+            plan = batch.states.runs.plan
+            self._states.runs.plan[: len(plan)] = plan
         self._words[self._changing] = self._planes.at(size)
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
@@ -212,6 +220,7 @@ class _Tracer:
         *,
         has_adapters: bool,
         has_token_types: bool,
+        state_pool: StatePool | None,
     ) -> None:
         self._has_token_types = has_token_types
         self._model = model
@@ -223,6 +232,9 @@ class _Tracer:
         if has_adapters:
             tokens, kept = (AdapterRuns.recorded(recorded_plan(MAX_TOKENS)) for _ in range(2))
             self.adapters = AdapterBatch(tokens, kept, kept)
+        self.states: StateBatch | None = None
+        if state_pool is not None:
+            self.states = StateBatch(state_pool, StateRuns(recorded_state_plan(MAX_TOKENS)))
         self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
@@ -247,6 +259,7 @@ class _Tracer:
             logits_indices=self.numbers[3, : size.num_logits],
             token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
             adapters=self.adapters,
+            states=self.states,
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
@@ -298,6 +311,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         hidden=hidden,
         plan_words=plan_words,
         adapters=tracer.adapters,
+        states=tracer.states,
     )
 
 
@@ -326,6 +340,7 @@ def _make_forward(
     *,
     has_adapters: bool,
     has_token_types: bool,
+    state_pool: StatePool | None,
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("tensor-parallel ranks wait for each other within a step")
@@ -333,7 +348,16 @@ def _make_forward(
         raise NoProgramError(f"attention by {attention.name} is not a native call")
     library = load_library()
     arena = Arena()
-    make_tracer = partial(_Tracer, model, kv_pool, attention, library, arena, has_token_types=has_token_types)
+    make_tracer = partial(
+        _Tracer,
+        model,
+        kv_pool,
+        attention,
+        library,
+        arena,
+        has_token_types=has_token_types,
+        state_pool=state_pool,
+    )
     programs = _make_programs(make_tracer(has_adapters=False), library)
     with_adapters: Sequence[ForwardProgram] = ()
     if has_adapters:
@@ -353,6 +377,7 @@ def programmed_forward(
     num_ranks: int,
     has_token_types: bool = False,
     has_adapters: bool = False,
+    state_pool: StatePool | None = None,
 ) -> Forward:
     """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
 
@@ -369,6 +394,7 @@ def programmed_forward(
             num_ranks,
             has_adapters=has_adapters,
             has_token_types=has_token_types,
+            state_pool=state_pool,
         )
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)

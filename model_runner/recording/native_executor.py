@@ -23,7 +23,9 @@ from torch import Tensor
 from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
 from ..forward_batch import ForwardBatch
 from ..kernels.cpu.library import load_library
+from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
+from ..states.state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
 from .executor import StepExecutor, StepOutput
 from .native_program import NativeProgram, record
@@ -67,6 +69,7 @@ class NativeExecutor:
         slot_table: SlotTable,
         max_tokens: int,
         library: ctypes.CDLL,
+        state_pool: StatePool | None = None,
     ) -> None:
         """Take the parts; steps of more than `max_tokens` are not recorded."""
         self.eager = eager
@@ -81,6 +84,7 @@ class NativeExecutor:
         self._slot_table = slot_table.req_to_token.numpy()
         self._max_tokens = max_tokens
         self._library = library
+        self._state_pool = state_pool
         self._recordings: dict[tuple[int, bool], _Recording] = {}
 
     @property
@@ -109,7 +113,7 @@ class NativeExecutor:
         """Compute the step and keep its recording, if there is one."""
         started_s, size = time.perf_counter(), batch.num_tokens
         has_adapters = batch.adapter_slots is not None
-        numbers = _Numbers(size, has_adapters=has_adapters)
+        numbers = _Numbers(size, has_adapters=has_adapters, state_pool=self._state_pool)
         numbers.take(batch, input_ids)
         recorded = record(self._library, self.arena, lambda: self._compute(numbers))
         program, logits = recorded.program, recorded.result
@@ -142,6 +146,7 @@ class NativeExecutor:
             out_cache_loc=numbers.out_cache_loc,
             attention=self._attention.repeatable_step(numbers.rows, numbers.prefix_lens, numbers.extend_lens),
             adapters=numbers.adapters,
+            states=numbers.states,
         )
         hidden = self._model.forward(batch)
         return logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
@@ -154,9 +159,10 @@ class _Numbers:
         rows, prefix_lens, extend_lens: [T] int64, see `BatchLayout`; 0 after the entries of the batch's requests.
         positions, out_cache_loc, input_ids: [T] int64.
         adapters: None without adapters.
+        states: None without state layers.
     """
 
-    def __init__(self, size: int, *, has_adapters: bool = False) -> None:
+    def __init__(self, size: int, *, has_adapters: bool = False, state_pool: StatePool | None = None) -> None:
         self._columns = np.zeros((6, size), dtype=np.int64)
         columns = torch.from_numpy(self._columns)
         self.rows, self.prefix_lens, self.extend_lens = columns[:3]
@@ -165,6 +171,9 @@ class _Numbers:
         if has_adapters:
             runs = AdapterRuns.recorded(recorded_plan(size))
             self.adapters = AdapterBatch(runs, runs, runs)
+        self.states: StateBatch | None = None
+        if state_pool is not None:
+            self.states = StateBatch(state_pool, StateRuns(recorded_state_plan(size)))
 
     def take(self, batch: InputBatch, input_ids: Int64s) -> None:
         """Copy a step's inputs to the memory that its recording reads."""
@@ -180,6 +189,9 @@ class _Numbers:
         if self.adapters is not None:
             assert batch.adapter_slots is not None
             write_plan(self.adapters.tokens.plan.numpy(), batch.adapter_slots)
+        if self.states is not None:
+            assert batch.state_plan is not None
+            self.states.runs.plan.numpy()[: len(batch.state_plan)] = batch.state_plan
 
     def output(self, batch: InputBatch, logits: Tensor) -> StepOutput:
         """The output of a step with these inputs, in which every request samples."""
@@ -209,6 +221,7 @@ def native_executor(
     relay: TokenRelay,
     slot_table: SlotTable,
     num_ranks: int,
+    state_pool: StatePool | None = None,
 ) -> StepExecutor:
     """A `NativeExecutor` if the configuration enables it and attention can be recorded; otherwise `eager`."""
     if kernels.record_steps is False:
@@ -230,4 +243,5 @@ def native_executor(
         slot_table=slot_table,
         max_tokens=len(slot_table.req_to_token) if largest == "auto" else largest,
         library=load_library(),
+        state_pool=state_pool,
     )

@@ -60,7 +60,7 @@ class GGUFStore:
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._pairs_are_neighbors = pairs_are_neighbors(spec.model_type)
-        self._norms_are_offset = spec.model_type == "gemma3_text"
+        self._norms_are_offset = spec.model_type in ("gemma2", "gemma3_text")
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
             for hf, gguf, expert in stored_names(spec)
@@ -93,7 +93,10 @@ class GGUFStore:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
             stored = self._split_kv.get(name) or self._stored[name]
-            cut_from_whole(partial(self.read, name), stored.shape, out, part)
+            shape = stored.shape
+            if out.ndim > len(shape) == 2:  # see `full_shape`
+                shape = (shape[0], *out.shape[1:])
+            cut_from_whole(partial(self.read, name), shape, out, part)
             return
         if name in self._split_kv:
             out.copy_(torch.from_numpy(self._split_kv[name].read(self._file)))
@@ -103,8 +106,8 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         try:
-            if out.ndim > len(info.shape):  # one row, see `full_shape`
-                out = out.view(-1)
+            if out.ndim > len(info.shape):  # see `full_shape`
+                out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
                 if self._norms_are_offset and name.endswith("norm.weight"):

@@ -91,6 +91,9 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
 MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 """Of Mixtral and Phi-3.5-MoE."""
 
+LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="w1", up="w3", down="w2")
+"""Of LFM2-MoE."""
+
 
 class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The sparse MLPs of a mixture-of-experts model.

@@ -10,6 +10,16 @@ NormKind = Literal["rms", "layer"]
 MLPKind = Literal["gated", "plain"]
 
 
+class ModuleNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Names of modules that differ between families; the default is Llama's. `final_norm` is outside of layers."""
+
+    mlp: str = "mlp"
+    attention_out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    final_norm: str = "norm"
+
+
 class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     """The structure of a decoder's layers; the default is Llama's.
 
@@ -25,6 +35,8 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         embedding_scale: a factor of the embedding's vectors.
         residual_scale: a factor of what each block adds to the residual stream.
         logits_scale: a factor of the logits.
+        logits_cap: logits become cap * tanh(logit / cap); None: they are not capped.
+        names: of modules.
         head_bias: the output head has a bias.
     """
 
@@ -39,6 +51,8 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float | None = None
+    names: ModuleNames = ModuleNames()
     head_bias: bool = False
 
     @property

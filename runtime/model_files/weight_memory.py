@@ -42,7 +42,7 @@ def num_parameters(spec: ModelSpec) -> int:
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
     heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
-    return spec.num_layers * (norms + heads) + spec.hidden_size
+    return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
 
 
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
@@ -117,11 +117,17 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.intermediate_size
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
+    if spec.state is not None and not spec.attends(layer):
+        conv_size = spec.state.conv_size
+        linears = [
+            _Linear({"conv.in_proj": 3 * conv_size}, size),
+            _Linear({"conv.out_proj": size}, conv_size),
+        ]
     experts = spec.experts
     # The parts of a fused matrix are counted by their own names.
     dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
     if experts is None or layer in experts.dense_layers:
-        block = "mlp" if experts is None else experts.names.block
+        block = spec.form.names.mlp if experts is None else experts.names.block
         return [*linears, *_mlp_linears(block, size, inner, dense)]
     block, names = experts.names.block, experts.names
     if experts.shared_size:
@@ -142,7 +148,7 @@ def _attention_linears(spec: ModelSpec) -> list[_Linear]:
     qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
-        _Linear({"self_attn.o_proj": spec.hidden_size}, q_size),
+        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, q_size),
     ]
 
 

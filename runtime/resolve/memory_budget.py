@@ -40,6 +40,7 @@ class MemoryBudget:
         gather_token_bytes: what attention copies per token: its keys and values in one layer.
         fraction: share of the remaining memory that the KV pool and those copies may take.
         swap_bytes: reserved for swapped KV, if it uses the same memory.
+        checkpoint_token_bytes: a token's share of the checkpoints of state layers.
     """
 
     usable_bytes: int
@@ -49,6 +50,7 @@ class MemoryBudget:
     gather_token_bytes: int
     fraction: float
     swap_bytes: int = 0
+    checkpoint_token_bytes: int = 0
 
     @property
     def left_bytes(self) -> int:
@@ -57,8 +59,8 @@ class MemoryBudget:
 
     @property
     def token_bytes(self) -> int:
-        """The cost of one slot: its KV, and its share of attention's copies, which grow with the pool."""
-        return self.kv_token_bytes + self.gather_token_bytes
+        """The cost of one slot: its KV, and its share of what grows with the pool: attention's copies, checkpoints."""
+        return self.kv_token_bytes + self.gather_token_bytes + self.checkpoint_token_bytes
 
     @property
     def tokens(self) -> int:

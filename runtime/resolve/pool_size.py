@@ -13,6 +13,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..feasibility import pages_for
 from ..kv_size import BYTES_OF_DTYPE, GIB
+from ..state_size import CHECKPOINT_SHARE, row_states_bytes
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
 from .swap_space import SwapSpace
@@ -165,7 +166,21 @@ class PoolSize:
         )
         adapters = adapter_bytes(self._config, self._spec, BYTES_OF_DTYPE[self._device.dtype])
         budget = replace(budget, weights_bytes=budget.weights_bytes + adapters)
+        if self._spec.state is not None:
+            budget = self._beside_states(budget)
         return self._swap.beside(budget)
+
+    def _beside_states(self, budget: MemoryBudget) -> MemoryBudget:
+        """The budget with the states of running requests, and for each token its share of the checkpoints."""
+        states = (
+            row_states_bytes(self._spec, self._device.dtype, self._most_running) // self._config.parallel.tp
+        )
+        share = CHECKPOINT_SHARE if self._config.cache.radix_cache else 0.0
+        return replace(
+            budget,
+            workspace_bytes=budget.workspace_bytes + states,
+            checkpoint_token_bytes=int(share * budget.kv_token_bytes),
+        )
 
     def _pool(self, budget: MemoryBudget) -> int:
         """KV slots that fit into memory, or that the user asked for, in whole pages."""

@@ -29,13 +29,21 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
             intermediate_size=experts.intermediate_size // tp,
             shared_size=experts.shared_size // tp,
         )
+    state = spec.state
+    if state is not None:
+        state = msgspec.structs.replace(state, conv_size=state.conv_size // tp)
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
         num_kv_heads=max(1, spec.num_kv_heads // tp),
+        layer_heads=tuple(
+            msgspec.structs.replace(heads, num_kv_heads=max(1, heads.num_kv_heads // tp))
+            for heads in spec.layer_heads
+        ),
         intermediate_size=spec.intermediate_size // tp,
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
+        state=state,
     )
 
 
@@ -57,14 +65,17 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
     """Why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        return f"the model's {spec.num_kv_heads} key/value heads can neither be divided by it nor divide it"
+    for num_kv_heads in dict.fromkeys((spec.num_kv_heads, *(each.num_kv_heads for each in spec.layer_heads))):
+        if num_kv_heads % tp and tp % num_kv_heads:
+            return f"the model's {num_kv_heads} key/value heads can neither be divided by it nor divide it"
     if has_dense_mlp(spec) and spec.intermediate_size % tp:
         return f"the model's intermediate size of {spec.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.intermediate_size % tp:
         return f"its experts' intermediate size of {spec.experts.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.shared_size % tp:
         return f"its shared expert's intermediate size of {spec.experts.shared_size} cannot be divided by it"
+    if spec.state is not None and spec.state.conv_size % tp:
+        return f"the {spec.state.conv_size} channels of its convolutions cannot be divided by it"
     return None
 
 

@@ -24,6 +24,7 @@ from .encoder_settings import encoder_settings, encoder_step_tokens
 from .host_facts import HostFacts, usable_threads
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
+from .state_settings import state_settings
 from .step_settings import StepSettings
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class _Resolver:
     def run(self) -> Resolved:
         if self.spec.encoder is not None:
             self.config, notes = encoder_settings(self.config, self.spec)
+            self.notes.update(notes)
+        if self.spec.state is not None:
+            self.config, notes = state_settings(self.config, self.spec)
             self.notes.update(notes)
         device = self.device()
         model_impl = self.model_impl()

@@ -20,20 +20,21 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
 
 from ...runtime.feasibility import pages_for
-from ..arrays import IntArray
-from ..prefix_cache.base import Prefix, PrefixCache, PrefixMatch
+from ..arrays import AnyIntArray, IntArray
+from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch
 from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import PageCounts
 from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
 from .page_supply import PageSupply
 from .req_to_token_pool import ReqToTokenPool
+from .state_slots import NoStateSlots, StateSlots
 from .swap_pool import SwapPool
 
 MAX_LOOKUPS: Final = 16
@@ -49,6 +50,7 @@ class KVMemory:
     __slots__ = (
         "_cache",
         "_copies",
+        "_has_states",
         "_host",
         "_lookahead",
         "_misses",
@@ -57,6 +59,7 @@ class KVMemory:
         "_states",
         "_supply",
         "page_size",
+        "state_slots",
     )
 
     def __init__(
@@ -68,8 +71,16 @@ class KVMemory:
         host: SwapPool,
         *,
         num_lookahead_tokens: int = 0,
+        state_slots: StateSlots | None = None,
     ) -> None:
-        """`num_lookahead_tokens`: slots that each request has after its next token's slot, for draft tokens."""
+        """Take the parts.
+
+        Args:
+            num_lookahead_tokens: slots that each request has after its next token's slot, for draft tokens.
+            state_slots: of a model with state layers; None: it has none.
+        """
+        self.state_slots = state_slots if state_slots is not None else NoStateSlots()
+        self._has_states = state_slots is not None
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)
         self._copies: list[tuple[int, int]] = []
@@ -167,7 +178,7 @@ class KVMemory:
 
     def _lacks_one_page(self, req: Req, match: PrefixMatch) -> bool:
         """Whether the rest of a new request's prompt, without the last token, is within one page of a sibling."""
-        if req.needs_all_tokens:
+        if req.needs_all_tokens or self._has_states:  # a sibling's state is not that of the prompt any more
             return False
         whole, rest = divmod(req.prompt_len - 1, self.page_size)
         return rest > 0 and req.output_len == 0 and match.num_pages == whole
@@ -180,6 +191,7 @@ class KVMemory:
         """Lease the match for a request that is being admitted; leased pages cannot be evicted."""
         if req.status is ReqStatus.WAITING:
             self._misses.append(self._explain(req, match))
+        req.checkpoint, req.tree_len = match.checkpoint, match.num_known * self.page_size
         req.lease = self._cache.lock(req.extra_key, match, req.priority)
         req.match = None
 
@@ -273,13 +285,34 @@ class KVMemory:
         assert req.lease is not None
         row, first = req.row, req.lease.num_pages
         end = int(self._states.num_settled[row]) // self.page_size
-        if end <= first:
-            return
+        if end > first:
+            self._extend_lease(req.lease, row, first, end)
+        for position, checkpoint in self.state_slots.take_due(row, int(self._states.num_settled[row])):
+            num_pages = position // self.page_size
+            if num_pages > req.lease.num_pages or not self._cache.keep_state(
+                req.lease, num_pages, checkpoint
+            ):
+                self.state_slots.free(checkpoint)
+
+    def settle_states(self, reqs: Iterable[Req]) -> None:
+        """Give the cache the checkpoints of running requests that are settled; `reqs`: those of a settled step."""
+        due = self.state_slots.rows_with_due(self._states.num_settled)
+        if due:
+            for req in reqs:
+                if req.row in due:
+                    self.cache_settled(req)
+
+    def _extend_lease(self, lease: Lease, row: int, first: int, end: int) -> None:
+        """Offer the pages `first`..`end`-1 of a row to the cache."""
         token_ids = self._states.token_ids[row, first * self.page_size : end * self.page_size].tobytes()
         own = self._pool.pages[row, first:end]
-        cached = self._cache.extend(req.lease, token_ids, own)
-        if not cached.size:
-            return
+        cached = self._cache.extend(lease, token_ids, own)
+        if cached.size:
+            self._use_cached(row, first, own, cached)
+            self._pool.num_leased[row] = end
+
+    def _use_cached(self, row: int, first: int, own: IntArray, cached: AnyIntArray) -> None:
+        """Replace a row's own pages, from index `first` on, by those of the cache where they differ."""
         different = np.flatnonzero(cached != own)
         if different.size:
             changed_from, changed_to = first + int(different[0]), first + int(different[-1]) + 1
@@ -287,7 +320,6 @@ class KVMemory:
             self._moved[row] = (begin, changed_to)
             self._supply.give_back(own[different])
             own[:] = cached
-        self._pool.num_leased[row] = end
 
     def release(self, req: Req, *, keep: bool) -> None:
         """Free the row and the pages of a request.
@@ -303,6 +335,7 @@ class KVMemory:
         row = req.row
         if keep:
             self.cache_settled(req)
+        self.state_slots.drop_planned(row)
         begin, end = req.lease.num_pages, int(self._pool.num_pages[row])
         self._supply.give_back(self._pool.pages[row, begin:end])
         if keep:

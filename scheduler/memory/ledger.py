@@ -1,5 +1,7 @@
 """The page equation: `free + cached(evictable + locked) + held == total`, and every lock has an owner.
 
+In a model with state layers also that of checkpoints: `free + planned + cached == total`; see `state_slots.py`.
+
 A page without an owner is lost until the process ends. A page with two owners corrupts an answer. Both bugs show late
 and far from their cause, so the `Ledger` checks for them when the scheduler is idle, and after every step in tests.
 """
@@ -45,6 +47,13 @@ class Ledger:
                 f"page equation: free {free} + evictable {evictable} + locked {locked} + held {held} = "
                 f"{free + evictable + locked + held}, but the pool has {total} pages"
             )
+        slots = self._kv.state_slots
+        free, planned, cached = slots.num_free, len(slots.planned()), self._cache.num_checkpoints
+        if free + planned + cached != slots.num_checkpoints:
+            raise LedgerError(
+                f"state equation: free {free} + planned by rows {planned} + checkpoints {cached} = "
+                f"{free + planned + cached}, but there are {slots.num_checkpoints} slots for checkpoints"
+            )
 
     def check_idle(self) -> None:
         """Check the equation, and that without requests no page is held or locked and no row is taken.
@@ -59,6 +68,8 @@ class Ledger:
                 f"no request is left, but {self._kv.held_pages} pages are held, {self._cache.locked_pages} are locked "
                 f"and {rows_out} rows are taken"
             )
+        if planned := self._kv.state_slots.planned():
+            raise LedgerError(f"no request is left, but rows have planned the checkpoints {sorted(planned)}")
         if self._host.num_free != self._host.num_pages:
             taken = self._host.num_pages - self._host.num_free
             raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
@@ -97,5 +108,9 @@ class Ledger:
             raise LedgerError(
                 f"{taken} pages of host memory are taken, swapped requests have {sorted(host_pages)}"
             )
+        slots = self._kv.state_slots
+        checkpoints = sorted([*slots.free_slots(), *slots.planned(), *self._cache.checkpoints()])
+        if checkpoints != list(range(1, slots.num_checkpoints + 1)):
+            raise LedgerError(f"slots of checkpoints with an owner, in order: {checkpoints}")
         for text in self._cache.verify(leases):
             raise LedgerError(text)

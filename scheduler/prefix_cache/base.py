@@ -41,11 +41,15 @@ class PrefixMatch(NamedTuple):
         num_pages: length of the prefix.
         node: the node in which it ends; only the cache uses it.
         pages_in_node: number of pages of `node` that belong to it.
+        checkpoint: the state after the prefix, in a model with state layers; 0: there are none, or there is no prefix.
+        num_known: pages that the cache has, also those without a later checkpoint; only with state layers.
     """
 
     num_pages: int = 0
     node: Any = None
     pages_in_node: int = 0
+    checkpoint: int = 0
+    num_known: int = 0
 
 
 class Prefix(NamedTuple):
@@ -117,7 +121,10 @@ class PrefixCache(Protocol):
         ...
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
-        """The longest cached prefix of at most `max_pages` pages. Changes nothing."""
+        """The longest cached prefix of at most `max_pages` pages, with state layers up to a checkpoint.
+
+        Changes nothing.
+        """
         ...
 
     def unlocked_pages(self, match: PrefixMatch) -> int:
@@ -143,6 +150,19 @@ class PrefixCache(Protocol):
         Returns:
             [n] the cache's pages for these tokens; [0] if the cache keeps none.
         """
+        ...
+
+    def keep_state(self, lease: Lease, num_pages: int, checkpoint: int) -> bool:
+        """Offer the state after the first `num_pages` pages of a lease; False: the cache does not keep it."""
+        ...
+
+    @property
+    def num_checkpoints(self) -> int:
+        """States that the cache keeps."""
+        ...
+
+    def checkpoints(self) -> list[int]:
+        """Their slots; for checks."""
         ...
 
     def release(self, lease: Lease) -> None:
@@ -218,6 +238,7 @@ class NoPrefixCache:
     locked_pages = 0
     pinned_pages = 0
     num_pins = 0
+    num_checkpoints = 0
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
         return PrefixMatch()
@@ -233,6 +254,12 @@ class NoPrefixCache:
 
     def extend(self, lease: Lease, token_ids: bytes, pages: AnyIntArray) -> AnyIntArray:
         return EMPTY
+
+    def keep_state(self, lease: Lease, num_pages: int, checkpoint: int) -> bool:
+        return False
+
+    def checkpoints(self) -> list[int]:
+        return []
 
     def release(self, lease: Lease) -> None:
         pass

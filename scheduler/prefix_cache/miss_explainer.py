@@ -38,6 +38,8 @@ class MissExplainer:
             kind = MissKind.NONE if prefix_len + 1 >= prompt_len else MissKind.ROUNDING
             return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len)
 
+        if match.num_known > match.num_pages:
+            return CacheMiss(rid, prompt_len, prefix_len, MissKind.NO_STATE, prefix_len)
         page_end = (prefix_len + page_size) * TOKEN_ID_BYTES
         page = token_ids[prefix_len * TOKEN_ID_BYTES : page_end]
         node: RadixNode | None = match.node

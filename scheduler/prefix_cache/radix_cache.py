@@ -11,13 +11,15 @@ Source: SGLang's RadixAttention (sglang:mem_cache/radix_cache.py). Differences: 
 is extended from its end instead of from the root. Eviction takes pages from the end of the lowest-ranked leaf instead
 of the whole leaf, so that one short request does not evict a long prefix.
 
+In a model with state layers a prefix is reused only up to a node with a checkpoint (`Checkpoints`).
+
 This module has the tree. `EvictionQueue` orders the leaves, `Pins` has the clients' pins, and `MissExplainer` explains
 misses with the `EvictionHistory`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 import numpy as np
@@ -26,6 +28,7 @@ from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.cache_miss import CacheMiss
 from .base import Lease, PrefixMatch
 from .cache_audit import nodes_of, pages_in, verify_nodes
+from .checkpoints import Checkpoints
 from .eviction import LRU, EvictionPolicy, EvictionQueue
 from .eviction_history import FLUSHED, EvictionHistory
 from .miss_explainer import MissExplainer
@@ -41,6 +44,7 @@ class RadixCache:
     """See the module. `PrefixCache` describes the methods."""
 
     __slots__ = (
+        "_checkpoints",
         "_clock",
         "_evictable_pages",
         "_eviction_history",
@@ -62,6 +66,7 @@ class RadixCache:
         eviction: EvictionPolicy = LRU,
         max_pinned_pages: int = 0,
         max_evictions_remembered: int = MAX_TOMBSTONES,
+        free_checkpoint: Callable[[int], None] | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -70,6 +75,7 @@ class RadixCache:
             eviction: the order of eviction; see `make_eviction`.
             max_pinned_pages: the most pages that pins cover, and the most pins; 0: pinning has no effect.
             max_evictions_remembered: the most evictions that `explain` knows about.
+            free_checkpoint: takes back the slot of a checkpoint; None: the model has no state layers.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -81,6 +87,7 @@ class RadixCache:
         self._num_evictions = 0
         self._queue = EvictionQueue(eviction)
         self._pins = Pins(max_pinned_pages)
+        self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
 
@@ -111,6 +118,23 @@ class RadixCache:
     # ------------------------------------------------------------ look-up and locks
 
     def match(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
+        match = self._known(extra_key, token_ids, max_pages)
+        return match if self._checkpoints is None else self._to_checkpoint(match)
+
+    def _to_checkpoint(self, match: PrefixMatch) -> PrefixMatch:
+        """The part of a match up to its last checkpoint."""
+        node: RadixNode | None = match.node
+        if node is None:
+            return match
+        num_pages, in_node = match.num_pages, match.pages_in_node
+        while node.parent is not None and (in_node < len(node.pages) or not node.checkpoint):
+            num_pages -= in_node
+            node = node.parent
+            in_node = len(node.pages)
+        return PrefixMatch(num_pages, node, len(node.pages), node.checkpoint, match.num_pages)
+
+    def _known(self, extra_key: str, token_ids: bytes, max_pages: int) -> PrefixMatch:
+        """The longest prefix with pages in the tree."""
         node = self._roots.get(extra_key)
         if node is None:
             return PrefixMatch()
@@ -143,6 +167,8 @@ class RadixCache:
         node = self._end_of(match)
         if node is None:
             node = self._root(extra_key)
+        if match.checkpoint and self._checkpoints is not None:
+            self._checkpoints.used(node)
         self._lock_path(node, None, priority)
         return Lease(extra_key, match.num_pages, node, priority)
 
@@ -212,6 +238,43 @@ class RadixCache:
         self._generation += 1
         return np.concatenate(dropped)
 
+    # ------------------------------------------------------------ states
+
+    @property
+    def num_checkpoints(self) -> int:
+        return 0 if self._checkpoints is None else len(self._checkpoints)
+
+    def checkpoints(self) -> list[int]:
+        return [] if self._checkpoints is None else self._checkpoints.taken()
+
+    def keep_state(self, lease: Lease, num_pages: int, checkpoint: int) -> bool:
+        assert self._checkpoints is not None and 0 < num_pages <= lease.num_pages, (
+            num_pages,
+            lease.num_pages,
+        )
+        node: RadixNode = lease.node
+        end = lease.num_pages
+        while end - len(node.pages) >= num_pages:
+            end -= len(node.pages)
+            assert node.parent is not None
+            node = node.parent
+        if end > num_pages:
+            node = self._split(node, len(node.pages) - (end - num_pages))
+        if node.checkpoint:
+            self._checkpoints.used(node)
+            return False
+        self._checkpoints.put(node, checkpoint)
+        self._generation += 1
+        return True
+
+    def drop_oldest_checkpoint(self, keep: Collection[int]) -> bool:
+        """Free the slot of the least recently used checkpoint that is not in `keep`; False: there is none."""
+        assert self._checkpoints is not None
+        if not self._checkpoints.drop_oldest(keep):
+            return False
+        self._generation += 1
+        return True
+
     # ------------------------------------------------------------ eviction
 
     def evict(self, num_pages: int) -> IntArray:
@@ -253,6 +316,8 @@ class RadixCache:
         self._eviction_history.truncated(node, node.key[cut : cut + self._page_bytes], evicted_at)
         if node.pin_ref:
             self._pins.truncated(len(node.pages) - num_pages)
+        if self._checkpoints is not None:
+            self._checkpoints.removed(node)
         node.pages = node.pages[:num_pages].copy()
         node.key = node.key[:cut]
         self._queue.note(node)
@@ -277,6 +342,8 @@ class RadixCache:
             self._eviction_history.removed(node, parent, first_page, evicted_at)
         if node.pin_ref:
             self._pins.removed(node, parent)
+        if self._checkpoints is not None:
+            self._checkpoints.removed(node)
         del parent.children[first_page]
         node.parent = None
         if not parent.children:
@@ -287,10 +354,10 @@ class RadixCache:
     def pin(self, extra_key: str, token_ids: bytes, until_s: float) -> int:
         pins, key = self._pins, self._pin_key(extra_key, token_ids)
         self._pins_changed(pins.end(key))
-        match = self.match(extra_key, token_ids, len(token_ids) // self._page_bytes)
+        match = self._known(extra_key, token_ids, len(token_ids) // self._page_bytes)
         surplus = self._unpinned_pages(match) - (pins.max_pages - pins.num_pages)
         if surplus > 0:
-            match = self.match(extra_key, token_ids, match.num_pages - surplus)
+            match = self._known(extra_key, token_ids, match.num_pages - surplus)
         if not match.num_pages or not pins.has_room():
             return 0
         node = self._end_of(match)
@@ -393,4 +460,6 @@ class RadixCache:
         counts = (self._evictable_pages, self._locked_pages)
         wrong = list(verify_nodes(self._roots, leases, self._queue, self.page_size, counts))
         wrong.extend(self._pins.verify(nodes_of(self._roots)))
+        if self._checkpoints is not None:
+            wrong.extend(self._checkpoints.verify(nodes_of(self._roots)))
         return wrong

@@ -28,10 +28,12 @@ class RadixNode:
         priority: the highest priority of those requests.
         queued: bits that say which heaps of the eviction queue have an entry for it.
         end_id: id of the position after the run, given when pages after it are evicted; 0 until then.
+        checkpoint: the slot of the state after the run, see `Checkpoints`; 0: it was not kept.
         truncated_key: the eviction history's entry for the page that was last cut off its end; 0 for none.
     """
 
     __slots__ = (
+        "checkpoint",
         "children",
         "created",
         "end_id",
@@ -72,6 +74,7 @@ class RadixNode:
         self.queued = 0
         self.end_id = 0
         self.truncated_key = 0
+        self.checkpoint = 0
 
     @property
     def is_evictable_leaf(self) -> bool:

@@ -19,6 +19,7 @@ class MissKind(enum.StrEnum):
     BYPASSED = "not_asked"
     PROMPT_LONGER = "ends"
     OFF = "off"
+    NO_STATE = "no_state"
 
     @property
     def text(self) -> str:
@@ -37,6 +38,7 @@ _TEXTS: Final = {
     MissKind.BYPASSED: "the request needs the results of all tokens of its prompt, so all of it is computed",
     MissKind.PROMPT_LONGER: "the nearest cached prompt ends here, and this one goes on",
     MissKind.OFF: "the prefix cache is switched off",
+    MissKind.NO_STATE: "more is cached, but no state of the model's state layers was kept at its end",
 }
 
 

@@ -73,6 +73,8 @@ class Req:
         adapter_slot: slot of its LoRA adapter while it has a row; 0 without an adapter.
         lease: the request's lock in the prefix cache while it has a row.
         host_pages: pages of the host's KV pool that hold its first `host_len` tokens while it is SWAPPED, else None.
+        checkpoint: slot of the state from which it starts, when it has just been admitted; 0: from the first token.
+        tree_len: tokens whose pages the prefix cache had when it was admitted, with a state at their end or without.
         match, match_generation: the last look-up in the prefix cache, and the cache's generation at that time.
         cached_tokens: prompt tokens that the prefix cache had at the first admission.
         num_retractions: how often it was retracted or preempted.
@@ -93,6 +95,7 @@ class Req:
         "answered",
         "arrival_s",
         "cached_tokens",
+        "checkpoint",
         "entered_s",
         "extra_key",
         "failed_alone",
@@ -129,6 +132,7 @@ class Req:
         "seq",
         "status",
         "tenant",
+        "tree_len",
     )
 
     def __init__(self, message: GenerateRequest, seq: int, now_s: float) -> None:
@@ -158,6 +162,8 @@ class Req:
         self.host_len = 0
         self.match: PrefixMatch | None = None
         self.match_generation = -1
+        self.checkpoint = 0
+        self.tree_len = 0
         self.cached_tokens = 0
         self.received_s = now_s
         self.queue_s = 0.0

@@ -8,6 +8,9 @@ is a function of the last so many alone, so that outputs run into circles, which
 A request may have a `ToyGrammar`: each of its rows of logits must have exactly the mask of the answer so far. Or, if
 `late` is set, it samples without most masks, and again where the token was not allowed.
 
+With `has_states` a row also has a state, which is exact at one position only: a request must start from the checkpoint
+of its prefix, and each of its steps must begin where the last one ended.
+
 The vector of a pooling request is the hash of its prompt, see `expected_vector`.
 """
 
@@ -25,6 +28,7 @@ from engine.runtime.step_plan import (
     ForwardMode,
     GetMasks,
     GoOn,
+    NewReq,
     StepPlan,
     StepResult,
     TokenMasks,
@@ -150,6 +154,7 @@ class Row:
     store_id: int = 0
     pooling: PoolingParams | None = None
     num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
+    state_at: int = 0  # the position of its state
 
 
 class FakeRunner:
@@ -178,6 +183,8 @@ class FakeRunner:
         self.rids: dict[int, str] = {}
         self.adapters: dict[int, int] = {}  # slot -> store id
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
+        self.has_states = False
+        self.checkpoints: dict[int, int] = {}  # what the states in them have seen
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
         self.num_rounds = 0  # of bursts
@@ -217,6 +224,7 @@ class FakeRunner:
                 pooling=new.pooling,
             )
             self.rids[new.row] = new.rid
+            self.start_state(new, len(prefix))
             self.check_prefix(new.row, len(prefix))
         for update in plan.row_updates:
             loc = np.frombuffer(update.loc, dtype=np.int32)
@@ -228,12 +236,50 @@ class FakeRunner:
             assert plan.finished_rows or plan.swap_outs, "a step for nothing"
             assert not plan.total_num_scheduled_tokens and not plan.rows
             return Launched(StepResult(plan.step_id))
+        self.check_saves(plan)
         if self.no_memory(plan):
+            for _, _, checkpoint in triples(plan.state_saves):
+                self.checkpoints[checkpoint] = GARBAGE
             self.kv[ints(plan.out_cache_loc)] = GARBAGE
             for row in ints(plan.rows):
                 self.rows[row].lost = True
             return Launched(StepResult(plan.step_id, forward_s=0.01, out_of_memory="tried to allocate 2 GiB"))
         return Launched(self.forward(plan, masks) if plan.num_rounds == 1 else self.burst(plan, go_on, masks))
+
+    def start_state(self, new: NewReq, prefix_len: int) -> None:
+        """A row begins with the state after its prefix."""
+        row = self.rows[new.row]
+        row.state_at = prefix_len
+        if not self.has_states:
+            assert not new.checkpoint
+            return
+        assert bool(new.checkpoint) == bool(prefix_len), "a prefix without its state"
+        if prefix_len:
+            assert self.checkpoints[new.checkpoint] == row.states[prefix_len - 1], (
+                "the state of another prefix"
+            )
+
+    def check_saves(self, plan: StepPlan) -> None:
+        """Saves are of rows of the step, distinct, and not into what the step reads."""
+        saves = triples(plan.state_saves)
+        checkpoints = [checkpoint for _, _, checkpoint in saves]
+        assert self.has_states or not saves
+        assert len(set(checkpoints)) == len(checkpoints) and 0 not in checkpoints
+        assert not {new.checkpoint for new in plan.new_reqs} & set(checkpoints), "written while it is read"
+        for row_id, position, _ in saves:
+            idx = ints(plan.rows).index(row_id)
+            start, length = ints(plan.num_computed_tokens)[idx], ints(plan.num_scheduled_tokens)[idx]
+            assert start < position <= start + length + plan.num_rounds - 1
+            assert position % self.page_size == 0
+
+    def save_states(self, plan: StepPlan, row_id: int, start: int, stop: int) -> None:
+        """Move a row's state over the tokens of a step."""
+        row = self.rows[row_id]
+        assert row.state_at == start, f"the state is that after {row.state_at} tokens, not {start}"
+        row.state_at = stop
+        for saved_row, position, checkpoint in triples(plan.state_saves):
+            if saved_row == row_id and start < position <= stop:
+                self.checkpoints[checkpoint] = row.states[position - 1]
 
     def burst(self, plan: StepPlan, go_on: GoOn, masks: GetMasks = no_masks) -> StepResult:
         """A step of decodes, as often as the plan says and `go_on` allows, or until somebody fails."""
@@ -306,6 +352,9 @@ class FakeRunner:
                 row.slots[position] = out[offset]
                 offset += 1
             self.check_prefix(row_id, start + length)
+            if self.has_states:
+                assert not drafts
+                self.save_states(plan, row_id, start, start + length)
             assert samples[idx] or not drafts
             assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
             row.num_pooled += length
@@ -556,3 +605,8 @@ def ints(data: bytes) -> list[int]:
 def pairs(data: bytes) -> list[tuple[int, int]]:
     """[n, 2] int32 bytes as pairs."""
     return [(int(first), int(second)) for first, second in np.frombuffer(data, dtype=np.int32).reshape(-1, 2)]
+
+
+def triples(data: bytes) -> list[tuple[int, int, int]]:
+    """[n, 3] int32 bytes as triples."""
+    return [(int(a), int(b), int(c)) for a, b, c in np.frombuffer(data, dtype=np.int32).reshape(-1, 3)]

@@ -117,6 +117,8 @@ class Harness:
         max_model_len: int = 512,
         max_running_requests: int = 8,
         num_host_pages: int = 0,
+        num_checkpoints: int = 0,
+        checkpoint_pages: int = 0,
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
@@ -135,6 +137,8 @@ class Harness:
             num_host_pages=num_host_pages,
             kv_token_bytes=1024,
             num_adapter_slots=config.get("max_loras_per_batch", 8),
+            num_checkpoints=num_checkpoints,
+            checkpoint_pages=checkpoint_pages,
         )
         self.store_ids: dict[str, int] = {}  # of adapters, by fingerprint
         self._num_loaded = 0
@@ -154,6 +158,7 @@ class Harness:
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
+        self.runner.has_states = checkpoint_pages > 0
         self._fake_runner = self.runner  # `runner` may become one around it
         self.runner.grammars = self.matchers.grammars
         self.mask_meter = MaskMeter(lambda: self.now_s)

@@ -34,7 +34,7 @@ class NormForm(NamedTuple):
 
     def weight_of(self, module: nn.Module) -> Tensor:
         """The factor of a module of this form, [size] float32."""
-        weight = getattr(module, "weight", None)
+        weight: Tensor | None = getattr(module, "weight", None)
         if weight is None:
             return torch.ones(self.size)
         return weight.detach().float() + self.offset
@@ -85,8 +85,8 @@ def _candidates(module: nn.Module) -> list[NormForm]:
         return []
     sizes = {tuple(parameter.shape) for parameter in parameters.values()}
     if not sizes and "norm" in type(module).__name__.lower():
-        shape = getattr(module, "normalized_shape", None)
-        sizes = {tuple(shape)} if isinstance(shape, (tuple, list)) else set()
+        declared = getattr(module, "normalized_shape", None)
+        sizes = {tuple(declared)} if isinstance(declared, (tuple, list)) else set()
     if len(sizes) != 1 or len(shape := sizes.pop()) != 1:
         return []
     has_weight, has_bias = "weight" in parameters, "bias" in parameters

@@ -103,7 +103,7 @@ class Operations(TorchDispatchMode):
         return others
 
 
-def probed_copy(module: nn.Module, replaced: Mapping[nn.Module, nn.Module]) -> Any:
+def probed_copy(module: nn.Module, replaced: Mapping[Any, nn.Module]) -> Any:
     """A copy in float32, with some submodules replaced; configurations are shared."""
     memo: dict[int, Any] = {id(original): probe for original, probe in replaced.items()}
     for part in module.modules():

@@ -42,9 +42,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
             "engine serves only text; give the GGUF file of the language model, which is beside it"
         )
     if arch not in GGUF_FAMILIES:
-        raise fields.error(
-            "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
+        rule = (
+            f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}; give the model's folder with "
+            "config.json and safetensors instead, which transformers' code may run"
         )
+        raise fields.error("general.architecture", arch, rule)
     family = GGUF_FAMILIES[arch]
     if not family.has_experts and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(
@@ -59,9 +61,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
         heads = {
-            "num_kv_heads": fields.integer(
-                f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads
-            ),
+            "num_kv_heads": facts.get("num_kv_heads")  # some families have a number per layer
+            or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
             "head_dim": head_dim,
             "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
             "rope_scaling": read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),

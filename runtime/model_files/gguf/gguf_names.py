@@ -15,6 +15,7 @@ _GLOBAL_NAMES: Final = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
+    "model.embedding_norm.weight": "token_embd_norm.weight",  # of LFM2, which normalizes the output with it
     "lm_head.weight": "output.weight",
     "lm_head.bias": "output.bias",
 }
@@ -62,8 +63,11 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
 
 
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops from a matrix of one row."""
-    return wanted if wanted == (1, *stored) else stored
+    """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops.
+
+    It drops it from a matrix of one row, and from the weight of a convolution of each channel.
+    """
+    return wanted if wanted in ((1, *stored), (*stored[:1], 1, *stored[1:])) else stored
 
 
 def _expert_names(names: ExpertNames) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ..json_file import read_json
 from ..model_spec import DTypeName, ModelSpec
 from ..pooling_spec import NO_CHOICE, PoolingSpec, TaskChoice
 from ..tokenizer_files.special_tokens import read_eos_ids
-from .families.family import Family
+from .families.family import Facts, Family
 from .families.registry import FAMILIES
 from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
 from .hf_other import other_family, with_common_names
@@ -85,6 +85,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     if model_type in FAMILIES:
         _check_family(fields, model_type, FAMILIES[model_type], found)
         family = FAMILIES[model_type]
+        fields = Fields(path, family.with_common_names(config), prefix)
     elif model_type in ENCODER_MODEL_TYPES:
         fields, family = encoder_fields(fields, config, model_type)
     elif model_type in UNSUPPORTED_ENCODERS:
@@ -98,7 +99,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     vocab_size = fields.integer("vocab_size", 1, 1 << 24)
     hidden_size = fields.integer("hidden_size", 1, 1 << 20)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
-    facts = {
+    facts: Facts = {
         # Models older than grouped-query attention do not have these two fields.
         "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
         "head_dim": fields.integer(
@@ -111,7 +112,8 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         model_type=model_type,
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
+        intermediate_size=facts.pop("intermediate_size", None)
+        or fields.integer("intermediate_size", 1, 1 << 22),
         num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
         rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),

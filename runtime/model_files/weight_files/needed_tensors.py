@@ -55,14 +55,15 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     """
     table = (spec.vocab_size, spec.hidden_size)
     yield Module("model.embed_tokens", table)
-    yield Module("model.norm", (spec.hidden_size,), has_bias=spec.form.norm_bias)
+    yield Module(f"model.{spec.form.names.final_norm}", (spec.hidden_size,), has_bias=spec.form.norm_bias)
     if not spec.tie_word_embeddings:
         yield Module("lm_head", table, has_bias=spec.form.head_bias)
     elif spec.form.head_bias:
         yield Module("lm_head", table[:1], part="bias")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        for module in (*_norms(spec), *attention_modules(spec), *_mlp(spec, layer, one_expert)):
+        mixer = (*_head_norms(spec), *attention_modules(spec)) if spec.attends(layer) else _short_conv(spec)
+        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
 
@@ -87,8 +88,21 @@ def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
 def _norms(spec: ModelSpec) -> Iterator[Module]:
     for name in spec.form.norms:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
-    for name, size in zip(("q_norm", "k_norm"), spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
+
+
+def _head_norms(spec: ModelSpec) -> Iterator[Module]:
+    names = spec.form.names.q_norm, spec.form.names.k_norm
+    for name, size in zip(names, spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
         yield Module(f"self_attn.{name}", (size,))
+
+
+def _short_conv(spec: ModelSpec) -> Iterator[Module]:
+    state, size = spec.state, spec.hidden_size
+    assert state is not None
+    bias, inner = state.conv_bias, state.conv_size
+    yield Module("conv.in_proj", (3 * inner, size), is_linear=True, has_bias=bias)
+    yield Module("conv.conv", (inner, 1, state.conv_taps), has_bias=bias)
+    yield Module("conv.out_proj", (size, inner), is_linear=True, has_bias=bias)
 
 
 def attention_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -104,7 +118,8 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
     sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_size, kv_size, kv_size]
     for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
-    yield Module("self_attn.o_proj", (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    name = f"self_attn.{spec.form.names.attention_out}"
+    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
@@ -134,7 +149,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
 
 def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
-    block = "mlp" if experts is None else experts.names.block
+    block = spec.form.names.mlp if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
         yield from _dense(block, size, spec.intermediate_size, spec)
         return

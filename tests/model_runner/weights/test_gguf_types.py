@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from msgspec.structs import replace
 
 from engine.model_runner.kernels.quantized import reasons_against_blocks
 from engine.model_runner.weights.format_selection import make_linear_format, quant_target
+from engine.runtime.model_files.block_forms import GGUF_FORMS
 from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.weight_memory import rounded_bytes
 
@@ -52,3 +55,10 @@ def test_without_kernels_all_formats_are_named(caplog: pytest.LogCaptureFixture)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("weights are gguf (IQ4_XS x 1, IQ2_S x 1, Q6_K x 1), and the product ")
     assert "they are kept as float32, weights_mib=" in line
+
+
+def test_the_page_on_models_has_every_format() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    _, _, section = page.partition("\n## GGUF formats\n")
+    words = set(re.findall(r"\w+", section.partition("\n## ")[0]))
+    assert words.issuperset(GGUF_FORMS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...attention_form import AttentionForm
 from ...fields import Fields
 from ..hf_rope import MAX_POSITIONS, Rope
 
@@ -22,6 +23,12 @@ class Family(NamedTuple):
     head_dim: int | None = None  # None: hidden size divided by heads
     body: str = ""  # the class without an output head; "": that of `architecture`
     norm_eps: str = "rms_norm_eps"  # the field of the norms' eps
+    renamed: Mapping[str, str] = {}  # fields of the family that stand for common ones, which they override
+
+    def with_common_names(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        """A configuration in which the common fields have the values of the family's own."""
+        given = {name: config[own] for own, name in self.renamed.items() if config.get(own) is not None}
+        return {**config, **given}
 
     def classes(self, task: str) -> tuple[str, ...]:
         """The classes in transformers with the weights for a task; the first one is the usual one."""
@@ -52,6 +59,14 @@ def window_everywhere(fields: Fields) -> Facts:
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
         "windowed_layers": (True,) * num_layers,
     }
+
+
+def score_cap(fields: Fields) -> Facts:
+    """`attn_logit_softcapping`, if it is set."""
+    name = "attn_logit_softcapping"
+    if fields.get(name) is None:
+        return {}
+    return {"attention": AttentionForm(score_cap=fields.number(name, 1e-3, 1e6))}
 
 
 def layer_types(fields: Fields) -> tuple[bool, ...]:

@@ -1,0 +1,167 @@
+"""`StateRuns`: from which state slot each piece of a step's tokens starts, and where its state goes.
+
+A state slot holds what the state layers keep of a request: the state after its last computed token. Slots of a pool for
+R rows and the scheduler's C checkpoints:
+
+    0               the state before the first token: zeros; never written
+    1..R            of the rows
+    R + 1           of padding
+    R + 2..R + 1 + C   checkpoints 1..C
+
+The tokens of a request are one run, or several, if the state within them is kept, too: one run for each checkpoint. A
+run starts from the state of its `load` slot and writes the state after its last token to its `store` slot. Runs are
+computed in order, so a run may load what an earlier one has stored.
+"""
+
+# Shapes: B requests, T new tokens in the batch, n runs.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Int64s = npt.NDArray[np.int64]
+
+ZERO_SLOT: Final = 0
+_WORDS: Final = 4  # of a run
+
+
+class StateRun(NamedTuple):
+    """The tokens `first`..`last`-1 of one request; none: the state of `load` is copied to `store`."""
+
+    load: int
+    first: int
+    last: int
+    store: int
+
+
+class StateSave(NamedTuple):
+    """Keep the state of a request after its first `position` tokens in a checkpoint, 1..C."""
+
+    row: int
+    position: int
+    checkpoint: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateRuns:
+    """The runs of a step.
+
+    Attributes:
+        plan: [1 + 4 * n] int64, on the device: the number of runs, then load, first, last and store of each.
+        runs: on the host; empty in a recording, which reads only `plan`.
+    """
+
+    plan: Tensor
+    runs: tuple[StateRun, ...] = ()
+
+    @classmethod
+    def of(cls, plan: Int64s, on_device: Tensor) -> StateRuns:
+        """The runs of a plan, which was uploaded."""
+        return cls(on_device, runs_in(plan))
+
+    def on_host(self) -> tuple[StateRun, ...]:
+        """The runs; for a recording on the CPU those that its plan holds now."""
+        return self.runs or runs_in(self.plan.numpy())
+
+
+def runs_in(plan: Int64s) -> tuple[StateRun, ...]:
+    """The runs of a plan on the host."""
+    num_runs = int(plan[0])
+    numbers = plan[1 : 1 + _WORDS * num_runs].reshape(-1, _WORDS).tolist()
+    return tuple([StateRun(*run) for run in numbers])
+
+
+def plan_states(
+    rows: Int64s,
+    prefix_lens: Int64s,
+    extend_lens: Int64s,
+    *,
+    num_rows: int,
+    loads: Mapping[int, int],
+    saves: Sequence[StateSave],
+) -> Int64s:
+    """The plan of a step: [1 + 4 * n].
+
+    Args:
+        rows, prefix_lens, extend_lens: [B], see `BatchLayout`.
+        num_rows: R.
+        loads: row -> checkpoint from which it starts in this step.
+        saves: those of the step; a save of another row or outside of a request's new tokens is not of this step.
+    """
+    lasts = np.cumsum(extend_lens)
+    firsts = lasts - extend_lens
+    own = rows + 1
+    load = np.where(prefix_lens > 0, own, ZERO_SLOT)
+    if loads:
+        load = _with_loads(load, rows, loads, num_rows)
+    if saves:
+        kept = _saves_by_request(rows, prefix_lens, extend_lens, saves)
+        if kept:
+            return _with_saves(load, firsts, lasts, own, prefix_lens, kept, num_rows)
+    plan = np.empty(1 + _WORDS * len(rows), dtype=np.int64)
+    plan[0] = len(rows)
+    plan[1::4], plan[2::4], plan[3::4], plan[4::4] = load, firsts, lasts, own
+    return plan
+
+
+def recorded_state_plan(num_tokens: int) -> Tensor:
+    """Memory of a recording for the plan of so many tokens: with checkpoints there are at most two runs a token."""
+    return torch.zeros(1 + 2 * _WORDS * num_tokens, dtype=torch.int64)
+
+
+def checkpoint_slot(checkpoint: int, num_rows: int) -> int:
+    """The slot of a checkpoint, 1..C."""
+    return num_rows + 1 + checkpoint
+
+
+def _with_loads(load: Int64s, rows: Int64s, loads: Mapping[int, int], num_rows: int) -> Int64s:
+    load = load.copy()
+    for idx, row in enumerate(rows.tolist()):
+        if row in loads:
+            load[idx] = checkpoint_slot(loads[row], num_rows)
+    return load
+
+
+def _saves_by_request(
+    rows: Int64s, prefix_lens: Int64s, extend_lens: Int64s, saves: Sequence[StateSave]
+) -> dict[int, list[StateSave]]:
+    """Batch index -> the saves of the request in this step, in the order of positions."""
+    index_of = {row: idx for idx, row in enumerate(rows.tolist())}
+    kept: dict[int, list[StateSave]] = {}
+    for save in saves:
+        idx = index_of.get(save.row)
+        if idx is not None and 0 < save.position - int(prefix_lens[idx]) <= int(extend_lens[idx]):
+            kept.setdefault(idx, []).append(save)
+    for of_request in kept.values():
+        of_request.sort(key=lambda save: save.position)
+    return kept
+
+
+def _with_saves(
+    load: Int64s,
+    firsts: Int64s,
+    lasts: Int64s,
+    own: Int64s,
+    prefix_lens: Int64s,
+    kept: Mapping[int, Sequence[StateSave]],
+    num_rows: int,
+) -> Int64s:
+    runs: list[int] = []
+    columns = (column.tolist() for column in (load, firsts, lasts, own, prefix_lens))
+    for idx, (from_slot, first, last, store, start) in enumerate(zip(*columns, strict=True)):
+        at, slot = first, from_slot
+        for save in kept.get(idx, ()):
+            middle, saved = first + save.position - start, checkpoint_slot(save.checkpoint, num_rows)
+            runs += (slot, at, middle, saved)
+            at, slot = middle, saved
+        runs += (slot, at, last, store)
+    return np.array([len(runs) // _WORDS, *runs], dtype=np.int64)

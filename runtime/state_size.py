@@ -1,0 +1,42 @@
+"""Sizes around state slots: how many checkpoints are kept, and how often one is taken."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+from .kv_size import BYTES_OF_DTYPE
+
+if TYPE_CHECKING:
+    from .model_files.model_spec import ModelSpec
+
+CHECKPOINT_SHARE: Final = 0.1
+"""Memory of all checkpoints, by that of the KV pool."""
+_INTERVAL_SHARE: Final = 0.05
+"""Memory of the checkpoints within a prompt or an answer, by that of its keys and values."""
+_OTHER_SLOTS: Final = 2  # that of zeros, and that of padding
+
+
+def slot_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Memory of one state slot; 0 without state layers."""
+    return 0 if spec.state is None else spec.state.slot_bytes(BYTES_OF_DTYPE[dtype])
+
+
+def row_states_bytes(spec: ModelSpec, dtype: str, max_running_requests: int) -> int:
+    """Memory of the slots of running requests."""
+    return slot_bytes(spec, dtype) * (max_running_requests + _OTHER_SLOTS)
+
+
+def num_checkpoints(spec: ModelSpec, dtype: str, token_bytes: int, num_pages: int, page_size: int) -> int:
+    """Checkpoints beside a KV pool with tokens of `token_bytes`: at most one for each page, at least one."""
+    if spec.state is None:
+        return 0
+    share = CHECKPOINT_SHARE * num_pages * page_size * token_bytes
+    return max(1, min(num_pages, int(share / slot_bytes(spec, dtype))))
+
+
+def checkpoint_pages(spec: ModelSpec, dtype: str, token_bytes: int, page_size: int) -> int:
+    """Pages from one checkpoint within a prompt or an answer to the next; 0 without state layers."""
+    if spec.state is None:
+        return 0
+    return max(1, math.ceil(slot_bytes(spec, dtype) / (_INTERVAL_SHARE * page_size * token_bytes)))
