@@ -137,6 +137,7 @@ def launches(monkeypatch) -> Counter[str]:
         store_latent=plain_latent.store_latent,
         short_conv=plain_short_conv.short_conv,
         scale=plain.scale,
+        soft_cap=plain.soft_cap,
         add=plain.add,
         add_gated=plain.add_gated,
         take_rows=plain.take_rows,
