@@ -11,8 +11,10 @@ stacks. As in transformers, a stack is transposed if it does not have the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final
+
+from .needed_tensors import needed_modules
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
@@ -26,22 +28,29 @@ _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
-    """The entries of a file with those of the experts' parts instead of stacks."""
+    """The entries of a file with those of the experts' parts instead of stacks, if the model takes such parts."""
+    if spec.experts is None or not any(name.endswith(tuple(_STACKS)) for name in entries):
+        return dict(entries)
+    needed = {module.name for module in needed_modules(spec, one_expert=True)}
     found: dict[str, HeaderEntry] = {}
     for name, entry in entries.items():
-        parts = dict(_parts(name, entry, spec))
+        parts = dict(_parts(name, entry, spec, needed))
         found |= parts or {name: entry}
     return found
 
 
-def _parts(name: str, entry: HeaderEntry, spec: ModelSpec) -> Iterator[tuple[str, HeaderEntry]]:
+def _parts(
+    name: str, entry: HeaderEntry, spec: ModelSpec, needed: Set[str]
+) -> Iterator[tuple[str, HeaderEntry]]:
     """The parts of a stack; nothing for any other tensor, or for a stack of another shape or dtype."""
     suffix = next((suffix for suffix in _STACKS if name.endswith(suffix)), None)
     item_bytes = _ITEM_BYTES.get(entry.dtype_name)
     if suffix is None or item_bytes is None or spec.experts is None:
         return
     num, inner, size = spec.experts.num_experts, spec.experts.intermediate_size, spec.hidden_size
-    modules = _STACKS[suffix]
+    modules, layer = _STACKS[suffix], name.removesuffix(suffix)
+    if f"{layer}.mlp.experts.0.{modules[0]}" not in needed:
+        return
     rows, columns = (size, inner) if len(modules) == 1 else (inner, size)
     height = rows * len(modules)  # of one expert's matrix
     if entry.shape == (num, height, columns):
@@ -54,7 +63,7 @@ def _parts(name: str, entry: HeaderEntry, spec: ModelSpec) -> Iterator[tuple[str
         for idx, module in enumerate(modules):
             start = expert * height * columns + idx * step
             yield (
-                f"{name.removesuffix(suffix)}.mlp.experts.{expert}.{module}.weight",
+                f"{layer}.mlp.experts.{expert}.{module}.weight",
                 entry._replace(
                     shape=(rows, columns),
                     offset=entry.offset + start * item_bytes,
