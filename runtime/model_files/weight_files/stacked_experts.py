@@ -17,10 +17,12 @@ bias, `<stack>_bias`. In MXFP4 these stacks are two tensors each, which are not 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..block_forms import BLOCK_LEN
+
+from .needed_tensors import needed_modules
 
 if TYPE_CHECKING:
     from ..experts_spec import ExpertsSpec
@@ -42,13 +44,16 @@ class _Stack(NamedTuple):
 
 
 def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
-    """The entries of a file with those of the experts' parts instead of stacks."""
+    """The entries of a file with those of the experts' parts instead of stacks, if the model takes such parts."""
     if spec.experts is None:
         return dict(entries)
     stacks = _stacks(spec.experts, spec.hidden_size)
+    if not any(suffix in name for name in entries for suffix in stacks):
+        return dict(entries)
+    needed = {module.name for module in needed_modules(spec, one_expert=True)}
     found: dict[str, HeaderEntry] = {}
     for name, entry in entries.items():
-        parts = dict(_parts(name, entry, spec.experts, stacks))
+        parts = dict(_parts(name, entry, spec.experts, stacks, needed))
         found |= parts or {name: entry}
     return found
 
@@ -64,7 +69,7 @@ def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
 
 
 def _parts(
-    name: str, entry: HeaderEntry, experts: ExpertsSpec, stacks: Mapping[str, _Stack]
+    name: str, entry: HeaderEntry, experts: ExpertsSpec, stacks: Mapping[str, _Stack], needed: Set[str]
 ) -> Iterator[tuple[str, HeaderEntry]]:
     """The parts of a stack; nothing for any other tensor, or for a stack of another shape or dtype."""
     for end in ("", "_bias", BLOCKS, SCALES):
@@ -75,6 +80,8 @@ def _parts(
             if layout is None:
                 return
             block = f"{name.removesuffix(suffix + end)}.{experts.names.block}"
+            if f"{block}.experts.0.{stack.modules[0]}" not in needed:
+                return
             kind = "bias" if end == "_bias" else f"weight{end}"
             for expert in range(experts.num_experts):
                 for idx, module in enumerate(stack.modules):
