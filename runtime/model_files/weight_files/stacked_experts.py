@@ -21,7 +21,6 @@ from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..block_forms import BLOCK_LEN
-
 from .needed_tensors import needed_modules
 
 if TYPE_CHECKING:
