@@ -30,6 +30,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2_moe",
     "olmoe",
     "phimoe",
+    "gpt_oss",
     "gemma2",
     "gemma3_text",
     "phi3",
@@ -51,6 +52,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "glm4_moe",
     "kimi_k2",
     *ENCODER_MODEL_TYPES,
 )
