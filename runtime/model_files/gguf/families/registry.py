@@ -12,6 +12,7 @@ from . import (
     exaone,
     gemma,
     glm,
+    granite,
     lfm,
     llama,
     ministral,
@@ -39,6 +40,7 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
     **deepseek.FAMILIES,
 }
 

@@ -15,6 +15,7 @@ from . import (
     exaone,
     gemma,
     glm,
+    granite,
     lfm,
     llama,
     ministral,
@@ -45,4 +46,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
 }
