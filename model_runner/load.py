@@ -269,4 +269,4 @@ def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> Te
         raise ConfigError(
             f"{path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
-    return SafetensorsStore(path, spec.language_of)
+    return SafetensorsStore(path, spec)

@@ -51,7 +51,8 @@ def _cap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def _query_scale(fields: Fields) -> float:
-    return fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0) ** -0.5
+    scalar: float = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0)
+    return float(scalar**-0.5)
 
 
 def _refuse_bidirectional(fields: Fields) -> None:
