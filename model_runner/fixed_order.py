@@ -12,6 +12,7 @@ import torch
 from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
 from .kernels import native
+from .kernels.latent import native as native_latent
 from .kernels.native_experts import NativeExperts
 from .kernels.native_matmul import NativeMatmul
 from .op_selection import PROVIDERS, Provider, Target
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.model_files.model_spec import ModelSpec
-    from .ops import ExpertSource, ExpertWeights, LinearWeight
+    from .ops import ExpertSource, ExpertWeights, HeadMatmul, LinearWeight
 
 
 def check_fixed_order(
@@ -76,11 +77,28 @@ def pack_experts(experts: ExpertSource) -> ExpertWeights:
     return packed
 
 
+def pack_heads(weight: Tensor) -> HeadMatmul:
+    """See `PackHeads`: our kernel.
+
+    Raises:
+        ConfigError: our kernel does not support these weights.
+    """
+    packed = native_latent.native_latent_ops().pack_heads(weight)
+    if not isinstance(packed, native_latent.NativeHeadMatmul):
+        raise ConfigError(
+            f"deterministic is on, but the heads' matrices of {weight.shape[1]} x {weight.shape[2]} are not multiplied "
+            "by the engine's own kernel, which takes an even number of inputs; omit --deterministic"
+        )
+    return packed
+
+
 def _only_native(op: str, providers: Sequence[Provider]) -> Sequence[Provider]:
     if op == "pack_linear":
         return (Provider("native", _nothing, lambda _target: pack_linear),)
     if op == "pack_experts":
         return (Provider("native", _nothing, lambda _target: pack_experts),)
+    if op == "pack_heads":
+        return (Provider("native", _nothing, lambda _target: pack_heads),)
     return [provider for provider in providers if provider.name == "native"]
 
 

@@ -187,7 +187,14 @@ def _load_model(
     if config.model.model_impl != "transformers":
         return _load_own_model(config, source, spec, capacity, group, dtype, device, layers)
     model = load_transformers_model(
-        config.model, source, spec, max_model_len=capacity.max_model_len, dtype=dtype, device=device
+        config.model,
+        source,
+        spec,
+        max_model_len=capacity.max_model_len,
+        dtype=dtype,
+        device=device,
+        # On GPUs the time goes to kernel launches, of which transformers' code would still make most.
+        ops=select_ops(Target(spec, device, dtype)) if device.type == "cpu" else None,
     )
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
     return model, _load_pooling_head(config, source, spec, weights, device)

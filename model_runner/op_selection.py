@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import native, native_linear, plain, plain_latent, sgl
+from .kernels import native, native_linear, plain, sgl
+from .kernels.latent import native as native_latent
+from .kernels.latent import plain as plain_latent
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
 from .states import plain_short_conv
@@ -92,6 +94,15 @@ def _native(
         "native",
         lambda target: reasons_against(target.device, target.dtype),
         lambda _target: getattr(native.native_ops(), method),
+        device_type="cpu",
+    )
+
+
+def _native_latent(method: str) -> Provider:
+    return Provider(
+        "native",
+        lambda target: native.reasons_against_native(target.device, target.dtype),
+        lambda _target: getattr(native_latent.native_latent_ops(), method),
         device_type="cpu",
     )
 
@@ -201,8 +212,8 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain.rotate_and_store),
     ),
     "scale": (_native("scale"), _plain(plain.scale)),
-    "pack_heads": (_plain(plain_latent.pack_heads),),
-    "store_latent": (_plain(plain_latent.store_latent),),
+    "pack_heads": (_native_latent("pack_heads"), _plain(plain_latent.pack_heads)),
+    "store_latent": (_native_latent("store_latent"), _plain(plain_latent.store_latent)),
     "add": (_native("add"), _plain(plain.add)),
     "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),

@@ -19,6 +19,7 @@ from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
+from ...runtime.resolve.transformers_support import TIMES_SLOWER
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
 
@@ -53,16 +54,19 @@ def check_model(facts: ModelFacts, config: EngineConfig, host: HostFacts) -> Ite
 
 
 def check_files(facts: ModelFacts) -> Check:
-    """Check that the files exist and that the engine supports their architecture."""
+    """Check that the files exist and that the engine supports their architecture; say which code computes it."""
     if facts.source is None:
         return refused("model", facts.source_error)
     if facts.spec is None:
         return refused("model", facts.spec_error)
     spec = facts.spec
+    way = "natively"
+    if facts.in_transformers and spec.encoder is None:
+        way = f"through transformers' code, about {TIMES_SLOWER:g} times slower"
     return ok(
         "model",
         f"{facts.source.name}: {spec.model_type}, {spec.num_layers} layers, {num_parameters(spec) / 1e6:,.0f} million "
-        f"parameters, {spec.known_positions} positions",
+        f"parameters, {spec.known_positions} positions; runs {way}",
     )
 
 

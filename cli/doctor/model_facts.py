@@ -56,6 +56,7 @@ class ModelFacts:
         not_fetched: the model that a start fetches first; "" if nothing.
         source, source_error: the files.
         spec, spec_error: the architecture.
+        in_transformers: transformers' code computes it.
         weights, weights_error: the weight files against the architecture, by their headers.
         values_error: a weight with values that loading refuses.
         checksums: of the files with a published one, if compared.
@@ -70,6 +71,7 @@ class ModelFacts:
     source_error: str = ""
     spec: ModelSpec | None = None
     spec_error: str = ""
+    in_transformers: bool = False
     weights: WeightsSummary | None = None
     weights_error: str = ""
     values_error: str = ""
@@ -117,7 +119,8 @@ def gather_model(
         )
     if resolved is not None:
         found["spec"], found["weights"] = resolved.spec, resolved.weights
-        if with_torch and runs_in_transformers(config, resolved.spec):
+        found["in_transformers"] = runs_in_transformers(config, resolved.spec)
+        if with_torch and found["in_transformers"]:
             from ...model_runner.hf_backend.transformers_load import check_architecture
 
             on_step("architecture")

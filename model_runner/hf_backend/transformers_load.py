@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,16 @@ from ...runtime.model_files.hf.language_part import find_language_part
 from ...runtime.model_files.json_file import read_json
 from ..weights.dummy import DummyStore
 from ..weights.safetensors import SafetensorsStore
-from .layer_check import check_forms
-from .transformers_check import check_model
+from .layer_check import check_forms, checked_decoder
+from .swapping.swap import summary, swap_modules
+from .transformers_check import ModelCheck, check_model
 from .transformers_model import ATTENTION_NAME, TransformersModel, attend
 
 if TYPE_CHECKING:
     from ...runtime.config.engine_config import ModelConfig
     from ...runtime.model_files.model_spec import ModelSpec
     from ...runtime.model_files.source import ModelSource
+    from ..ops import Ops
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +39,14 @@ def load_transformers_model(
     max_model_len: int,
     dtype: torch.dtype,
     device: torch.device,
+    ops: Ops | None = None,
 ) -> TransformersModel:
     """Load a folder in Hugging Face layout with transformers' own code, and compare our attention with the model's.
 
     The whole model is loaded into host memory first.
+
+    Args:
+        ops: replace modules by these kernels where they compute the same, see `swapping`; None: no module is replaced.
 
     Raises:
         ConfigError: transformers is missing or does not know the architecture, the weights do not belong to it, or its
@@ -61,16 +68,34 @@ def load_transformers_model(
         )
     _refuse_changing_rotary(source, model_config, spec, max_model_len)
     transformers.AttentionInterface.register(ATTENTION_NAME, attend)
-    if config.load_format == "dummy":
-        causal_lm = _from_config(transformers, source, model_config, dtype)
-        _fill(causal_lm, DummyStore(config.seed))
-    else:
-        causal_lm = _from_files(transformers, source, spec, model_config, dtype)
-    causal_lm = causal_lm.eval().requires_grad_(False).to(device)
 
+    def load() -> Any:
+        if config.load_format == "dummy":
+            causal_lm = _from_config(transformers, source, model_config, dtype)
+            _fill(causal_lm, DummyStore(config.seed))
+        else:
+            causal_lm = _from_files(transformers, source, spec, model_config, dtype)
+        return causal_lm.eval().requires_grad_(False).to(device)
+
+    causal_lm = load()
     check = check_model(causal_lm, spec, source.path)
-    model = TransformersModel(causal_lm)
-    worst = check.compare(model)
+    model: TransformersModel | None = None
+    worst = 0.0
+    if ops is not None:
+        try:
+            model, worst = _swapped(causal_lm, check, spec, ops, max_model_len)
+        except Exception as error:  # any type: it is the code of some model
+            logger.warning(
+                "%s: its modules cannot be replaced by the engine's kernels, so it runs more slowly (%s: %s)",
+                source.path,
+                type(error).__name__,
+                error,
+            )
+            del causal_lm
+            causal_lm = load()
+    if model is None:
+        model = TransformersModel(causal_lm)
+        worst = check.compare(model)
     logger.info(
         "model_impl=transformers class=%s transformers=%s worst_relative_difference=%.1e",
         type(causal_lm).__name__,
@@ -78,6 +103,18 @@ def load_transformers_model(
         worst,
     )
     return model
+
+
+def _swapped(
+    causal_lm: Any, check: ModelCheck, spec: ModelSpec, ops: Ops, max_model_len: int
+) -> tuple[TransformersModel, float]:
+    """The model with the engine's kernels where they compute the same, and `ModelCheck.compare` of it."""
+    started_s = time.perf_counter()
+    counts = swap_modules(causal_lm, checked_decoder(causal_lm, ""), spec, ops, max_model_len)
+    model = TransformersModel(causal_lm)
+    worst = check.compare(model)
+    logger.info("swapped_modules=%s seconds=%.1f", summary(counts), time.perf_counter() - started_s)
+    return model, worst
 
 
 def check_architecture(source: ModelSource, spec: ModelSpec) -> None:

@@ -3,8 +3,9 @@
 This is the fallback for architectures without a module in `models`. Transformers' code computes everything except
 attention, which is replaced through its `AttentionInterface`. `attend` gets the rotated q, k and v of each layer,
 stores k and v in the pool, and calls the batch's attention backend. A step is one sequence of all its tokens with
-their positions, so chunks, prefixes and mixed steps work as with our own models. Fused kernels and CUDA graphs are not
-used.
+their positions, so chunks, prefixes and mixed steps work as with our own models. On CPUs modules are replaced by our
+kernels where they compute the same (`swapping`), and steps are recorded where all that is left can be; CUDA graphs are
+not used.
 
 `transformers_check` refuses models with another kind of attention at start, with the reason.
 """
@@ -53,6 +54,8 @@ class TransformersModel:
         # decoder that returns its input.
         setattr(causal_lm, causal_lm.base_model_prefix, _GivenHidden())
         self._decoder.set_attn_implementation(ATTENTION_NAME)
+        # It reads the tokens of each step, to warn of padding that there is never.
+        self._decoder.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """See `CausalLM`; here it includes the final norm, and all tokens pass through all layers."""

@@ -153,8 +153,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
         rotated = rotate(x[..., :rotary_dim], cos, sin, interleaved=interleaved)
         return torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
     if interleaved:
-        halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        return rotate(halves, cos, sin).unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        first, second = rotate(torch.cat((x[..., ::2], x[..., 1::2]), dim=-1), cos, sin).chunk(2, dim=-1)
+        return torch.stack((first, second), dim=-1).flatten(-2)
     half = rotary_dim // 2
     swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
     return torch.addcmul(x * cos, swapped, sin)

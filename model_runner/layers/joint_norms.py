@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 def joint_norms(context: ModelContext, name: str) -> HeadNorms:
     """The weights of this rank's heads, from `<name>.q_norm` and `<name>.k_norm`: [Hq * D] and [H * D]."""
     spec, group = context.spec, context.group
-    whole = Span(0, spec.num_heads), Span(0, spec.num_kv_heads)
-    q_heads, k_heads = whole
+    q_heads, k_heads = Span(0, spec.num_heads), Span(0, spec.num_kv_heads)
     if group.size > 1:
         q_heads, k_heads = equal_span(spec.num_heads, group), kv_head_span(spec.num_kv_heads, group)
-    weights = [
-        context.weights.stacked(
-            [f"{name}.{part}.weight"], [(size,)], slices=[Slice(0, *heads.times(spec.head_dim))]
-        )
-        for part, size, heads in zip(
-            ("q_norm", "k_norm"), spec.qk_norm_sizes, (q_heads, k_heads), strict=True
-        )
-    ]
-    return HeadNorms(*weights, spec.rms_norm_eps)
+
+    def weight(part: str, size: int, heads: Span) -> Tensor:
+        rows = Slice(0, *heads.times(spec.head_dim))
+        return context.weights.stacked([f"{name}.{part}.weight"], [(size,)], slices=[rows])
+
+    q_size, k_size = spec.qk_norm_sizes
+    return HeadNorms(weight("q_norm", q_size, q_heads), weight("k_norm", k_size, k_heads), spec.rms_norm_eps)
 
 
 class NormsOverRanks:

@@ -1,41 +1,31 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): Llama's layers with latent attention."""
+"""DeepSeek-V2 (DeepSeek-AI 2024): Llama's layers with latent attention, and experts in most of them."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ..layers.decoder import Decoder, LayerRotary, PreNormLayer, build_head
-from ..layers.embedding import Embedding
+from ...runtime.model_files.weight_files.needed_tensors import is_of_mtp_layer
+from ..layers.decoder import PreNormLayer
+from ..layers.decoder_parts import DecoderParts
 from ..layers.latent_attention import LatentAttention
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
 
 if TYPE_CHECKING:
+    from ..layers.decoder import Decoder
     from ..model_context import ModelContext
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build the decoder."""
-    spec = context.spec
-    size, eps = spec.hidden_size, spec.rms_norm_eps
-    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
-    layers = []
-    for layer_id in range(spec.num_layers):
-        name = f"model.layers.{layer_id}"
-        layers.append(
-            PreNormLayer(
-                RMSNorm(context, f"{name}.input_layernorm", size, eps),
-                LatentAttention(context, f"{name}.self_attn", layer_id),
-                RMSNorm(context, f"{name}.post_attention_layernorm", size, eps),
-                GatedMLP(context, f"{name}.mlp", size, spec.intermediate_size, bias=spec.mlp_bias),
-            )
+    """Build the decoder; layers that predict further tokens are not read."""
+    context.weights.ignore_where(partial(is_of_mtp_layer, context.spec))
+    parts = DecoderParts(context)
+    layers = [
+        PreNormLayer(
+            parts.layer_norm(layer_id, 0),
+            LatentAttention(context, f"model.layers.{layer_id}.self_attn", layer_id),
+            parts.layer_norm(layer_id, 1),
+            parts.mlp(layer_id),
         )
-    return Decoder(
-        embedding,
-        LayerRotary(context),
-        layers,
-        RMSNorm(context, "model.norm", size, eps),
-        build_head(context, embedding),
-        context.ops.add,
-        context.ops.take_rows,
-    )
+        for layer_id in range(context.spec.num_layers)
+    ]
+    return parts.decoder(layers)

@@ -6,7 +6,8 @@ executes it with all threads, in one parallel region (`kernels/cpu/program.cpp`)
 
 Addresses and sizes stay as recorded. So inputs that differ between steps must be in fixed memory, and intermediate
 tensors are in an `Arena`. A step that computes in another way cannot be recorded: all torch operations are intercepted
-during a recording, and only views and allocations are accepted, because they need no replay.
+during a recording. Views and allocations need no replay, some become calls of the library (`torch_calls`), and all
+others are reasons against a recording.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
     from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
@@ -134,7 +137,7 @@ def trace(
             the first one that cannot be recorded ends the computation: the rest would be useless work.
     """
     calls: list[Call] = []
-    watch = _Watch(memory, ends=dry_run)
+    watch = _Watch(memory, TorchCalls(library, memory.like), ends=dry_run)
 
     def on_call(function: NativeFunction, arguments: tuple[Any, ...]) -> None:
         if function.returns:  # a query, which is answered now
@@ -168,15 +171,17 @@ class _NotRecordableError(Exception):
 
 
 class _Watch(TorchDispatchMode):
-    """Intercepts all torch operations: allocations use the arena, views are accepted, all others are reasons against.
+    """Intercepts all torch operations: allocations use the arena, views are accepted, some become calls of the library,
+    all others are reasons against.
 
     Computations on a tensor's memory without torch, for example by numpy, are not detected.
     """
 
-    def __init__(self, memory: Memory, *, ends: bool) -> None:
+    def __init__(self, memory: Memory, calls: TorchCalls, *, ends: bool) -> None:
         """Start without reasons; with `ends`, the first reason ends the computation."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._memory = memory
+        self._calls = calls
         self._ends = ends
         self.reasons: list[str] = []
 
@@ -195,6 +200,8 @@ class _Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if (computed := self._calls.compute(func, args, kwargs)) is not None:
+            return computed
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
             return self._memory.like(result)

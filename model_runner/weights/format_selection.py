@@ -12,7 +12,7 @@ import torch
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.quantization import BLOCK_METHODS
 from ...runtime.model_files.quantization_choice import with_quantization
-from ...runtime.model_files.weight_memory import tied_head_bytes, weight_bytes
+from ...runtime.model_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ..kernels.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
@@ -110,7 +110,7 @@ def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
     assert spec.quantization is not None
     logger.warning(
         "weights are %s, %s: they are kept as %s, weights_mib=%d instead of %d",
-        spec.quantization.method,
+        _method(spec.quantization),
         why,
         str(target.dtype).removeprefix("torch."),
         _weights_mib(spec, target, dequantized=True),
@@ -121,15 +121,30 @@ def _log_cost(spec: ModelSpec, target: QuantTarget, why: str) -> None:
 def _log_kept(spec: ModelSpec, target: QuantTarget) -> None:
     """Log the form in which the weights are kept and the memory that this saves."""
     assert spec.quantization is not None
-    types = Counter(spec.quantization.types.values())
     logger.info(
-        "weights are kept as %s%s, weights_mib=%d instead of %d as %s",
-        spec.quantization.method,
-        f" ({', '.join(f'{name} x {count}' for name, count in types.most_common())})" if types else "",
+        "weights are kept as %s, weights_mib=%d instead of %d as %s%s",
+        _method(spec.quantization),
         _weights_mib(spec, target),
         _weights_mib(spec, target, dequantized=True),
         str(target.dtype).removeprefix("torch."),
+        _rounded(spec),
     )
+
+
+def _method(quantization: QuantizationSpec) -> str:
+    """The method, and the formats of a GGUF file with their numbers of modules."""
+    types = Counter(quantization.types.values())
+    counts = ", ".join(f"{name} x {count}" for name, count in types.most_common())
+    return f"{quantization.method} ({counts})" if counts else quantization.method
+
+
+def _rounded(spec: ModelSpec) -> str:
+    """The formats of a GGUF file without a kernel, and their memory."""
+    rounded = rounded_bytes(spec)
+    if not rounded:
+        return ""
+    held, stored = (sum(num_bytes) >> 20 for num_bytes in zip(*rounded.values(), strict=True))
+    return f"; {', '.join(rounded)}: no kernel, rounded to 8 bits, mib={held}, in the file {stored}"
 
 
 def _weights_mib(spec: ModelSpec, target: QuantTarget, *, dequantized: bool = False) -> int:

@@ -6,6 +6,7 @@ llama.cpp stores some tensors in another layout. They are converted back here, s
   half of a head with the second. Only some architectures are stored in this order (`GGUFFamily.neighbors`).
 - Gemma's norm weights w are stored as 1 + w.
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
+- The matrix from latents to keys and values is two tensors in newer files, see `split_kv`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+from ...runtime.model_files.gguf.split_kv import find_split_kv
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
 
@@ -64,6 +66,7 @@ class GGUFStore:
             for hf, gguf, expert in stored_names(spec)
             if gguf in self._file.tensors
         }
+        self._split_kv = find_split_kv(self._file, spec)
         self._check_stacks(spec)
 
     def _check_stacks(self, spec: ModelSpec) -> None:
@@ -78,20 +81,25 @@ class GGUFStore:
     def names(self) -> set[str]:
         """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
-        return set(self._stored) | (set(self._file.tensors) - known - NOT_WEIGHTS)
+        known |= {part.name for split in self._split_kv.values() for part in split}
+        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - NOT_WEIGHTS)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
-        stored = self._stored.get(name)
+        stored = self._split_kv.get(name) or self._stored.get(name)
         return None if stored is None else full_shape(stored.shape, wanted)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
-            shape = self._stored[name].shape
+            stored = self._split_kv.get(name) or self._stored[name]
+            shape = stored.shape
             if out.ndim > len(shape) == 2:  # see `full_shape`
                 shape = (shape[0], *out.shape[1:])
             cut_from_whole(partial(self.read, name), shape, out, part)
+            return
+        if name in self._split_kv:
+            out.copy_(torch.from_numpy(self._split_kv[name].read(self._file)))
             return
         info, expert = self._stored[name]
         raw = self._file.raw(info)
@@ -117,6 +125,8 @@ class GGUFStore:
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
         """See `TensorStore`. For a part by outputs only the bytes of its rows are read."""
+        if name in self._split_kv:
+            return None
         stored = self._stored[name]
         info, expert = stored
         if info.ggml_type.name not in GGUF_FORMS or len(stored.shape) != 2:

@@ -117,6 +117,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
     local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
     experts: ExpertsSpec | None = None
+    num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
     state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS

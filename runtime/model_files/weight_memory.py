@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .quantization import BLOCK_METHODS
+from .gguf.ggml_types import GGML_TYPES
+from .quantization import BLOCK_METHODS, unnumbered
 from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
 
 if TYPE_CHECKING:
@@ -72,6 +73,29 @@ def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
     elif _head_bytes(spec, "model.embed_tokens", dtype_bytes) < table:
         saved += table  # rows are looked up in the head
     return saved
+
+
+def rounded_bytes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """GGUF formats that are rounded to 8 bits, with their memory and their size in the file, in bytes."""
+    rounded: dict[str, tuple[int, int]] = {}
+    quantization = spec.quantization
+    if quantization is None or quantization.method != "gguf":
+        return rounded
+    sizes = {ggml_type.name: ggml_type for ggml_type in GGML_TYPES.values()}
+    for module in needed_modules(spec, one_expert=True):
+        if module.name == "model.embed_tokens" and not spec.tie_word_embeddings:  # in the serving dtype
+            continue
+        form = quantization.form_of(module.name, module.shape[-1]) if len(module.shape) == 2 else None
+        if form is None or form.is_exact:
+            continue
+        name, (rows, columns) = quantization.types[unnumbered(module.name)], module.shape
+        num = spec.experts.num_experts if module.is_expert and spec.experts is not None else 1
+        held, stored = rounded.get(name, (0, 0))
+        rounded[name] = (
+            held + num * form.num_bytes(rows, columns),
+            stored + num * rows * sizes[name].row_bytes(columns),
+        )
+    return rounded
 
 
 def tied_head_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:

@@ -277,6 +277,11 @@ class _Resolver:
                 f"tp is {self.config.parallel.tp}, but {model_type} is computed by transformers, on one device only; "
                 "use --tp 1" + (" or --model-impl engine" if is_known else "")
             )
+        if chosen == "transformers" and self.spec.latent is not None:
+            raise ConfigError(
+                f"model_impl is transformers, but {model_type} has latent attention, for which only the engine's own "
+                "model has a KV pool; use --model-impl engine"
+            )
         if asked != "auto":
             return chosen
         reason = "the engine has a model for {}" if is_known else "the engine has no model for {} of its own"
@@ -301,6 +306,11 @@ class _Resolver:
         if asked == "int8" and device != "cpu":
             raise ConfigError(
                 f"kv_cache_dtype is int8, but only the CPU supports it, not {device}; use --kv-cache-dtype fp8 or auto"
+            )
+        if self.spec.latent is not None and asked not in ("auto", dtype):
+            raise ConfigError(
+                f"kv_cache_dtype is {asked}, but {self.spec.model_type} has latent attention, whose rows are kept in "
+                f"{dtype} like its activations; use --kv-cache-dtype auto"
             )
         return dtype if asked == "auto" else asked
 

@@ -49,6 +49,23 @@ MIXTURE = {
     "norm_topk_prob": True,
 }
 """Of a tiny mixture of experts, `qwen3_moe`."""
+LATENT_MIXTURE = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""Of a tiny mixture of experts with latent attention, `deepseek_v3`."""
 
 
 def int32(values: Iterable[int]) -> bytes:

@@ -28,7 +28,7 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from tests.model_runner.attention.paged_batches import Pages, assert_close, spec_of
-from tests.model_runner.conftest import MIXTURE, Driver, Request
+from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request
 from tests.model_runner.kernels.cpu.conftest import best_library
 
 __all__ = ["best_library"]  # a fixture
@@ -41,6 +41,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama in 8 bits": {"head_dim": 16, "hidden_size": 96, "intermediate_size": 160},
     "qwen3_moe": {"head_dim": 16, **MIXTURE},
     "qwen3_moe in 8 bits": {"head_dim": 16, **MIXTURE},
+    "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 40,

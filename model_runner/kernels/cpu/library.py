@@ -66,6 +66,8 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "add_layer_norm": ("", "pppppnnfi"),
     "activate": ("", "pnii"),
     "rotate_and_store": ("", "ppppppppppnnnnnfiiiiip"),
+    "head_matmul": ("", "pnnpnpnnnnnn"),
+    "store_latent": ("", "pnnpnnppppppnnnnfiiii"),
     "new_attention_plan": ("p", "pnnnnnnii"),
     "free_attention_plan": ("", "p"),
     "plan_attention": ("", "pppppn"),

@@ -83,7 +83,7 @@ struct TileLinear : LinearCall {
               other_(sums + ROW_TILE_ROWS * PANEL),
               width_(std::min(columns.vectors * LANES, call.outputs - columns.column)),
               number_bytes_(call.form == FLOAT ? sizeof(float) : sizeof(bf16)),
-              row_bytes_(call.outputs / call.unit() * number_bytes_),
+              row_bytes_((call.row_stride ? call.row_stride : call.outputs / call.unit()) * number_bytes_),
               out_(static_cast<char*>(call.out) + columns.column / call.unit() * number_bytes_) {
             std::memset(added, 0, PANEL * sizeof(float));
             if (call.bias != nullptr) call.copy_bias(columns.column, columns.vectors, added);

@@ -21,6 +21,7 @@ struct Output {
     void* out;
     Form form;
     int64_t outputs;
+    int64_t row_stride = 0;  // elements from one row of `out` to the next, not for GATED; 0: the rows are contiguous
 
     // Number of neighboring vectors that are finished together.
     int64_t unit() const { return form == GATED ? 2 : 1; }
@@ -76,15 +77,15 @@ struct Output {
     template <int ROWS, int VECTORS, class Out>
     inline __attribute__((always_inline)) void write(int64_t row, int64_t column, const f32x16 (&sums)[ROWS][VECTORS], Out* to) const {
         constexpr int64_t WIDTH = VECTORS * LANES;
-        int64_t width = std::min<int64_t>(WIDTH, outputs - column);
-        to += row * outputs + column;
+        int64_t width = std::min<int64_t>(WIDTH, outputs - column), stride = row_stride ? row_stride : outputs;
+        to += row * stride + column;
         if (width == WIDTH) {
-            store_tile(to, outputs, sums);
+            store_tile(to, stride, sums);
             return;
         }
         Out all[ROWS * WIDTH];
         store_tile(all, WIDTH, sums);
-        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * outputs, all + r * WIDTH, width * sizeof(Out));
+        for (int r = 0; r < ROWS; ++r) std::memcpy(to + r * stride, all + r * WIDTH, width * sizeof(Out));
     }
 };
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from ..hf.language_part import MULTIMODAL
 from ..weight_files.needed_tensors import KV_UP, needed_modules
 
 if TYPE_CHECKING:
@@ -33,10 +34,20 @@ class BaseModules:
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
         self._form = spec.form
+        self._kind = MULTIMODAL.get(spec.language_of)
 
     def find(self, name: str) -> BaseModule | None:
-        """The module of a name in an adapter, which may lack the prefix of a model with a head."""
+        """The module of a name in an adapter, which may lack the prefix of a model with a head.
+
+        In an adapter of a multimodal model the language model's modules are called as in its folder.
+        """
+        if self._kind is not None:
+            name = (self._kind.usual_name(f"{name}.") or "").removesuffix(".")
         return self.by_name.get(name) or self.by_name.get(f"model.{name}")
+
+    def is_of_tower(self, name: str) -> bool:
+        """Whether a module in an adapter belongs to a tower, which is not loaded."""
+        return self._kind is not None and self._kind.usual_name(f"{name}.") is None
 
     def linears(self) -> list[str]:
         """Names of the linear layers without the head: what peft calls "all-linear"."""

@@ -90,7 +90,7 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
     rank, alpha = fields.integer("r", 1, _MAX_RANK, 8), fields.number("lora_alpha", 0.0, 1e9, 8.0)
     by_sqrt = fields.boolean("use_rslora", False)
 
-    modules, left = [], set(entries)
+    modules, left, num_of_towers = [], set(entries), 0
     for name, (a_stored, a_entry) in entries.items():
         suffix = next((suffix for suffix in _A_SUFFIXES if name.endswith(suffix)), None)
         if suffix is None:
@@ -101,6 +101,9 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
             raise ConfigError(f"{path}: {a_stored!r} is without its B, {b_name!r}; the file is incomplete")
         b_stored, b_entry = entries[b_name]
         left -= {name, b_name}
+        if base.is_of_tower(called):
+            num_of_towers += 1
+            continue
         module = base.find(called)
         if module is None:
             raise ConfigError(f"{path}: tensor {a_stored!r}: {base.reason_against(called)}")
@@ -118,6 +121,10 @@ def peft_modules(folder: Path, base: BaseModules) -> tuple[AdapterModule, ...]:
         scale = pattern_value(alphas, called, alpha) / (math.sqrt(mine) if by_sqrt else mine)
         modules.append(AdapterModule(module.name, mine, scale, a_stored, b_stored))
     _check_rest(path, left, entries, base)
+    if num_of_towers:
+        logger.info(
+            "%s: %d modules of towers are ignored: only the text of the model is served", path, num_of_towers
+        )
     if not modules:
         raise ConfigError(
             f"{path}: holds no LoRA tensors for this model; check that the adapter belongs to it"

@@ -53,13 +53,22 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     vocab_size = _vocab_size(file, fields, arch)
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
-    head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
-    rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
+    facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
+    if not family.has_own_heads:
+        head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
+        rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
+        heads = {
+            "num_kv_heads": facts.get("num_kv_heads")  # some families have a number per layer
+            or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
+            "head_dim": head_dim,
+            "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+            "rope_scaling": read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),
+        }
+        facts = heads | facts
     eos_token_ids = [
         token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
     ]
-    facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
     if facts["form"].head_bias and "output.bias" not in file.tensors:
@@ -70,12 +79,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
         num_layers=fields.integer(f"{arch}.block_count", 1, 1 << 12),
         num_heads=num_heads,
-        num_kv_heads=facts.pop("num_kv_heads", None)
-        or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
-        head_dim=head_dim,
         rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,
-        rope_scaling=read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),
         max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
         tie_word_embeddings="output.weight" not in file.tensors,
         attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors)),
@@ -84,7 +89,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         torch_dtype=_dtype(file),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
-        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         sampling_defaults=read_gguf_sampling(file),
         **facts,
     )

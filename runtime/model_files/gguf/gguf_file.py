@@ -30,7 +30,7 @@ from ...errors import ConfigError
 from ..stand_in import damage
 from .ggml_types import GGML_TYPES, GGMLType
 from .ggml_types import dequantize as _dequantize_rows
-from .gguf_split import further_parts
+from .gguf_split import check_part, check_tensors, further_parts
 
 Array = npt.NDArray[np.generic]
 Value = bool | int | float | str | list[str] | Array
@@ -107,6 +107,8 @@ class GGUFFile:
         self.paths = (self.path, *further_parts(self.path, self.metadata))
         for further in self.paths[1:]:
             self._read_part(further, tensors)
+        if len(self.paths) > 1:
+            check_tensors(self.path, self.metadata, len(tensors))
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
 
     def _read_part(self, path: Path, tensors: dict[str, TensorInfo]) -> None:
@@ -115,7 +117,9 @@ class GGUFFile:
         self._maps.append(_map_file(path))
         reader = _HeaderReader(path, self._maps[-1])
         _, num_tensors, num_metadata = reader.read_counts()
-        for name, info in reader.read_tensors(num_tensors, reader.read_metadata(num_metadata)).items():
+        metadata = reader.read_metadata(num_metadata)
+        check_part(path, metadata, part, len(self.paths))
+        for name, info in reader.read_tensors(num_tensors, metadata).items():
             if name in tensors:
                 raise ConfigError(
                     f"{path}: tensor {name!r} is in an earlier part, too; download the model again"
@@ -251,7 +255,10 @@ class _HeaderReader:
         offset = self._u64()
         ggml_type = GGML_TYPES.get(type_id)
         if ggml_type is None:
-            raise self._error(f"tensor {name!r} has the unknown type {type_id}")
+            raise self._error(
+                f"tensor {name!r} has the unknown type {type_id}; use another quantization of this model, for example "
+                "Q4_K_M or Q8_0"
+            )
         num_bytes = ggml_type.row_bytes(shape[-1])
         for dim in shape[:-1]:
             num_bytes *= dim

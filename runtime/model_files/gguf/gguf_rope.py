@@ -32,24 +32,30 @@ def read_gguf_rope_scaling(
     if kind == "linear":
         return RopeScaling(kind="linear", factor=fields.number(f"{key}.factor", 1.0, 1e6))
     if kind == "yarn":
-        factor = fields.number(f"{key}.factor", 1.0, 1e6)
-        # Files with the factors of DeepSeek's yarn have both of them equal, so that angles are not scaled.
-        scales_angles = not fields.number(f"{key}.yarn_log_multiplier", 0.0, 1e3, default=0.0)
-        return RopeScaling(
-            kind="yarn",
-            factor=factor,
-            original_max_position=fields.integer(f"{key}.original_context_length", 2, 1 << 30),
-            beta_fast=fields.number(f"{key}.yarn_beta_fast", 1e-6, 1e6, default=32.0),
-            beta_slow=fields.number(f"{key}.yarn_beta_slow", 1e-6, 1e6, default=1.0),
-            attention_factor=0.1 * math.log(factor) + 1.0 if scales_angles else 1.0,
-            query_beta=fields.number(f"{arch}.attention.temperature_scale", 0.0, 1e3, default=0.0),
-        )
+        return yarn_scaling(fields, arch)
     if kind != "none":
         rule = "which is not supported; supported are: none, linear, yarn, and longrope by its tensors"
         raise fields.error(f"{key}.type", kind, rule)
     if _LLAMA3 in file.tensors:
         return _llama3_scaling(file, rotary_dim, rope_theta)
     return RopeScaling()
+
+
+def yarn_scaling(fields: Fields, arch: str) -> RopeScaling:
+    """The scaling of a file whose `rope.scaling.type` is yarn."""
+    key = f"{arch}.rope.scaling"
+    factor = fields.number(f"{key}.factor", 1.0, 1e6)
+    # Files with the factors of DeepSeek's yarn have both of them equal, so that angles are not scaled.
+    scales_angles = not fields.number(f"{key}.yarn_log_multiplier", 0.0, 1e3, default=0.0)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_max_position=fields.integer(f"{key}.original_context_length", 2, 1 << 30),
+        beta_fast=fields.number(f"{key}.yarn_beta_fast", 1e-6, 1e6, default=32.0),
+        beta_slow=fields.number(f"{key}.yarn_beta_slow", 1e-6, 1e6, default=1.0),
+        attention_factor=0.1 * math.log(factor) + 1.0 if scales_angles else 1.0,
+        query_beta=fields.number(f"{arch}.attention.temperature_scale", 0.0, 1e3, default=0.0),
+    )
 
 
 def _longrope_scaling(file: GGUFFile, fields: Fields, arch: str, rotary_dim: int) -> RopeScaling:

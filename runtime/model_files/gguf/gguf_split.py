@@ -50,9 +50,44 @@ def further_parts(path: Path, metadata: Mapping[str, object]) -> list[Path]:
             f"{path}: is one of {count} parts, so its name must end with -00001-of-{count:05}.gguf; rename all parts"
         )
     if metadata.get("split.no", 0) != 0 or path != parts[0]:
-        raise ConfigError(f"{path}: is a later part of a split model; give the first one, {parts[0].name}")
+        where = "" if parts[0].exists() else ", which is missing: put all parts into the same folder"
+        raise ConfigError(
+            f"{path}: is a later part of a split model; give the first one, {parts[0].name}{where}"
+        )
     if missing := [part.name for part in parts if not part.exists()]:
         raise ConfigError(
             f"{path}: {len(missing)} of {count} parts are missing, first {missing[0]}; put them into the same folder"
         )
     return parts[1:]
+
+
+def check_part(path: Path, metadata: Mapping[str, object], number: int, count: int) -> None:
+    """Check that a further part, the `number`-th from 0 on, is the one that its name says.
+
+    Raises:
+        ConfigError: it is another part, or a part of a model with another number of parts.
+    """
+    no, its_count = metadata.get("split.no"), metadata.get("split.count")
+    if (no, its_count) == (number, count):
+        return
+    held = "no part of a split model"
+    if isinstance(no, int) and isinstance(its_count, int):
+        held = f"part {no + 1} of {its_count}"
+    raise ConfigError(
+        f"{path}: holds {held}, by its name it is part {number + 1} of {count}; files were renamed or are of different "
+        "models: download the parts again"
+    )
+
+
+def check_tensors(path: Path, metadata: Mapping[str, object], num_tensors: int) -> None:
+    """Check the number of tensors in all parts together; `metadata` is that of the first part.
+
+    Raises:
+        ConfigError: it is not the stored one.
+    """
+    stored = metadata.get("split.tensors.count", num_tensors)
+    if stored != num_tensors:
+        raise ConfigError(
+            f"{path}: the parts hold {num_tensors} tensors, split.tensors.count is {repr(stored)[:80]}; a part is of "
+            "another model: download the parts again"
+        )

@@ -37,7 +37,7 @@ class Multimodal(NamedTuple):
     Attributes:
         architecture: the class in transformers.
         text_type: `model_type` of the language model, unless the folder names another one.
-        towers: prefixes of the tensors that are not the language model's, also after `model.`.
+        towers: prefixes of the tensors that are not read, also after `model.`: towers, and layers that only draft.
         body: prefixes of the language model's tensors, in the place of `model.`.
         is_fixed: transformers reads `text_config` as `text_type`, whatever it says.
         is_flat: older folders have the language model's fields beside `vision_config`, and no `text_config`.
@@ -122,9 +122,11 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     "gemma4": Multimodal(
         "Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA_TOWERS, is_fixed=True, tied=True
     ),
-    "qwen3_5": Multimodal("Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.",), is_fixed=True),
+    "qwen3_5": Multimodal(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.", "mtp."), is_fixed=True
+    ),
     "qwen3_5_moe": Multimodal(
-        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.",), is_fixed=True
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.", "mtp."), is_fixed=True
     ),
     "lfm2_vl": Multimodal("Lfm2VlForConditionalGeneration", "lfm2", _VISION, tied=True),
     "qwen2_audio": Multimodal("Qwen2AudioForConditionalGeneration", "qwen2", _AUDIO),

@@ -5,6 +5,7 @@ As in transformers, template files replace the templates of tokenizer_config.jso
     chat_template.jinja                      the default one
     additional_chat_templates/NAME.jinja     others
     tokenizer_config.json                    one string, a list of names and templates, or an object of them
+    chat_template.json                       the same, of older multimodal models; read if the others have none
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Final
 
 from ...errors import ConfigError
 from ..fields import Fields
+from ..json_file import read_json
 
 DEFAULT: Final = "default"
 WITH_TOOLS: Final = "tool_use"
 """The template that transformers takes for chats with tools."""
 _FILE: Final = "chat_template.jinja"
 _FOLDER: Final = "additional_chat_templates"
+_OF_PROCESSOR: Final = "chat_template.json"
 _RULE: Final = "expected a string, or names and templates"
 
 
@@ -39,6 +42,9 @@ def read_chat_templates(folder: Path, config: Fields) -> dict[str, str]:
         files[DEFAULT] = folder / _FILE
     if files:
         return {name: _text(path) for name, path in files.items()}
+    path = folder / _OF_PROCESSOR
+    if config.get("chat_template") is None and path.exists():
+        config = Fields(path, read_json(path))
     value = config.get("chat_template")
     match value:
         case None:

@@ -18,7 +18,7 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..model_spec import SUPPORTED_MODEL_TYPES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
-from .needed_tensors import Module, needed_modules
+from .needed_tensors import Module, is_of_mtp_layer, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
 
 if TYPE_CHECKING:
@@ -65,7 +65,11 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
     ignored = [entry.num_bytes for file in files for entry in file.ignored]
     num_bytes = sum(file.num_bytes for file in files)
     summary = WeightsSummary(len(files), len(tensors), num_bytes, len(ignored), sum(ignored))
-    tensors = {name: entry for name, entry in tensors.items() if not name.endswith(SAFE_TO_IGNORE)}
+    tensors = {
+        name: entry
+        for name, entry in tensors.items()
+        if not name.endswith(SAFE_TO_IGNORE) and not is_of_mtp_layer(spec, name)
+    }
     if spec.encoder is not None:
         prefix = prefix_of(NAMES[spec.model_type], tensors.__contains__)
         tensors = {name: entry for name, entry in tensors.items() if not is_beside_encoder(name, prefix)}
@@ -88,11 +92,16 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
     """
     from ..gguf.ggml_types import check_convertible
     from ..gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+    from ..gguf.split_kv import find_split_kv
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     left = set(file.tensors) - NOT_WEIGHTS
+    split_kv = find_split_kv(file, spec)
+    left -= {part.name for split in split_kv.values() for part in split}
     for module in needed_modules(spec):
         for name, shape in _tensors_of(module):
+            if name in split_kv:
+                continue
             gguf, expert = stored[name]
             info = file.tensors.get(gguf)
             if info is None:

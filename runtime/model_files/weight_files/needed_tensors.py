@@ -68,6 +68,12 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     yield from pooling_modules(spec)
 
 
+def is_of_mtp_layer(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor belongs to a layer after the last one, see `ModelSpec.num_mtp_layers`."""
+    prefixes = tuple(f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    return name.startswith(prefixes)
+
+
 def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
     """The layers after pooling with weights in the model's own files: a classifier."""
     for dense in () if spec.pooling is None else spec.pooling.dense:

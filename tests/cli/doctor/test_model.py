@@ -349,3 +349,26 @@ def test_what_an_embedder_does(model):
     for text in ("embed: last pooling, vectors of ", "texts of at most 17 tokens", "it has modules.json"):
         assert text in checks["task"].text
     assert checks["template"].verdict is checks["turns"].verdict is SKIP
+
+
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        ({}, "runs natively"),
+        (
+            {"model_impl": "transformers"},
+            r"runs through transformers' code, about \d(\.\d)? times slower",
+        ),
+    ],
+)
+def test_the_line_of_the_model_says_which_code_computes_it(model, settings, way):
+    checks = examine(model, **settings)
+    assert not_well(checks) == []
+    assert re.search(way + "$", checks[0].text), checks[0].text
+
+
+def test_the_line_of_a_model_that_cannot_run_says_why(model):
+    edit(model / "config.json", model_type="bloom", architectures=["BloomForCausalLM"])
+    check = not_well(examine(model))[0]
+    assert (check.code, check.verdict) == ("model", FAIL)
+    assert "does not support external attention" in check.text

@@ -28,7 +28,7 @@ from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.resolve.rank_spec import check_tp, rank_spec, reason_against_tp
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
-from tests.model_runner.conftest import Driver, TinyModel, engine_config, int32
+from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel, engine_config, int32
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 
 SEEDED = SamplingParams(
@@ -68,6 +68,7 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
                                      "intermediate_size": 81}),
     "one KV head for all": ("llama", 3, {"num_key_value_heads": 1, "intermediate_size": 81}),
     "KV heads held twice": ("qwen2", 4, {"num_attention_heads": 8, "hidden_size": 64}),
+    "latent attention and shared experts": ("deepseek_v3", 2, LATENT_MIXTURE),
     "vocabulary that does not divide": ("llama", 2, {"vocab_size": 97}),
     "vocabulary that does not divide, tied": ("llama", 2, {"vocab_size": 101, "tie_word_embeddings": True}),
     "a rank without vocabulary": (

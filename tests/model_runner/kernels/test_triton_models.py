@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from engine.model_runner import load
-from engine.model_runner.kernels import plain, plain_latent
+from engine.model_runner.kernels import plain
+from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
 from engine.model_runner.ops import Ops
@@ -133,6 +134,7 @@ def launches(monkeypatch) -> Counter[str]:
         rotate_and_store=rotary_store.rotate_and_store,
         pack_heads=plain_latent.pack_heads,
         store_latent=plain_latent.store_latent,
+        scale=plain.scale,
         add=plain.add,
         add_gated=plain.add_gated,
         take_rows=plain.take_rows,

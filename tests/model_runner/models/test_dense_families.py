@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 
@@ -16,6 +17,7 @@ from .text_checks import (
     check_int8_cache,
     check_memory,
     check_prefill_and_decode,
+    check_recording,
 )
 
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -148,6 +150,25 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
     check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
+
+
+WIDE = {"num_attention_heads": 3, "num_key_value_heads": 1}
+RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm3": ("smollm3", {**WIDE, "num_hidden_layers": 4}),
+    "olmo3": ("olmo3", {**WIDE, **WINDOWS, **FULL_YARN}),
+    "ministral3": ("ministral3", {**WIDE, "head_dim": 16, "rope_parameters": GROWING}),
+    "glm4": ("glm4", {**WIDE, "head_dim": 32}),
+    "starcoder2": ("starcoder2", {**WIDE, "tie_word_embeddings": True}),
+    "cohere2": ("cohere2", {**WIDE, **WINDOWS, "logit_scale": 0.3, "tie_word_embeddings": True}),
+}
+
+
+@pytest.mark.parametrize(("model_type", "options"), RECORDED.values(), ids=RECORDED.keys())
+def test_recorded_steps_have_the_bits_of_others(make_tiny_model, make_driver, model_type, options):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
+    check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
 
 
 @one_of_each

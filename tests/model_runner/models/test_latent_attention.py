@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
@@ -15,6 +17,7 @@ from engine.runtime.model_files.weight_files.check_weights import check_folder_w
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
+from ..weights.test_quantized import FORMS, PROMPT, prompt_logprobs, quantize_checkpoint
 from .test_architectures import YARN, tokens_of
 
 LATENT = {
@@ -26,6 +29,16 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "v_head_dim": 24,
     "first_k_dense_replace": 8,
+}
+SPARSE = {
+    **LATENT,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
 }
 LITE = {name: value for name, value in LATENT.items() if name != "first_k_dense_replace"}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +61,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 halves rotate, values wider than keys": (
         "deepseek_v3",
         {**LATENT, "rope_interleave": False, "qk_nope_head_dim": 8, "v_head_dim": 40, "kv_lora_rank": 48},
+    ),
+    "v2 experts": ("deepseek_v2", SPARSE),
+    "v2 experts in groups": (
+        "deepseek_v2",
+        {**SPARSE, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "v3 experts in groups": ("deepseek_v3", {**SPARSE, "q_lora_rank": 20, "n_group": 4, "topk_group": 2}),
+    "v3 experts, raw shares": (
+        "deepseek_v3",
+        {**SPARSE, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "n_shared_experts": 1},
+    ),
+    "glm experts": (
+        "glm4_moe_lite",
+        {
+            **{name: value for name, value in SPARSE.items() if name != "first_k_dense_replace"},
+            "q_lora_rank": 28,
+            "n_shared_experts": 1,
+        },
     ),
     "glm": (
         "glm4_moe_lite",
@@ -103,7 +134,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(
         assert predicted == req.output
 
 
-@pytest.mark.parametrize("variant", ["v2", "v3 yarn, sharper scores", "glm"])
+@pytest.mark.parametrize("variant", ["v2", "v3 yarn, sharper scores", "v3 experts in groups", "glm"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
@@ -122,7 +153,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
 @variants
 def test_memory_is_what_the_checkpoint_has(make_tiny_model, make_driver, model_type, options):
     tiny = make_tiny_model(model_type, **options)
-    parameters = sum(parameter.numel() for parameter in tiny.reference.parameters())
+    numbers = [*tiny.reference.parameters()]
+    numbers += [buffer for name, buffer in tiny.reference.named_buffers() if name.endswith("correction_bias")]
+    parameters = sum(each.numel() for each in numbers)
     config = tiny.reference.config
     row = config.kv_lora_rank + config.qk_rope_head_dim
 
@@ -140,6 +173,8 @@ def test_memory_is_what_the_checkpoint_has(make_tiny_model, make_driver, model_t
         ("num_key_value_heads", 2, "expected num_attention_heads, 6"),
         ("moe_layer_freq", 2, "only 1 is supported"),
         ("hidden_act", "gelu", "only 'silu' is supported"),
+        ("topk_method", "greedy", "only 'noaux_tc' is supported"),
+        ("scoring_func", "softmax", "only 'sigmoid' is supported"),
         ("kv_lora_rank", None, "kv_lora_rank is missing"),
         ("rope_scaling", {"rope_type": "linear", "factor": 2.0}, "supported are: default, yarn"),
     ],
@@ -154,6 +189,57 @@ def test_other_fields_are_refused_by_name(make_tiny_model, field, value, rule):
     with pytest.raises(ConfigError, match=rule) as error:
         read_hf_spec(folder)
     assert field in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "rule"),
+    [
+        ("norm_topk_prob", True, "only false is supported"),
+        ("mlp_bias", True, "only false is supported for a model with experts"),
+        ("topk_method", "noaux_tc", "supported are: greedy, group_limited_greedy"),
+        ("scoring_func", "sigmoid", "only 'softmax' is supported"),
+    ],
+)
+def test_other_experts_of_v2_are_refused_by_name(make_tiny_model, field, value, rule):
+    folder = make_tiny_model("deepseek_v2", **SPARSE).folder
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+
+    with pytest.raises(ConfigError, match=rule) as error:
+        read_hf_spec(folder)
+    assert field in str(error.value)
+
+
+def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_driver):
+    tiny = make_tiny_model("deepseek_v3", **SPARSE, n_group=1, topk_group=1)
+    path = tiny.folder / "model.safetensors"
+    tensors = load_file(path)
+    further = {
+        name.replace("layers.2.", "layers.3."): each for name, each in tensors.items() if "layers.2." in name
+    }
+    further["model.layers.3.eh_proj.weight"] = torch.zeros(48, 96)
+    save_file(tensors | further, path, {"format": "pt"})
+    prompt = tokens_of(30)
+
+    check_folder_weights(tiny.folder, tiny.spec)
+    assert make_driver(tiny.spec, tiny.folder).generate([prompt], num=4) == [tiny.greedy(prompt, 4)]
+    without = msgspec.structs.replace(tiny.spec, num_mtp_layers=0)
+    with pytest.raises(ConfigError, match="unexpected tensor 'model.layers.3"):
+        check_folder_weights(tiny.folder, without)
+
+
+def test_weights_in_8_bit_floats_with_a_scale_per_block(make_tiny_model, make_driver, unpack):
+    """As published; the matrix of keys and values is dequantized."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "q_lora_rank": 32, "v_head_dim": 32}
+    tiny = make_tiny_model("deepseek_v3", **{**LATENT, **sizes})
+    quantize_checkpoint(tiny, *FORMS["fp8 per block"])
+    spec = read_hf_spec(tiny.folder)
+
+    check_folder_weights(tiny.folder, spec)
+    found = prompt_logprobs(make_driver(spec, tiny.folder), unpack)
+
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
 
 
 def test_kimi_k2_is_read_as_deepseek_v3(make_tiny_model, make_driver):

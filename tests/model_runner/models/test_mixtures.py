@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
+from msgspec import structs
 
+from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
+from engine.runtime.model_files.weight_memory import weight_bytes
+from engine.runtime.sampling_params import SamplingParams
 
 from .text_checks import (
     check_bfloat16,
@@ -17,6 +24,7 @@ from .text_checks import (
     check_int8_cache,
     check_memory,
     check_prefill_and_decode,
+    tokens_of,
 )
 
 FEW = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
@@ -78,7 +86,9 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driv
     tiny = make_tiny_model(model_type, **options)
     check_folder_weights(tiny.folder, tiny.spec)
     check_memory(tiny)
-    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack)
+    driver = make_driver(tiny.spec, tiny.folder)
+    driver.run_eagerly()  # experts in float32 are computed one after the other, which is not recorded
+    check_prefill_and_decode(tiny, driver, unpack)
 
 
 @variants
@@ -93,6 +103,24 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
     check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
+
+
+WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe"])
+def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_driver, variant):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    model_type, options = VARIANTS[variant]
+    tiny = make_tiny_model(model_type, dtype="bfloat16", **{**options, **WHOLE_HEADS})
+    prompts = [tokens_of(20), tokens_of(31, seed=1)]
+    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16")
+    found = driver.generate(prompts, num=8)
+    assert driver.native.reason_against == ""
+    assert driver.native.recorded_sizes == [2] and driver.native.num_replayed > 4
+    driver.run_eagerly()
+    assert driver.generate(prompts, num=8) == found
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe"])
@@ -123,3 +151,44 @@ def test_what_is_not_supported_is_refused_by_name(make_tiny_model, variant, chan
     config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
     with pytest.raises(ConfigError, match=message):
         read_hf_spec(folder)
+
+
+WHOLE_BLOCKS = {
+    "mixtral": {"intermediate_size": 64},
+    "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
+    "olmoe": {"intermediate_size": 64},
+    "phimoe": {"intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("variant", WHOLE_BLOCKS)
+def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_driver, unpack, variant):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    model_type, options = VARIANTS[variant]
+    sizes = {**options, **WHOLE_HEADS, **WHOLE_BLOCKS[variant]}
+    tiny = make_tiny_model(model_type, dtype="bfloat16", **sizes)
+    prompt = tokens_of(60)
+    exact = tiny.logprobs(prompt)[torch.arange(59), prompt[1:]].numpy()
+    held: dict[str, int] = {}
+    methods: tuple[tuple[Literal["int8", "int4"], float], ...] = (("int8", 0.25), ("int4", 0.8))
+    for method, tolerance in methods:
+        driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", quantization=method)
+        req = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+        ours, _, _ = unpack(driver.step([(req, 60)]).prompt_logprobs[0])
+        assert np.abs(ours - exact).mean() < tolerance
+        spec = structs.replace(tiny.spec, quantization=QuantizationSpec(method=method, stored=False))
+        experts = [layer.mlp.experts for layer in driver.runner.model.layers]
+        parts = [part for layer in experts for part in (layer._gate_up, layer._down)]
+        held[method] = sum(one.num_bytes for part in parts for one in part._weights)
+        without = structs.replace(spec, experts=structs.replace(spec.experts, num_experts=3))
+        router = 3 * tiny.spec.hidden_size * tiny.spec.num_layers * 2
+        assert weight_bytes(spec, 2) - weight_bytes(without, 2) - router == held[method] // 2
+    assert held["int4"] < held["int8"]
+
+
+def test_weights_need_no_checkpoint(make_tiny_model, make_driver):
+    model_type, options = VARIANTS["qwen2_moe"]
+    spec = make_tiny_model(model_type, **options).spec
+    found = make_driver(spec).generate([tokens_of(20)], num=4)
+    assert found == make_driver(spec).generate([tokens_of(20)], num=4)

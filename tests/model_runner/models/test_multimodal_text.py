@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
@@ -20,6 +22,7 @@ from engine.runtime.model_files.hf.language_part import MULTIMODAL
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.adapters.peft_adapters import ALL_LINEAR, make_adapter
 from tests.model_runner.conftest import Driver, TinyModel
 from tests.model_runner.distributed.test_tensor_parallel import load_rank
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
@@ -125,6 +128,41 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3 window tied": (
         "mistral3",
         {"text_config": TEXT | {"model_type": "mistral", "sliding_window": 23}, "vision_config": PIXTRAL},
+    ),
+    "mistral3 of ministral3": (
+        "mistral3",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "ministral3",
+                "head_dim": 16,
+                "rope_parameters": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                    "llama_4_scaling_beta": 0.1,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                },
+            },
+            "vision_config": PIXTRAL,
+        },
+    ),
+    "aya_vision of cohere2": (
+        "aya_vision",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "cohere2",
+                "sliding_window": 19,
+                "num_hidden_layers": 4,
+                "layer_norm_eps": 1e-5,
+                "logit_scale": 0.5,
+            },
+            "vision_config": SIGLIP,
+            "downsample_factor": 2,
+        },
     ),
     "qwen2_vl": (
         "qwen2_vl",
@@ -385,3 +423,24 @@ def test_gguf_files_of_the_language_model(
 
     assert spec.model_type == arch.removesuffix("vl")
     _check(tiny, make_driver(spec, path, kind="gguf"), unpack)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
+def test_adapters_of_the_whole_model(
+    make_tiny: MakeTiny, make_driver: Any, unpack: Any, tmp_path: Path, name: str
+) -> None:
+    """Their modules are called as in the folder, and those of towers are ignored."""
+    tiny = make_tiny(*KINDS[name])
+    adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=[*ALL_LINEAR, "qkv"], seed=3)
+    spec = read_adapter(adapter.folder, "one", tiny.spec)
+    driver = make_driver(tiny.spec, tiny.folder, adapter_slots=SlotSizes(1, 4, set(ALL_LINEAR)))
+    driver.runner.adapters.store.read(5, spec)
+    prompt = tokens_of(20, vocab=90)
+
+    req = driver.start(prompt, adapter_slot=1)
+    driver.step([(req, 20)], adapter_loads=[(1, 5)])
+    while len(req.output) < 6:
+        driver.step([(req, 1)])
+
+    assert adapter.logits(req.tokens)[19:-1].argmax(-1).tolist() == req.output
+    assert tiny.logprobs(req.tokens)[19:-1].argmax(-1).tolist() != req.output

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.model_runner.recording.forward_program import ProgrammedForward
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.conftest import Driver, TinyModel
+from tests.model_runner.conftest import Driver, SeeingExecutor, TinyModel
 
 
 def tokens_of(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
@@ -20,7 +21,7 @@ def tokens_of(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
 
 
 def check_prefill_and_decode(tiny: TinyModel, driver: Driver, unpack: Any, length: int = 150) -> None:
-    """Log-probabilities of a prompt, and greedy tokens after it, by recorded steps where there is a library."""
+    """Log-probabilities of a prompt, and greedy tokens after it."""
     prompt = tokens_of(length)
     req = driver.start(prompt, SamplingParams(temperature=0.0, logprobs=5, prompt_logprobs=5))
     expected = tiny.logprobs(prompt)
@@ -33,9 +34,6 @@ def check_prefill_and_decode(tiny: TinyModel, driver: Driver, unpack: Any, lengt
     while len(req.output) < 12:
         driver.step([(req, 1)])
     assert tiny.logprobs(prompt + req.output)[length - 1 : -1].argmax(-1).tolist() == req.output
-    executor = driver.runner.executor
-    if isinstance(executor, NativeExecutor):
-        assert executor.reason_against == "" and executor.recorded_sizes == [1]
 
 
 def check_chunks_and_prefixes(tiny: TinyModel, driver: Driver, unpack: Any) -> None:
@@ -69,6 +67,22 @@ def check_bfloat16(tiny: TinyModel, driver: Driver, unpack: Any) -> None:
     assert result.prompt_logprobs is not None
     ours, _, _ = unpack(result.prompt_logprobs[0])
     assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
+
+
+def check_recording(recorded: Driver, eager: Driver) -> None:
+    """Steps as programs of the library give the bits that steps of single calls give; both are in bfloat16."""
+    eager.run_eagerly()
+    seen = [SeeingExecutor(driver) for driver in (recorded, eager)]
+    for driver in (recorded, eager):
+        reqs = [driver.start(tokens_of(length, seed=length)) for length in (70, 5)]
+        driver.step([(req, len(req.tokens)) for req in reqs])
+        for _ in range(3):
+            driver.step([(req, 1) for req in reqs])
+    for ours, theirs in zip(seen[0].logits, seen[1].logits, strict=True):
+        assert theirs.isfinite().all() and torch.equal(ours, theirs)
+    assert recorded.runner.executor.recorded_sizes == [2]
+    assert isinstance(seen[0].inner, NativeExecutor)
+    assert isinstance(seen[0].inner.eager.forward, ProgrammedForward), "steps with prompts are programs, too"
 
 
 def check_int8_cache(tiny: TinyModel, driver: Driver, unpack: Any) -> None:

@@ -20,7 +20,7 @@ from engine.model_runner.recording import native_executor, native_program
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.sampling.sampling_batch import SamplingBatch
 from engine.runtime.config.device_config import KernelConfig
-from tests.model_runner.conftest import MIXTURE, Driver, Request, SeeingExecutor, TinyModel
+from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request, SeeingExecutor, TinyModel
 from tests.model_runner.test_multi_step import step
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
     "qwen3": {},
     "qwen3_moe": MIXTURE,
+    "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
     "phi3": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }

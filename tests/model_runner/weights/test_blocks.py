@@ -265,7 +265,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
 
 
 @needs_kernel
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_file_that_is_kept_says_what_it_says_dequantized(
     make_tiny_llama, make_driver, unpack, tmp_path, kind, tied, caplog
@@ -341,7 +341,8 @@ def test_without_a_kernel_the_file_is_dequantized_and_the_log_says_what_that_cos
     with caplog.at_level(logging.WARNING):
         driver = make_driver(spec, path, kind="gguf", dtype="float32")
 
-    assert "weights are gguf, and the product" in caplog.text and "instead of" in caplog.text
+    assert "weights are gguf (Q8_0 x " in caplog.text and "), and the product" in caplog.text
+    assert "instead of" in caplog.text
     assert driver.generate([PROMPT], num=8) == plain
 
 

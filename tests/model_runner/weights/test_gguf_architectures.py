@@ -201,6 +201,7 @@ def test_is_the_same_model_as_in_safetensors(
 STACKS = {
     "Q4_0": {"gate": "Q4_0", "up": "Q4_0", "down": "Q4_0"},
     "Q8_0": {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"},
+    "MXFP4": {"gate": "MXFP4", "up": "MXFP4", "down": "MXFP4"},
     "several": {"gate": "Q4_0", "up": "Q8_0", "down": "Q4_1"},
 }
 

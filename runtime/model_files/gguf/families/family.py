@@ -45,6 +45,7 @@ class GGUFFamily(NamedTuple):
         names: modules of a layer, and their names in a file.
         partial_rotary: only a part of each head may rotate.
         has_experts: the keys of experts are read.
+        has_own_heads: `facts` reads the shape of heads, too.
         neighbors: the rows of q and k are ordered so that rotary pairs are adjacent; Hugging Face pairs the halves.
         norm_eps: the key of the norms' eps.
         also: further values of `model_type` that the facts may have.
@@ -55,6 +56,7 @@ class GGUFFamily(NamedTuple):
     names: Mapping[str, str] = LAYER_NAMES
     partial_rotary: bool = False
     has_experts: bool = False
+    has_own_heads: bool = False
     neighbors: bool = False
     norm_eps: str = RMS_NORM_EPS
     also: tuple[str, ...] = ()

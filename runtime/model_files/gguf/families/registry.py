@@ -7,6 +7,7 @@ from typing import Final
 
 from . import (
     cohere,
+    deepseek,
     ernie,
     exaone,
     gemma,
@@ -38,6 +39,7 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **deepseek.FAMILIES,
 }
 
 _BY_MODEL_TYPE: Final = {

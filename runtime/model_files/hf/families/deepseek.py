@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import structs
 
+from ...experts_spec import ExpertsSpec, Routing
 from ...fields import Fields
 from ...latent_spec import LatentSpec
 from ...layer_form import PRE_NORMS
@@ -18,21 +19,38 @@ _MAX_SIZE: Final = 1 << 14
 def _deepseek_v2(fields: Fields) -> Facts:
     return (
         _latent_attention(fields, interleaved=True)
-        | {"mlp_bias": fields.boolean("mlp_bias", default=False)}
-        | _experts(fields, _first_layers(fields, default=0))
+        | _experts(fields, _first_layers(fields, default=0), _softmax_routing(fields), num_shared=2)
+        | _mlp_bias(fields)
     )
 
 
+def _mlp_bias(fields: Fields) -> Facts:
+    bias = fields.boolean("mlp_bias", default=False)
+    if bias and len(_first_layers(fields, default=0)) < fields.integer("num_hidden_layers", 1, 1 << 12):
+        raise fields.error("mlp_bias", True, "only false is supported for a model with experts")
+    return {"mlp_bias": bias}
+
+
 def _deepseek_v3(fields: Fields) -> Facts:
-    return _latent_attention(fields, interleaved=_interleaved(fields)) | _experts(
-        fields, _first_layers(fields, default=3)
+    return (
+        _latent_attention(fields, interleaved=_interleaved(fields))
+        | _experts(fields, _first_layers(fields, default=3), _sigmoid_routing(fields), num_shared=1)
+        | _further_layers(fields, default=1)
     )
 
 
 def _glm4_moe_lite(fields: Fields) -> Facts:
-    return _latent_attention(fields, interleaved=_interleaved(fields)) | _experts(
-        fields, _named_layers(fields)
+    routing = _sigmoid_routing(fields, num_active=4, num_groups=1, num_active_groups=1, scale=1.8)
+    return (
+        _latent_attention(fields, interleaved=_interleaved(fields))
+        | _experts(fields, _named_layers(fields), routing, num_shared=1)
+        | _further_layers(fields, default=1)
     )
+
+
+def _further_layers(fields: Fields, default: int) -> Facts:
+    name = fields.given("num_nextn_predict_layers", "num_mtp_layers")
+    return {"num_mtp_layers": fields.integer(name, 0, 1 << 8, default=default)}
 
 
 def _interleaved(fields: Fields) -> bool:
@@ -100,15 +118,71 @@ def _named_layers(fields: Fields) -> list[int]:
     return dense
 
 
-def _experts(fields: Fields, dense_layers: list[int]) -> Facts:
-    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    if len(dense_layers) == num_layers:
+def _experts(fields: Fields, dense_layers: list[int], routing: Routing, num_shared: int) -> Facts:
+    """`num_shared`: experts that compute for each token if the file does not say how many; they are stored as one."""
+    if len(dense_layers) == fields.integer("num_hidden_layers", 1, 1 << 12):
         return {}
-    raise fields.error(
-        "first_k_dense_replace",
-        fields.get("first_k_dense_replace"),
-        f"the engine computes this architecture with dense layers only, expected {num_layers}",
+    width = fields.integer("moe_intermediate_size", 1, 1 << 22)
+    experts = ExpertsSpec(
+        num_experts=fields.integer("n_routed_experts", 1, 1 << 16),
+        intermediate_size=width,
+        routing=routing,
+        dense_layers=tuple(dense_layers),
+        shared_size=width * fields.integer("n_shared_experts", 0, 1 << 8, default=num_shared),
     )
+    return {"experts": experts}
+
+
+def _softmax_routing(fields: Fields) -> Routing:
+    """Of V2."""
+    _only(fields, "scoring_func", "softmax")
+    if fields.boolean("norm_topk_prob", default=False):
+        raise fields.error("norm_topk_prob", True, "only false is supported: shares that are not normalized")
+    method = fields.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise fields.error("topk_method", method, "supported are: greedy, group_limited_greedy")
+    num_groups, num_active_groups = 1, 1
+    if method == "group_limited_greedy":
+        num_groups = fields.integer("n_group", 1, 1 << 12)
+        num_active_groups = fields.integer("topk_group", 1, 1 << 12)
+    return Routing(
+        num_active=fields.integer("num_experts_per_tok", 1, 1 << 16),
+        normalize=False,
+        num_groups=num_groups,
+        num_active_groups=num_active_groups,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, default=1.0),
+        float32_logits=True,
+    )
+
+
+def _sigmoid_routing(
+    fields: Fields,
+    *,
+    num_active: int = 8,
+    num_groups: int = 8,
+    num_active_groups: int = 4,
+    scale: float = 2.5,
+) -> Routing:
+    """Of V3, and of GLM with other defaults."""
+    _only(fields, "scoring_func", "sigmoid")
+    _only(fields, "topk_method", "noaux_tc")
+    return Routing(
+        num_active=fields.integer("num_experts_per_tok", 1, 1 << 16, default=num_active),
+        normalize=fields.boolean("norm_topk_prob", default=True),
+        scores="sigmoid",
+        has_bias=True,
+        num_groups=fields.integer("n_group", 1, 1 << 12, default=num_groups),
+        num_active_groups=fields.integer("topk_group", 1, 1 << 12, default=num_active_groups),
+        group_best=2,
+        scale=fields.number("routed_scaling_factor", 1e-6, 1e6, default=scale),
+        float32_logits=True,
+    )
+
+
+def _only(fields: Fields, name: str, value: str) -> None:
+    found = fields.text(name, default=value)
+    if found != value:
+        raise fields.error(name, found, f"only {value!r} is supported for this architecture")
 
 
 FAMILIES: Final[dict[str, Family]] = {

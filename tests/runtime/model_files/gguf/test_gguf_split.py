@@ -70,6 +70,46 @@ def test_a_missing_part_is_named(split: Path) -> None:
         GGUFFile(split)
 
 
+def test_a_later_part_says_that_the_first_is_missing(split: Path) -> None:
+    split.unlink()
+    with pytest.raises(ConfigError, match=r"give the first one, m-00001-of-00003\.gguf, which is missing"):
+        GGUFFile(split.with_name("m-00002-of-00003.gguf"))
+
+
+def test_parts_in_another_order_are_refused(split: Path) -> None:
+    second, third = (split.with_name(f"m-0000{number}-of-00003.gguf") for number in (2, 3))
+    third.rename(split.with_name("other"))
+    second.rename(third)
+    split.with_name("other").rename(second)
+    with pytest.raises(ConfigError, match=r"m-00002.*: holds part 3 of 3, by its name it is part 2 of 3"):
+        GGUFFile(split)
+
+
+@pytest.mark.parametrize(
+    ("own", "held"),
+    [
+        ({"split.no": 1, "split.count": 4}, "part 2 of 4"),
+        ({}, "no part of a split model"),
+        ({"split.no": "1", "split.count": 3}, "no part of a split model"),
+    ],
+)
+def test_a_part_of_another_model_is_refused(
+    split: Path, write_gguf: Callable[..., Path], own: dict[str, object], held: str
+) -> None:
+    write_gguf(split.with_name("m-00002-of-00003.gguf"), own, {"t1": np.zeros((2, 4), np.float32)})
+    with pytest.raises(ConfigError, match=f"holds {held}, by its name it is part 2 of 3"):
+        GGUFFile(split)
+
+
+def test_another_number_of_tensors_is_refused(split: Path, write_gguf: Callable[..., Path]) -> None:
+    tensors = {name: np.zeros((2, 4), np.float32) for name in ("t1", "more")}
+    write_gguf(split.with_name("m-00002-of-00003.gguf"), {"split.no": 1, "split.count": 3}, tensors)
+    with pytest.raises(
+        ConfigError, match=r"the parts hold 4 tensors, split\.tensors\.count is 3; a part is of"
+    ):
+        GGUFFile(split)
+
+
 def test_other_names_are_refused(split: Path) -> None:
     with pytest.raises(ConfigError, match=r"its name must end with -00001-of-00003\.gguf"):
         GGUFFile(split.rename(split.with_name("m.gguf")))

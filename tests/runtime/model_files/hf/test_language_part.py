@@ -76,6 +76,25 @@ def test_quantization_stands_beside_the_language_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "plain",
+    [
+        ["vision_tower", "language_model.model.layers.0.mlp.up_proj"],
+        ["visual", "model.language_model.layers.0.mlp.up_proj"],
+        ["layers.0.mlp.up_proj"],
+        ["re:vision_tower.*", r"re:.*layers\.0\.mlp\.up_proj"],
+        [r"re:language_model\.model\.layers\.0\.mlp\.up.*"],
+    ],
+)
+def test_plain_modules_have_the_folder_s_names(tmp_path: Path, plain: list[str]) -> None:
+    config = {"quant_method": "fp8", "modules_to_not_convert": plain}
+
+    found = read(tmp_path, quantization_config=config).quantization
+
+    assert found is not None
+    assert [found.is_plain(f"model.layers.{layer}.mlp.up_proj") for layer in range(2)] == [True, False]
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"text_config": ...}, "text_config is None, expected an object with the language model's fields"),

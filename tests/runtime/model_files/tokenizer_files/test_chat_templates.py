@@ -50,6 +50,16 @@ def test_all_places(tmp_path: Path, in_config: Any, jinja: str, others: tuple[st
     assert found == expected
 
 
+@pytest.mark.parametrize(("in_config", "expected"), [(None, "of the processor"), ("of the tokenizer",) * 2])
+def test_older_multimodal_models_have_a_file_of_the_processor(
+    tmp_path: Path, in_config: str | None, expected: str
+) -> None:
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of the processor"}')
+    config = Fields(tmp_path / "tokenizer_config.json", {"chat_template": in_config})
+
+    assert read_chat_templates(tmp_path, config) == {"default": expected}
+
+
 @pytest.mark.parametrize("value", [7, ["A"], [{"name": "default"}], {"default": 1}, {"default": ["a"]}])
 def test_another_form_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ConfigError, match=r"chat_template is .*, expected a string, or names and templates"):

@@ -1,4 +1,4 @@
-"""The operations of latent attention in plain torch, on any device; see `HeadMatmul` and `StoreLatent` in `ops`."""
+"""The operations in plain torch, on any device."""
 
 # Shapes: see `ops`; K size of a latent.
 
@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops import HeadMatmul, LayerKV
-from . import plain
+from ...ops import HeadMatmul, LayerKV
+from .. import plain
 
 
 class PlainHeadMatmul:
@@ -55,11 +55,9 @@ def store_latent(
 
 def _pairs_apart(x: Tensor) -> Tensor:
     """[..., R]: the first elements of all pairs, then the second ones."""
-    pairs: Tensor = x.unflatten(-1, (-1, 2))
-    return pairs.transpose(-1, -2).flatten(-2)
+    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
 
 
 def _pairs_together(x: Tensor) -> Tensor:
     """The inverse of `_pairs_apart`."""
-    halves: Tensor = x.unflatten(-1, (2, -1))
-    return halves.transpose(-1, -2).flatten(-2)
+    return x.view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)

@@ -1,0 +1,1 @@
+"""The operations of latent attention, by provider; see `PackHeads` and `StoreLatent` in `ops`."""

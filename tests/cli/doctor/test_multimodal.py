@@ -1,0 +1,35 @@
+"""Of a folder with a tower the report says in one line what is served."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from .test_model import FAIL, examine, not_well
+
+
+def test_the_text_is_served_and_the_tower_is_not_read(tiny_model: Path, tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    config = {"model_type": "llava", "vision_config": {}, "text_config": json.loads(path.read_text())}
+    path.write_text(json.dumps(config))
+    tensors = {f"language_model.{name}": tensor for name, tensor in load_file(weights).items()}
+    save_file({**tensors, "vision_tower.embeddings.weight": torch.ones(512, 1024)}, weights)
+
+    checks = examine(folder)
+
+    assert not_well(checks) == []
+    assert [check.code for check in checks if "only the text" in check.text] == ["weights"]
+    assert (
+        "serves only the text of this llava model; 1 tensor of its towers, 2 MiB, are not read"
+        in checks[2].text
+    )
+
+    path.write_text(json.dumps(config | {"model_type": "seer"}))
+    refused = not_well(examine(folder))[0]
+    assert (refused.code, refused.verdict) == ("model", FAIL)
+    assert "model_type is 'seer' with a text_config" in refused.text

@@ -1,0 +1,37 @@
+"""Several ranks against one: shared experts, their gates, layer norms and the bias of the output head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.resolve.rank_spec import check_tp
+from tests.model_runner.models.test_mixtures import VARIANTS
+
+from .test_tensor_parallel import GREEDY, SEEDED, generate
+from .thread_group import ThreadGroup, on_ranks
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe"])
+def test_ranks_together_say_what_one_says(make_tiny_model, variant):
+    model_type, options = VARIANTS[variant]
+    tiny = make_tiny_model(model_type, **options, vocab_size=97)
+    check_tp(tiny.spec, 2)
+    for params in (GREEDY, SEEDED):
+        expected, _ = generate(tiny, params)
+
+        def tokens(group: ThreadGroup, params: Any = params) -> list[list[int]]:
+            return generate(tiny, params, group)[0]
+
+        assert on_ranks(2, tokens) == [expected] * 2
+
+
+def test_a_shared_expert_that_cannot_be_divided_is_named(make_tiny_model):
+    spec = make_tiny_model("qwen2_moe", **VARIANTS["qwen2_moe"][1]).spec
+    assert spec.experts is not None
+    experts = msgspec.structs.replace(spec.experts, shared_size=41)
+    with pytest.raises(ConfigError, match="its shared expert's intermediate size of 41 cannot be divided"):
+        check_tp(msgspec.structs.replace(spec, experts=experts), 2)

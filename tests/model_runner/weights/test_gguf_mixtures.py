@@ -1,0 +1,108 @@
+"""Mixtures of experts from safetensors and from a GGUF file as llama.cpp's converter writes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
+from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
+from engine.runtime.model_files.weight_memory import num_parameters
+from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.models.test_mixtures import VARIANTS
+
+from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
+
+FILES = {  # name of a variant: architecture in GGUF
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "olmoe": "olmoe",
+    "phimoe": "phimoe",
+}
+NEIGHBORS = ("llama",)
+
+
+def write(path: Path, tiny: Any, arch: str) -> None:
+    """Names, stacks of experts, order of rows and keys as llama.cpp's converter has them."""
+    config = tiny.reference.config
+    writer = gguf.GGUFWriter(path, arch)
+    write_metadata(writer, config, arch)
+    names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
+    stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
+    for name, array in _checkpoint(tiny):
+        if ".experts." in name:
+            head, _, rest = name.partition(".experts.")
+            stacks.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(array)
+            continue
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if arch in NEIGHBORS:
+            array = _neighbors(name, array, config)
+        if name.endswith("shared_expert_gate.weight"):
+            array = array.squeeze()
+        writer.add_tensor(
+            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
+        )
+    for name, arrays in stacks.items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(arrays))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_eos_token_id(2)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    num_experts = getattr(config, "num_local_experts", None) or config.num_experts
+    writer.add_expert_count(num_experts)
+    if getattr(config, "sliding_window", None):
+        writer.add_sliding_window(config.sliding_window)
+    if arch == "qwen2moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+@pytest.mark.parametrize("variant", FILES)
+def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
+    model_type, options = VARIANTS[variant]
+    tiny = make_tiny_model(model_type, **options)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, FILES[variant])
+
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+    driver = make_driver(spec, path, kind="gguf")
+
+    assert spec.model_type == model_type
+    assert num_parameters(spec) == num_parameters(tiny.spec)
+    req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
+    np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+def test_a_file_with_more_active_experts_than_there_are_is_refused(make_tiny_model, tmp_path):
+    model_type, options = VARIANTS["mixtral"]
+    path = tmp_path / "tiny.gguf"
+    write(path, make_tiny_model(model_type, **options), "llama")
+    file = GGUFFile(path)
+    file.metadata = {**file.metadata, "llama.expert_used_count": 7}
+    with pytest.raises(ConfigError, match="7 experts for each token, but there are only 6"):
+        read_gguf_spec(file)
