@@ -31,9 +31,18 @@ LATENT = {
     "v_head_dim": 16,
     "first_k_dense_replace": 8,
 }
+LFM2 = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "lfm2": LFM2,
+    "lfm2_moe": {
+        **LFM2,
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_dense_layers": 1,
+    },
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "dense"]},
