@@ -122,7 +122,14 @@ SHAPES: Final[Mapping[str, Shape]] = {
             "intermediate_size": 8192,
             "block_auto_adjust_ff_dim": False,
             "num_hidden_layers": 16,
-            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "full_attn_idxs": [
+                1,
+                5,
+                8,
+                10,
+                12,
+                14,
+            ],  # the published model has 2 for 1; two layers need both kinds
             "num_attention_heads": 32,
             "num_key_value_heads": 8,
             "conv_L_cache": 3,

@@ -98,10 +98,12 @@ def check(
     expected_slots = slots.clone()
     expected = reference(step, bcx, weight, added, expected_slots)
 
-    on_device = [None if part is None else part.to(device) for part in (bcx, weight, added, slots)]
-    runs = step.runs()
-    out = op(*on_device, replace(runs, plan=runs.plan.to(device))).cpu()
-    slots = on_device[3].cpu()
+    runs, moved = step.runs(), slots.to(device)
+    on_device = None if added is None else added.to(device)
+    out = op(
+        bcx.to(device), weight.to(device), on_device, moved, replace(runs, plan=runs.plan.to(device))
+    ).cpu()
+    slots = moved.cpu()
 
     rounding = 2**-7 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(out.double(), expected, rtol=rounding, atol=rounding * taps)

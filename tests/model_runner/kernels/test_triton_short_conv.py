@@ -29,17 +29,15 @@ def test_runs_that_are_known_on_the_device_only(device):
     """As in a recording: the grid has programs for more runs than there are."""
     step = Step([1, 3, 0], [4, 0, 9], [1, 1, 1], {}, [StateSave(1, 5, 2), StateSave(0, 10, 1)])
 
-    def recorded(*tensors: torch.Tensor | None, runs: StateRuns) -> torch.Tensor:
+    def recorded(
+        bcx: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        slots: torch.Tensor,
+        runs: StateRuns,
+    ) -> torch.Tensor:
         plan = torch.zeros(1 + 8 * 3, dtype=torch.int64, device=device)
         plan[: len(runs.plan)] = runs.plan
-        return short_conv(*tensors, StateRuns(plan))
+        return short_conv(bcx, weight, bias, slots, StateRuns(plan))
 
-    check(
-        lambda bcx, weight, bias, slots, runs: recorded(bcx, weight, bias, slots, runs=runs),
-        step,
-        size=48,
-        taps=3,
-        bias=False,
-        dtype=torch.bfloat16,
-        device=device,
-    )
+    check(recorded, step, size=48, taps=3, bias=False, dtype=torch.bfloat16, device=device)
