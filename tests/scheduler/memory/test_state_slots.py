@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -102,6 +103,23 @@ def test_the_oldest_checkpoint_goes_first(make_harness):
         harness.run_until_idle()
         counts.append(cached(harness, rid))
     assert counts == [8, 0]
+
+
+def test_a_pinned_prefix_keeps_its_state_longest(make_harness):
+    harness = make_harness(
+        num_checkpoints=2, checkpoint_pages=100, num_pages=128, cache={"pin_fraction": 0.5}
+    )
+    pinned = prompt_of(9)
+    harness.submit(prompt=pinned)
+    harness.run_until_idle()
+    ids = np.array(pinned, dtype=np.int32).tobytes()
+    assert harness.scheduler._kv.pin("", ids, 1e9) == 2
+    for seed in range(1, 5):
+        harness.submit(prompt=prompt_of(9, seed=seed))
+        harness.run_until_idle()
+    rid = harness.submit(prompt=pinned)
+    harness.run_until_idle()
+    assert cached(harness, rid) == 8
 
 
 def test_a_long_prompt_takes_a_part_of_the_slots(make_harness):
