@@ -16,6 +16,7 @@ from hypothesis.stateful import initialize
 
 from engine.scheduler.memory.ledger import LedgerError
 from engine.scheduler.records.cache_miss import MissKind
+from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_scheduler_properties import SchedulerMachine
 
@@ -165,6 +166,18 @@ def test_rounds_that_do_not_run_leave_no_checkpoint(make_harness):
         harness.submit(prompt=answer.prompt + answer.tokens)
     harness.run_until_idle()
     assert harness.runner.num_rounds > harness.runner.steps / 2
+
+
+def test_forced_tokens_of_a_grammar_are_no_drafts(make_harness):
+    harness = make_harness()
+    harness.submit(
+        prompt=prompt_of(9),
+        grammar=ToyGrammar(seed=2, forced=((1, 20),)),
+        max_new_tokens=30,
+        ignore_eos=False,
+    )
+    batches = harness.run_until_idle()
+    assert not any(batch.plan.draft_ids for batch in batches)
 
 
 def test_without_a_prefix_cache_every_request_starts_from_zeros(make_harness):
