@@ -189,6 +189,14 @@ class TakeRows(Protocol):
         ...
 
 
+class SoftCap(Protocol):
+    """cap * tanh(x / cap); any shape, contiguous, in float32."""
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class ToFloat32(Protocol):
     """The same values in float32, contiguous."""
 
@@ -474,6 +482,7 @@ class Ops:
     add: AddOp
     add_gated: AddGatedOp
     take_rows: TakeRows
+    soft_cap: SoftCap
     to_float32: ToFloat32
     short_conv: ShortConvOp
     deltas: MakeDeltas

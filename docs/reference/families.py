@@ -30,6 +30,7 @@ FAMILIES: Final = (
     FamilyRow("Qwen2, Qwen2.5, QwQ", "qwen2"),
     FamilyRow("Qwen3", "qwen3"),
     FamilyRow("Qwen3-30B-A3B, Qwen3-Coder", "qwen3_moe"),
+    FamilyRow("Gemma 2", "gemma2"),
     FamilyRow("Gemma 3", "gemma3_text"),
     FamilyRow("DeepSeek-V2, V2-Lite, V2.5", "deepseek_v2"),
     FamilyRow("DeepSeek-V3, R1", "deepseek_v3", gguf="deepseek2"),

@@ -208,6 +208,12 @@ class NativeOps:
         )
         return out
 
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See `SoftCap`."""
+        assert x.dtype == torch.float32 and x.is_contiguous(), x.dtype
+        self._library.soft_cap(x.data_ptr(), x.numel(), cap)
+        return x
+
     def to_float32(self, x: Tensor) -> Tensor:
         """See `ToFloat32`."""
         if x.dtype == torch.float32:

@@ -360,6 +360,11 @@ def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Ten
     return rows if scale is None else rows.mul_(scale)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """See `SoftCap`."""
+    return x.div_(cap).tanh_().mul_(cap)
+
+
 def to_float32(x: Tensor) -> Tensor:
     """See `ToFloat32`."""
     return x.to(torch.float32).contiguous()

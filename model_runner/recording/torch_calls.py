@@ -26,12 +26,10 @@ _aten: Final = torch.ops.aten
 
 
 class TorchCalls:
-    """Computes operations with the library.
-
-    Args of the constructor: the library, and the allocator of results, a `Memory`'s `like`.
-    """
+    """Computes operations with the library."""
 
     def __init__(self, library: ctypes.CDLL, like: Callable[[Tensor], Tensor]) -> None:
+        """`like`: the allocator of results, see `native_program.Memory`."""
         self._library = library
         self._like = like
         self._methods: dict[Any, Callable[..., Tensor | None]] = {

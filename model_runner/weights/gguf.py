@@ -60,7 +60,7 @@ class GGUFStore:
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._pairs_are_neighbors = pairs_are_neighbors(spec.model_type)
-        self._norms_are_offset = spec.model_type == "gemma3_text"
+        self._norms_are_offset = spec.model_type in ("gemma2", "gemma3_text")
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
             for hf, gguf, expert in stored_names(spec)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,12 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
-    read_header,
-    usual_names_in,
-    weight_files,
+    read_headers,
 )
 from .reader import Slice
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.model_spec import ModelSpec
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -46,7 +47,6 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = read_header(path).entries
         try:
             with open(path, "rb") as file:
                 # Private and writable only because torch wants writable memory; nothing is ever written.
@@ -58,32 +58,24 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
+    """The tensors of all files of a model folder, by their usual names, see `read_headers`."""
 
-    def __init__(self, folder: Path, language_of: str = "") -> None:
+    def __init__(self, folder: Path, spec: ModelSpec | None = None) -> None:
         """Open the files.
 
         Args:
             folder: the model's.
-            language_of: see `ModelSpec`; the tensors of towers are left out.
+            spec: the architecture, by which towers, which are left out, and stacks of experts are known.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
         """
-        paths = weight_files(folder)
-        self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
+        headers = read_headers(folder, spec)
+        self._whole = headers[0].path if len(headers) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
-        for path in paths:
-            file = _File(path)
-            for name, entry in file.entries.items():
-                if name in self._entries:
-                    raise ConfigError(
-                        f"{path}: tensor {name!r} is also in {self._entries[name].file.path.name}; "
-                        "keep one of the files"
-                    )
-                self._entries[name] = _Entry(file, entry)
-        names = usual_names_in(folder, self._entries, language_of)
-        self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
+        for header in headers:
+            file = _File(header.path)
+            self._entries |= {name: _Entry(file, entry) for name, entry in header.entries.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
@@ -122,6 +114,12 @@ class SafetensorsStore:
             raise ConfigError(
                 f"{self._where(name)} holds no values: its shape is {list(entry.shape)}; download it again"
             )
+        if entry.strides:
+            count = 1 + sum(
+                (size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True)
+            )
+            part = torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset)
+            return part.as_strided(entry.shape, entry.strides)
         return torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def _where(self, name: str) -> str:

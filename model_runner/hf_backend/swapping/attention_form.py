@@ -13,12 +13,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.plain import rotate
+from .calls import AttentionCall, Seen
 from .norm_form import NormForm, norm_form_of
 from .probe import (
     SCALES,
@@ -35,39 +36,6 @@ if TYPE_CHECKING:
     from ....runtime.model_files.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
-
-
-class AttentionCall(NamedTuple):
-    """How a layer calls its attention module."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def hidden_states(self) -> Tensor:
-        """[1, T, K], by whatever name they are passed."""
-        found = self.kwargs.get("hidden_states", self.args[0] if self.args else None)
-        assert isinstance(found, Tensor)
-        return found
-
-    def angles(self) -> tuple[Tensor, Tensor] | None:
-        """cos and sin, [1, T, R] each; None: the module is not given any."""
-        for each in (*self.args, *self.kwargs.values()):
-            if isinstance(each, tuple) and len(each) == 2 and all(isinstance(part, Tensor) for part in each):
-                return each
-        return None
-
-    def run(self, module: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor] | None, check: Any) -> Any:
-        """Call a copy of the module with other values; `check`: gets its attention, see `Layers`."""
-        old_hidden, old_angles = self.hidden_states(), self.angles()
-
-        def new(value: Any) -> Any:
-            if value is old_hidden:
-                return hidden
-            return angles if value is old_angles and angles is not None else value
-
-        kwargs = {name: new(value) for name, value in self.kwargs.items()}
-        return module(*map(new, self.args), **{**kwargs, "engine_check": check})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,38 +65,6 @@ class AttentionForm:
     factor: float
     scaling: float
     num_results: int = 0
-
-
-class Seen:
-    """The attention function of a probed module: keeps its arguments, and returns random values; see `Layers.look`.
-
-    Attributes:
-        modules: that called it.
-        query, key, value: [T, heads, D] of the last call.
-        scaling: of the last call; None: not given.
-        out: [1, T, Hq, D], what it returned.
-    """
-
-    def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.query = self.key = self.value = self.out = torch.empty(0)
-        self.scaling: float | None = None
-
-    def look(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        options: dict[str, Any],
-    ) -> tuple[Tensor, None]:
-        """Note the arguments."""
-        self.modules.append(module)
-        self.query, self.key, self.value = (x[0].transpose(0, 1).clone() for x in (query, key, value))
-        self.scaling = options.get("scaling")
-        self.out = torch.randn(1, query.shape[2], query.shape[1], value.shape[3])
-        return self.out.to(query.dtype), None
 
 
 @torch.inference_mode(False)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import HeadNorms, LinearWithRows
-from .attention_form import AttentionCall, AttentionForm, Seen, attention_form_of, halves_of
+from .attention_form import AttentionForm, attention_form_of, halves_of
+from .calls import AttentionCall, Calls, observe
 from .mlp_form import MLPForm, mlp_form_of
 from .modules import (
     MLP,
@@ -40,17 +41,7 @@ logger = logging.getLogger(__name__)
 _TOLERANCE: Final = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Of a new module, relative to the largest value of the old one."""
 _NUM_ROWS: Final = 3
-_LENGTH: Final = 9
 _LEAST_POSITIONS: Final = 64
-
-
-class _Calls(Seen):
-    """Collects how modules are called in a forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_module: dict[nn.Module, AttentionCall] = {}
-        self.rotary: dict[nn.Module, list[tuple[tuple[Any, ...], dict[str, Any], Any]]] = {}
 
 
 @torch.inference_mode()
@@ -62,7 +53,7 @@ def swap_modules(causal_lm: Any, decoder: Any, spec: ModelSpec, ops: Ops, max_mo
         max_model_len: positions that need rotary angles.
     """
     _straighten(causal_lm)
-    calls = _observe(decoder, spec)
+    calls = observe(decoder, spec)
     swapper = _Swapper(causal_lm, spec, ops)
     swapper.rotary(calls, max_model_len)
     for module in calls.modules:
@@ -89,34 +80,6 @@ def _straighten(model: nn.Module) -> None:
                 setattr(parent, name, linear)
 
 
-def _observe(decoder: Any, spec: ModelSpec) -> _Calls:
-    """Run a short text, and note the calls of attention and rotary modules."""
-    calls = _Calls()
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.by_module[module] = AttentionCall(module, args, kwargs)
-
-    def note_angles(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        calls.rotary.setdefault(module, []).append((args, kwargs, result))
-
-    handles = []
-    for module in decoder.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
-            handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
-        if any("inv_freq" in name for name, _ in module.named_buffers(recurse=False)):
-            handles.append(module.register_forward_hook(note_angles, with_kwargs=True))
-    generator = torch.Generator().manual_seed(1)
-    text = torch.randint(spec.vocab_size, (1, _LENGTH), generator=generator)
-    positions = torch.arange(_LENGTH).unsqueeze(0)
-    try:
-        decoder(input_ids=text, position_ids=positions, use_cache=False, engine_check=calls)
-    finally:
-        for handle in handles:
-            handle.remove()
-    calls.modules = [module for module in calls.modules if module in calls.by_module]
-    return calls
-
-
 class _Swapper:
     """Swaps the modules of one model.
 
@@ -139,7 +102,7 @@ class _Swapper:
 
     # ------------------------------------------------------------ whole blocks
 
-    def rotary(self, calls: _Calls, max_model_len: int) -> None:
+    def rotary(self, calls: Calls, max_model_len: int) -> None:
         """Replace modules whose result depends on positions alone by a table."""
         for module, seen in calls.rotary.items():
             try:

@@ -42,9 +42,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
             "engine serves only text; give the GGUF file of the language model, which is beside it"
         )
     if arch not in GGUF_FAMILIES:
-        raise fields.error(
-            "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
+        rule = (
+            f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}; give the model's folder with "
+            "config.json and safetensors instead, which transformers' code may run"
         )
+        raise fields.error("general.architecture", arch, rule)
     family = GGUF_FAMILIES[arch]
     if not family.has_experts and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(

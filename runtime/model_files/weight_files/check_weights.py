@@ -57,7 +57,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         ConfigError: a file is missing, truncated or damaged; a tensor is missing, of another shape or dtype, or one
             that the model does not have.
     """
-    files = read_headers(folder, spec.language_of)
+    files = read_headers(folder, spec)
     for dense in () if spec.pooling is None else spec.pooling.dense:
         if dense.folder:
             _check_dense(folder / dense.folder, dense)

@@ -24,7 +24,7 @@ INDICES = torch.tensor([3, 0, 3])
         lambda x, y: 3 * x,
         lambda x, y: x / 8,
         lambda x, y: x.index_select(0, INDICES),
-        lambda x, y: x.float(),
+        lambda x, y: (x + y).float(),
         lambda x, y: F.relu(x),
         lambda x, y: (x + y) * 2 + x,
     ],
