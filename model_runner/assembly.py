@@ -253,9 +253,6 @@ def _make_executor(
             num_ranks=num_ranks,
             state_pool=state_pool,
         )
-    if state_pool is not None:
-        logger.info("decode_graphs=0: steps with state layers are launched kernel by kernel")
-        return eager
     return cuda_graph_executor(
         batch_sizes,
         eager,
@@ -265,4 +262,5 @@ def _make_executor(
         slot_table=slot_table,
         make_device=partial(CudaGraphDevice, loaded.device),
         records_adapters=loaded.adapters is not None and loaded.adapters.layers.are_recordable,
+        state_pool=state_pool,
     )

@@ -113,6 +113,16 @@ def plan_states(
     return plan
 
 
+def write_padded_plan(memory: Int64s, plan: Int64s, num_tokens: int, size: int, num_rows: int) -> None:
+    """Write the plan of `num_tokens` decodes to the memory of a recording of `size`; padding has a slot of its own."""
+    num_words = 1 + _WORDS * int(plan[0])
+    memory[:num_words] = plan[:num_words]
+    padding = np.arange(num_tokens, size)
+    memory[0] += len(padding)
+    runs = memory[num_words : num_words + _WORDS * len(padding)].reshape(-1, _WORDS)
+    runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3] = ZERO_SLOT, padding, padding + 1, num_rows + 1
+
+
 def recorded_state_plan(num_tokens: int) -> Tensor:
     """Memory of a recording for the plan of so many tokens: with checkpoints there are at most two runs a token."""
     return torch.zeros(1 + 2 * _WORDS * num_tokens, dtype=torch.int64)

@@ -253,10 +253,14 @@ def make_speculation(
     memory: RowMemory,
     caps: StepCaps,
     grammar_drafts: GrammarDrafts,
+    keeps_states: bool = False,
 ) -> Speculation:
-    """The class that `--speculative` and `--overlap` name."""
-    if config.speculative == "off":
-        if config.overlap:
+    """The class that `--speculative` and `--overlap` name.
+
+    `keeps_states`: the model has state layers, which cannot go back to the state before a rejected draft: no drafts.
+    """
+    if config.speculative == "off" or keeps_states:
+        if config.overlap or keeps_states:
             return NoSpeculation()
         return ForcedSpeculation(limits=limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
     return NgramSpeculation(
