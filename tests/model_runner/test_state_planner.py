@@ -30,9 +30,9 @@ def runs(
     plan = StepPlan(
         1, ForwardMode.DECODE, new_reqs=news, state_saves=np.array(saves or [], dtype=np.int32).tobytes()
     )
-    columns = [np.array(column, dtype=np.int64) for column in (rows, prefix_lens, extend_lens)]
     drafts = None if num_drafts is None else np.array(num_drafts, dtype=np.int64)
-    return [tuple(run) for run in runs_in(planner.plan(plan, *columns, drafts))]
+    found = planner.plan(plan, np.array(rows), np.array(prefix_lens), np.array(extend_lens), drafts)
+    return [tuple(run) for run in runs_in(found)]
 
 
 def test_the_slots_are_apart():

@@ -179,7 +179,12 @@ def test_drafts_may_be_rejected(make_harness, monkeypatch):
 
     monkeypatch.setattr(NgramProposer, "drafts", partly_wrong)
     harness = make_harness(
-        memory=2, checkpoint_pages=1, speculative="ngram", speculative_num_draft_tokens=3, num_pages=300
+        num_checkpoints=200,
+        memory=2,
+        checkpoint_pages=1,
+        speculative="ngram",
+        speculative_num_draft_tokens=3,
+        num_pages=300,
     )
     prompts = [prompt_of(5, seed=seed) * 6 for seed in range(6)]
     rids = [harness.submit(prompt=prompt, max_new_tokens=60) for prompt in prompts]
