@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.states import plain_short_conv
-from engine.model_runner.states.state_runs import StateRuns, StateSave, checkpoint_slot, plan_states
+from engine.model_runner.states.state_runs import StateLayout, StateRuns, StateSave, plan_states
 
 CPU = torch.device("cpu")
 ROWS, CHECKPOINTS = 4, 3
+LAYOUT = StateLayout(ROWS, CHECKPOINTS)
 SOME = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -31,7 +32,7 @@ class Step(NamedTuple):
 
     def runs(self) -> StateRuns:
         columns = (np.array(column, dtype=np.int64) for column in self[:3])
-        plan = plan_states(*columns, num_rows=ROWS, loads=self.loads, saves=self.saves)
+        plan = plan_states(*columns, loads=self.loads, saves=self.saves)
         return StateRuns.of(plan, torch.from_numpy(plan))
 
 
@@ -44,10 +45,11 @@ def steps(draw: Any) -> Step:
     loads, saves = {}, []
     for row, prefix, length in zip(rows, prefix_lens, extend_lens, strict=True):
         if prefix and len(checkpoints) > 2 and draw(st.booleans()):
-            loads[row] = checkpoints.pop()
+            loads[row] = LAYOUT.of_checkpoint(checkpoints.pop())
         positions = sorted({draw(st.integers(1, length)) for _ in range(draw(st.integers(0, 2)))})
         saves += [
-            StateSave(row, prefix + position, checkpoints.pop()) for position in positions[: len(checkpoints)]
+            StateSave(row, prefix + position, LAYOUT.of_checkpoint(checkpoints.pop()))
+            for position in positions[: len(checkpoints)]
         ]
     return Step(rows, prefix_lens, extend_lens, loads, saves)
 
@@ -61,7 +63,7 @@ def reference(
     for row, prefix, length in zip(step.rows, step.prefix_lens, step.extend_lens, strict=True):
         slot = row + 1 if prefix else 0
         if row in step.loads:
-            slot = checkpoint_slot(step.loads[row], ROWS)
+            slot = step.loads[row]
         columns = list(slots[slot].clone())
         for position in range(prefix + 1, prefix + length + 1):
             b, c, x = bcx[at].chunk(3)
@@ -71,7 +73,7 @@ def reference(
             columns, at = columns[1:], at + 1
             for save in step.saves:
                 if (save.row, save.position) == (row, position):
-                    slots[checkpoint_slot(save.checkpoint, ROWS)] = torch.stack(columns)
+                    slots[save.slot] = torch.stack(columns)
         slots[row + 1] = torch.stack(columns)
     return out
 
@@ -92,7 +94,7 @@ def check(
         return torch.randn(shape, dtype=torch.float64).to(dtype)
 
     bcx, weight = random(sum(step.extend_lens), 3 * size), random(taps, size)
-    slots = random(ROWS + 2 + CHECKPOINTS, taps - 1, size)
+    slots = random(LAYOUT.num_slots, taps - 1, size)
     slots[0] = 0
     added = random(size) if bias else None
     expected_slots = slots.clone()
@@ -142,7 +144,7 @@ def test_the_plan_of_plain_decodes_has_one_run_each():
 
 
 def test_a_checkpoint_at_the_end_is_a_copy():
-    step = Step([1], [4], [4], {}, [StateSave(1, 8, 2)])
+    step = Step([1], [4], [4], {}, [StateSave(1, 8, 7)])
     assert [tuple(run) for run in step.runs().on_host()] == [(2, 0, 4, 7), (7, 4, 4, 2)]
 
 

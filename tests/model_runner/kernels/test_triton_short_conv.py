@@ -27,7 +27,7 @@ def test_any_step(device, step, size, taps, bias, dtype):
 
 def test_runs_that_are_known_on_the_device_only(device):
     """As in a recording: the grid has programs for more runs than there are."""
-    step = Step([1, 3, 0], [4, 0, 9], [1, 1, 1], {}, [StateSave(1, 5, 2), StateSave(0, 10, 1)])
+    step = Step([1, 3, 0], [4, 0, 9], [1, 1, 1], {}, [StateSave(1, 5, 7), StateSave(0, 10, 6)])
 
     def recorded(
         bcx: torch.Tensor,
