@@ -23,7 +23,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+from ...runtime.model_files.gguf.gguf_names import full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
@@ -67,6 +67,7 @@ class GGUFStore:
             if gguf in self._file.tensors
         }
         self._split_kv = find_split_kv(self._file, spec)
+        self._not_read = {name for name in self._file.tensors if is_not_read(spec, name)}
         self._check_stacks(spec)
 
     def _check_stacks(self, spec: ModelSpec) -> None:
@@ -82,7 +83,7 @@ class GGUFStore:
         """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
         known |= {part.name for split in self._split_kv.values() for part in split}
-        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - NOT_WEIGHTS)
+        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - self._not_read)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""

@@ -15,16 +15,21 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from ...runtime.model_files.gguf.ggml_types import dequantize
+from ...runtime.model_files.weight_files.header_entry import HeaderEntry
 from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
-    HeaderEntry,
     read_headers,
 )
+from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
+from .gguf_blocks import MXFP4, block_weight, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:
+    from ...runtime.model_files.gguf.ggml_bytes import Bytes
     from ...runtime.model_files.model_spec import ModelSpec
+    from ..kernels.quantized_weights import BlockWeight
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -32,8 +37,9 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
+    "U8": torch.uint8,
 }
-_CODES: Final = (torch.float8_e4m3fn, torch.int32)
+_CODES: Final = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 """Dtypes of quantized weights. They have a value only together with scales and are never converted."""
 
 
@@ -79,16 +85,26 @@ class SafetensorsStore:
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
-        return {name for name in self._entries if not name.endswith(SAFE_TO_IGNORE)}
+        names = (name.removesuffix(BLOCKS) for name in self._entries if not name.endswith(SCALES))
+        return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
         entry = self._entries.get(name)
-        return None if entry is None else entry.header.shape
+        if entry is not None:
+            return entry.header.shape
+        blocks = self._entries.get(name + BLOCKS)
+        if blocks is None or name + SCALES not in self._entries:
+            return None
+        rows, *columns = blocks.header.shape
+        return rows, 2 * math.prod(columns)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. For a part, only the file pages that hold it are read."""
-        tensor, where = self.mapped(name), self._where(name)
+        if name + BLOCKS in self._entries:
+            tensor, where = torch.from_numpy(dequantize(self._mxfp4(name), MXFP4)), self._where(name + BLOCKS)
+        else:
+            tensor, where = self.mapped(name), self._where(name)
         if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
             raise ConfigError(
                 f"{where} is stored as {_plain_name(tensor.dtype)}, but by config.json it is {_plain_name(out.dtype)}; "
@@ -125,8 +141,18 @@ class SafetensorsStore:
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
-    def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; always None: safetensors has no block-quantized dtype."""
+    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+        """See `TensorStore`; only the experts of gpt-oss are stored in blocks, in MXFP4."""
+        if name + BLOCKS not in self._entries:
+            return None
+        outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
+        weight = block_weight(self._mxfp4(name, outputs), MXFP4)
+        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+
+    def _mxfp4(self, name: str, outputs: slice = slice(None)) -> Bytes:
+        """Outputs of a weight in MXFP4, as rows of a GGUF file."""
+        numbers, scales = (self.mapped(name + end)[outputs].numpy() for end in (BLOCKS, SCALES))
+        return mxfp4_rows(numbers, scales)
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""

@@ -244,6 +244,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "smolvlm",
         {"text_config": OF_LLAMA, "vision_config": IDEFICS, "tie_word_embeddings": True},
     ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "lfm2",
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_auto_adjust_ff_dim": False,
+            },
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_patches": 4,
+                "patch_size": 2,
+            },
+            "projector_hidden_size": 16,
+        },
+    ),
     "qwen2_audio": (
         "qwen2_audio",
         {"text_config": TEXT | {"model_type": "qwen2"}, "audio_config": AUDIO},

@@ -12,6 +12,8 @@ from . import (
     exaone,
     gemma,
     glm,
+    gpt_oss,
+    granite,
     lfm,
     llama,
     ministral,
@@ -33,12 +35,14 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **olmo.FAMILIES,
     **ministral.FAMILIES,
     **glm.FAMILIES,
+    **gpt_oss.FAMILIES,
     **lfm.FAMILIES,
     **starcoder.FAMILIES,
     **cohere.FAMILIES,
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
     **deepseek.FAMILIES,
 }
 

@@ -51,7 +51,8 @@ def _cap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def _query_scale(fields: Fields) -> float:
-    return fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0) ** -0.5
+    scalar: float = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0)
+    return float(scalar**-0.5)
 
 
 def _refuse_bidirectional(fields: Fields) -> None:
@@ -65,6 +66,11 @@ def _refuse_bidirectional(fields: Fields) -> None:
 
 def _gemma3(fields: Fields) -> Facts:
     _refuse_bidirectional(fields)
+    cap = fields.get("attn_logit_softcapping")
+    if cap is not None:
+        raise fields.error(
+            "attn_logit_softcapping", cap, "scores of Gemma 3 are not capped; remove the field"
+        )
     rope, local_theta = read_two_ropes(fields, 1_000_000.0, "rope_local_base_freq", 10_000.0)
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, rope) | {

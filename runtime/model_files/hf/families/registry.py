@@ -15,6 +15,8 @@ from . import (
     exaone,
     gemma,
     glm,
+    gpt_oss,
+    granite,
     lfm,
     llama,
     ministral,
@@ -36,6 +38,7 @@ FAMILIES: Final[dict[str, Family]] = {
     **lfm.FAMILIES,
     **deepseek.FAMILIES,
     **mixtral.FAMILIES,
+    **gpt_oss.FAMILIES,
     **smollm.FAMILIES,
     **olmo.FAMILIES,
     **ministral.FAMILIES,
@@ -45,4 +48,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
 }
