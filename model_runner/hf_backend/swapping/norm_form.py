@@ -37,7 +37,7 @@ class NormForm(NamedTuple):
         weight: Tensor | None = getattr(module, "weight", None)
         if weight is None:
             return torch.ones(self.size)
-        return self.offset + weight.detach().float()  # type: ignore[no-any-return]
+        return self.offset + weight.detach().float()
 
     def bias_of(self, module: nn.Module) -> Tensor | None:
         """The bias of a module of this form, [size] float32."""
