@@ -98,6 +98,8 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         device=device,
         layer_ids=() if spec.state is None else spec.attention_layers,
         keys_hold_values=spec.latent is not None,
+        layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
+        sources=_memory_indices(spec) if spec.kv_sources else (),
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(
@@ -146,6 +148,11 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         attention_backend=attention.name,
         adapters=loaded.adapters,
     )
+
+
+def _memory_indices(spec: ModelSpec) -> list[int]:
+    """For each layer the index of its KV memory."""
+    return [spec.kv_layers.index(spec.kv_source_of(layer_id)) for layer_id in range(spec.num_layers)]
 
 
 def _make_state_pool(loaded: LoadedModel, capacity: Capacity) -> StatePool | None:

@@ -91,6 +91,8 @@ def load_model_runner(
     settings, group = config.model, place.group
     assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
     assert config.cache.page_size == capacity.page_size
+    if settings.model_impl == "transformers":  # its code scales the queries
+        spec = replace(spec, query_scale=None)
     if settings.device == "cpu":
         torch.set_num_threads(settings.num_threads)
     device, dtype = place.device or torch.device(settings.device), _DTYPES[settings.dtype]
@@ -267,4 +269,4 @@ def _open_store(config: ModelConfig, source: ModelSource, spec: ModelSpec) -> Te
         raise ConfigError(
             f"{path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
-    return SafetensorsStore(path, spec.language_of)
+    return SafetensorsStore(path, spec)

@@ -217,6 +217,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "add": (_native("add"), _plain(plain.add)),
     "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
+    "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "short_conv": (_native("short_conv"), _plain(plain_short_conv.short_conv)),
     "deltas": (

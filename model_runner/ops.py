@@ -19,7 +19,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
-    from ..runtime.model_files.experts_spec import Routing
+    from ..runtime.model_files.experts_spec import ClampedSwiGLU, Routing
     from .adapter_runs import AdapterRuns
     from .states.state_runs import StateRuns
 
@@ -90,7 +90,12 @@ class ExpertWeights(Protocol):
 
 
 class ExpertSource(Protocol):
-    """The weights of a layer's experts before packing; only one of the two methods is called, and only once."""
+    """The weights of a layer's experts before packing; only one of `stacked` and `linears` is called, and only once."""
+
+    @property
+    def clamp(self) -> ClampedSwiGLU | None:
+        """The activation; None: silu(gate) * up."""
+        ...
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         """gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N], in the serving dtype."""
@@ -98,6 +103,10 @@ class ExpertSource(Protocol):
 
     def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
         """A weight gate_up [2N, K] and a weight down [K, N] per expert, in the model's `LinearFormat`."""
+        ...
+
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """Of gate_up [E, 2N] and of down [E, K], in the serving dtype; None: there are none. Called once."""
         ...
 
 
@@ -186,6 +195,14 @@ class TakeRows(Protocol):
 
     def __call__(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
         """Look up the rows; `scale` is a factor of the result, which is rounded once."""
+        ...
+
+
+class SoftCap(Protocol):
+    """cap * tanh(x / cap); any shape, contiguous, in float32."""
+
+    def __call__(self, x: Tensor, cap: float) -> Tensor:
+        """`x` may be overwritten; use the returned tensor."""
         ...
 
 
@@ -474,6 +491,7 @@ class Ops:
     add: AddOp
     add_gated: AddGatedOp
     take_rows: TakeRows
+    soft_cap: SoftCap
     to_float32: ToFloat32
     short_conv: ShortConvOp
     deltas: MakeDeltas

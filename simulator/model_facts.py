@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+from ..runtime.model_files.weight_files.needed_tensors import attention_modules
 
 if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
@@ -24,6 +27,8 @@ class ModelFacts:
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     dtype_bytes: float = 2.0
+    kv_parts: int = 2  # keys and values; with latent attention they are one
+    attention_parameters: int | None = None  # of a layer; None: those of q, k, v and o
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec, dtype_bytes: float = 2.0) -> ModelFacts:
@@ -40,12 +45,16 @@ class ModelFacts:
             max_position_embeddings=spec.max_position_embeddings,
             tie_word_embeddings=spec.tie_word_embeddings,
             dtype_bytes=dtype_bytes,
+            kv_parts=2 if spec.latent is None else 1,
+            attention_parameters=None if spec.latent is None else _attention_parameters(spec),
         )
 
     @property
     def layer_parameters(self) -> int:
         """Parameters that are multiplied with every token."""
-        attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        attention = self.attention_parameters
+        if attention is None:
+            attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
@@ -62,7 +71,12 @@ class ModelFacts:
     @property
     def kv_token_bytes(self) -> int:
         """Memory of one token's keys and values, all layers; KV has 16 bits or more per element."""
-        return int(2 * self.num_layers * self.num_kv_heads * self.head_dim * max(self.dtype_bytes, 2.0))
+        numbers = self.kv_parts * self.num_kv_heads * self.head_dim
+        return int(self.num_layers * numbers * max(self.dtype_bytes, 2.0))
+
+
+def _attention_parameters(spec: ModelSpec) -> int:
+    return sum(math.prod(module.shape) for module in attention_modules(spec) if module.is_linear)
 
 
 DEFAULT_MODEL: Final = "llama-3.1-8b"

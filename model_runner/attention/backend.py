@@ -50,15 +50,17 @@ class BatchLayout:
 class StepAttention(Protocol):
     """The attention of one step, planned once and used by every layer."""
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Attend to each request's tokens up to the query's position; in an encoder to all of them.
 
-        Scores are divided by sqrt(D). A layer with a window (`ModelSpec.window_of`) of W tokens attends to the query's
-        own token and the W - 1 before it; in an encoder to the W / 2 before and the W / 2 after it.
+        Scores are products times `ModelSpec.score_scale`, capped as `AttentionForm` says. A layer with a window
+        (`ModelSpec.window_of`) of W tokens attends to the query's own token and the W - 1 before it; in an encoder to
+        the W / 2 before and the W / 2 after it.
 
         Args:
             q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). The keys and values of the new tokens are
                 already in the pool.
+            sinks: [Hq] float32, the sink of each head (`AttentionForm`), of a model that has them.
 
         Returns:
             [T, Hq * D].
@@ -72,7 +74,7 @@ class PlannedAttention(StepAttention, Protocol):
 
     @property
     def plan_addresses(self) -> list[int]:
-        """Addresses of the step's plans, one for each distinct window of the model, always in the same order."""
+        """Addresses of the step's plans, one for each distinct `ModelSpec.view_of`, always in the same order."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Attention on the CPU by our own kernels: pages are read in place, and a shared prefix is read once for its requests.
 
-A step is planned once for all layers of a window, also in C++ (`kernels/cpu/attention_plan.h`): the plan assigns tokens
-to pieces of the keys that they attend to. Shared prefixes are found in the slot table, because the prefix cache gives
-the same pages to requests with the same prefix.
+A step is planned once for all layers with the same window and heads, also in C++ (`kernels/cpu/attention_plan.h`): the
+plan assigns tokens to pieces of the keys that they attend to. Shared prefixes are found in the slot table, because the
+prefix cache gives the same pages to requests with the same prefix.
 
 The tokens of a request with drafts get the bits of that many decodes, one after the other, in the same batch.
 """
@@ -25,7 +25,7 @@ from ..kernels.cpu.library import load_library, reasons_against_library
 from .backend import AttentionBackend
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...runtime.model_files.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, RepeatableAttention, StepAttention
@@ -54,8 +54,11 @@ class CpuNativeAttention(AttentionBackend):
             reasons.append(
                 f"reads keys and values of the queries' dtype or int8, not {kv_dtype} with queries of {dtype}"
             )
-        if spec.head_dim % _HEAD_DIM_MULTIPLE:
-            reasons.append(f"head_dim {spec.head_dim} is not a multiple of {_HEAD_DIM_MULTIPLE}")
+        reasons += [
+            f"head_dim {head_dim} is not a multiple of {_HEAD_DIM_MULTIPLE}"
+            for head_dim in spec.head_dims
+            if head_dim % _HEAD_DIM_MULTIPLE
+        ]
         return reasons or reasons_against_library()
 
     def __init__(
@@ -79,16 +82,15 @@ class CpuNativeAttention(AttentionBackend):
         assert req_to_token.dtype == torch.int32 and req_to_token.is_contiguous()
         self._table = req_to_token
         self._spec = spec
-        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
+        self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         self._fixed_order = fixed_order
         dtype = kv_pool.k[0].dtype
         assert dtype in (*_DTYPES, torch.int8), dtype
-        shape = spec.num_kv_heads, spec.head_dim
-        for pool in (*kv_pool.k, *kv_pool.v):
-            assert pool.dtype == dtype and pool.is_contiguous() and pool.shape[1:] == shape, (
-                pool.dtype,
-                pool.shape,
-            )
+        for layer_id in spec.attention_layers:
+            heads = self._views[layer_id].heads
+            for pool in kv_pool.layer(layer_id)[:2]:
+                assert pool.dtype == dtype and pool.is_contiguous()
+                assert pool.shape[1:] == (heads.num_kv_heads, heads.head_dim), pool.shape
         self._kv_dtype = dtype
         self._addresses = {  # the pool never moves
             layer_id: tuple(None if part is None else part.data_ptr() for part in kv_pool.layer(layer_id))
@@ -134,7 +136,7 @@ class CpuNativeAttention(AttentionBackend):
             self._table,
             self._spec,
             self._kv_pool.page_size,
-            self._windows,
+            self._views,
             fixed_order=self._fixed_order,
         )
 
@@ -145,12 +147,13 @@ class CpuNativeAttention(AttentionBackend):
             self._addresses,
             plans,
             self._kv_dtype,
-            (num_tokens, self._spec.num_heads, self._spec.head_dim),
+            (num_tokens, self._spec.num_heads),
+            [view.heads.head_dim for view in self._views],
         )
 
 
 class _Plans:
-    """One plan for each distinct window of a model.
+    """One plan for each distinct view of a model's layers.
 
     Attributes:
         addresses: addresses of the plans.
@@ -163,26 +166,28 @@ class _Plans:
         table: Tensor,
         spec: ModelSpec,
         page_size: int,
-        windows: list[int | None],
+        views: list[LayerView],
         *,
         fixed_order: bool,
     ) -> None:
-        by_window = {
-            window: library.new_attention_plan(
+        by_view = {
+            view: library.new_attention_plan(
                 table.data_ptr(),
                 table.shape[1],
                 page_size,
-                spec.num_kv_heads,
-                spec.num_heads // spec.num_kv_heads,
-                spec.head_dim,
-                window or 0,
+                view.heads.num_kv_heads,
+                spec.num_heads // view.heads.num_kv_heads,
+                view.heads.head_dim,
+                view.window or 0,
                 spec.causal,
                 fixed_order,
+                spec.score_scale,
+                spec.attention.score_cap or 0.0,
             )
-            for window in dict.fromkeys(windows)
+            for view in dict.fromkeys(views)
         }
-        self.addresses = list(by_window.values())
-        self.of_layer = [by_window[window] for window in windows]
+        self.addresses = list(by_view.values())
+        self.of_layer = [by_view[view] for view in views]
         for address in self.addresses:
             weakref.finalize(self, library.free_attention_plan, address).atexit = False
 
@@ -195,18 +200,20 @@ class _Step:
     ]  # addresses of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
-    shape: tuple[int, int, int]  # shape of the queries
+    shape: tuple[int, int]  # of the queries: tokens, heads
+    head_dims: list[int]  # of each layer
 
     @property
     def plan_addresses(self) -> list[int]:
         """See `PlannedAttention`."""
         return self.plans.addresses
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
-        """See `StepAttention`."""
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `StepAttention`. The sinks are read again when a recorded step is repeated."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
-        assert is_right and q.shape == self.shape, f"queries are {q.dtype} {tuple(q.shape)}"
-        num_tokens, num_heads, head_dim = self.shape
+        (num_tokens, num_heads), head_dim = self.shape, self.head_dims[layer_id]
+        assert is_right and q.shape == (*self.shape, head_dim), f"queries are {q.dtype} {tuple(q.shape)}"
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
         out = q.new_empty((num_tokens, num_heads * head_dim))
@@ -215,6 +222,7 @@ class _Step:
             q.data_ptr(),
             q.stride(0),
             *self.addresses[layer_id],
+            None if sinks is None else sinks.data_ptr(),
             out.data_ptr(),
             q.dtype == torch.bfloat16,
         )

@@ -11,7 +11,7 @@ mean error of log-probabilities 0.0397 instead of 0.0391, SmolLM2-135M.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,18 +22,34 @@ _PRODUCT_BLOCK: Final = 64
 """Queries at a time: scores of 9 heads x 64 x 1024 keys just fit into the L2 cache."""
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+class ScoreForm(NamedTuple):
+    """How scores follow from products of queries and keys: cap * tanh(product * scale / cap).
+
+    `cap`: None: product * scale.
+    """
+
+    scale: float
+    cap: float | None = None
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm, sinks: Tensor | None = None
+) -> Tensor:
     """Attend with one query per request; the heads of a group are the rows of one small matrix.
 
     Args:
         q: [n, H, G, D].
         k, v: [n, P, H, D].
         mask: [n, 1, G, P] of 0 and -inf, or None.
+        sinks: [H, G] float32, see `AttentionForm`; None: there are none.
 
     Returns:
         [n, H, G, D].
     """
-    return F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if form.cap is not None or sinks is not None:
+        return _capped(q, k, v, mask, form, None if sinks is None else sinks.unsqueeze(-1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=form.scale)
 
 
 class ExtendAttention:
@@ -42,7 +58,10 @@ class ExtendAttention:
     With a window a token attends to itself and the window - 1 tokens before it.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, window: int | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, form: ScoreForm, window: int | None = None
+    ) -> None:
+        self._form = form
         self._by_products = dtype == torch.bfloat16 and device.type == "cpu"
         block = _PRODUCT_BLOCK if self._by_products else _SDPA_BLOCK
         self._mask = CausalMask(block, dtype, device)
@@ -50,20 +69,23 @@ class ExtendAttention:
         self._window = window
         self._block = block
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         """Compute attention into `out`.
 
         Args:
             q: [n, H, G, D].
             k, v: [P, H, D].
             out: [n, H, G, D], filled by the call.
+            sinks: [H, G] float32, see `AttentionForm`; None: there are none.
         """
+        form = self._form
+        is_plain = form.cap is None and sinks is None
         num_queries, prefix_len = q.shape[0], k.shape[0] - q.shape[0]
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         cut = self._window is not None and k.shape[1] > self._window
-        if prefix_len == 0 and not self._by_products and not cut:
-            out.copy_(_sdpa(q, k, v, None))
+        if prefix_len == 0 and not self._by_products and not cut and is_plain:
+            out.copy_(_sdpa(q, k, v, None, form.scale))
             return
         for start in range(0, num_queries, self._block):
             stop = min(start + self._block, num_queries)
@@ -71,11 +93,16 @@ class ExtendAttention:
             queries, keys, values = q[:, :, start:stop], k[:, first:last], v[:, first:last]
             if self._band is not None and last > self._band.window:
                 mask = self._band.get(stop - start, last - first)
-                attended = (_products if self._by_products else _sdpa)(queries, keys, values, mask)
-            elif self._by_products:
-                attended = _products(queries, keys, values, self._mask.get(stop - start, stop - start))
             else:
-                attended = _sdpa(queries, keys, values, self._mask.get(stop - start, last - first))
+                by_products = self._by_products and is_plain
+                mask = self._mask.get(stop - start, stop - start if by_products else last - first)
+            if not is_plain:
+                of_heads = None if sinks is None else sinks[:, :, None, None]
+                attended = _capped(queries, keys.unsqueeze(1), values.unsqueeze(1), mask, form, of_heads)
+            elif self._by_products:
+                attended = _products(queries, keys, values, mask, form.scale)
+            else:
+                attended = _sdpa(queries, keys, values, mask, form.scale)
             out[:, :, start:stop].copy_(attended)
 
     def _first_key(self, query: int) -> int:
@@ -89,16 +116,18 @@ class EncoderAttention:
     With a window a token attends to itself, the window / 2 tokens before it and as many after it.
     """
 
-    def __init__(self, window: int | None = None) -> None:
+    def __init__(self, scale: float, window: int | None = None) -> None:
+        self._scale = scale
         self._reach = None if window is None else window // 2
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
-        """Compute attention into `out`; shapes as in `ExtendAttention`, with P = n."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        """Compute attention into `out`; shapes as in `ExtendAttention`, with P = n. Encoders have no sinks."""
+        assert sinks is None
         num_tokens, reach = q.shape[0], self._reach
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if reach is None or num_tokens <= reach + 1:
-            out.copy_(_sdpa(q, k, v, None, causal=False))
+            out.copy_(_sdpa(q, k, v, None, self._scale, causal=False))
             return
         for start in range(0, num_tokens, _SDPA_BLOCK):
             stop = min(start + _SDPA_BLOCK, num_tokens)
@@ -106,21 +135,25 @@ class EncoderAttention:
             queries = torch.arange(start, stop, device=q.device)[:, None]
             keys = torch.arange(first, last, device=q.device)
             mask = (queries - keys).abs() <= reach
-            out[:, :, start:stop].copy_(_sdpa(q[:, :, start:stop], k[:, first:last], v[:, first:last], mask))
+            attended = _sdpa(q[:, :, start:stop], k[:, first:last], v[:, first:last], mask, self._scale)
+            out[:, :, start:stop].copy_(attended)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool = True) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, *, causal: bool = True
+) -> Tensor:
     """SDPA with the KV heads as batch; all heads of a group read the same keys with stride 0: [H, G, n, D].
 
     `causal`: where there is no mask.
     """
     group = q.shape[1]
     k, v = k.unsqueeze(1).expand(-1, group, -1, -1), v.unsqueeze(1).expand(-1, group, -1, -1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal and mask is None)
+    is_causal = causal and mask is None
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """softmax(q k / sqrt(D)) v, with the heads of a group stacked as rows of one matmul: [H, G, n, D].
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """softmax(q k * scale) v, with the heads of a group stacked as rows of one matmul: [H, G, n, D].
 
     Args:
         mask: [n, m], for the last m keys. Without a window these are the block's own keys: only these can lie after a
@@ -128,9 +161,35 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     num_kv_heads, group, num_queries, head_dim = q.shape
     rows = q.reshape(num_kv_heads, group * num_queries, head_dim)
-    scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=head_dim**-0.5)
+    scores = torch.baddbmm(q.new_empty(()), rows, k.transpose(1, 2), beta=0, alpha=scale)
     scores.view(num_kv_heads, group, num_queries, -1)[..., -mask.shape[1] :].add_(mask)
     return torch.bmm(scores.softmax(dim=-1), v).view(q.shape)
+
+
+def _capped(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: ScoreForm, sinks: Tensor | None
+) -> Tensor:
+    """Attention with a score cap, sinks, or both, in float32: [..., n, D].
+
+    Args:
+        q: [..., n, D].
+        k, v: [..., P, D], where the other axes are those of q, or 1.
+        mask: 0 and -inf, broadcast to the scores [..., n, P].
+        sinks: broadcast to [..., n, 1].
+    """
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * form.scale
+    if form.cap is not None:
+        scores = scores.div_(form.cap).tanh_().mul_(form.cap)
+    if mask is not None:
+        scores += mask
+    top = scores.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if sinks is not None:
+        total += torch.exp(sinks - top)
+    return (torch.matmul(weights, v.float()) / total).to(q.dtype)
 
 
 class CausalMask:

@@ -1,6 +1,6 @@
 """FlashAttention-3 from sgl_kernel: extends and decodes of a batch in one call per layer, which reads the pool's pages.
 
-The page table of the batch and FA3's own work plan (*scheduler metadata*, one for each window of the layers) are made
+The page table of the batch and FA3's own work plan (*scheduler metadata*, one for each view of the layers) are made
 once per step, not once per layer.
 
 Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0.4.
@@ -23,15 +23,17 @@ from ..kernels.probe import KernelProbe, probe_kernels
 from .backend import AttentionBackend
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...runtime.model_files.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
+    from ..ops import LayerKV
     from .backend import BatchLayout, CapturableAttention, StepAttention
 
 _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
+_NO_CAP: Final = 0.0
 _NUM_SPLITS: Final = 0  # FA3 chooses, and adapts the choice to the lengths on the device
 
 
@@ -50,10 +52,11 @@ class FlashAttention3(AttentionBackend):
             reasons.append(f"needs a CUDA device, not {device.type}")
         else:
             reasons += _reasons_against_package(probe_kernels())
-        if spec.head_dim > _MAX_HEAD_DIM or spec.head_dim % 8:
-            reasons.append(
-                f"head_dim is {spec.head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
-            )
+        reasons += [
+            f"head_dim is {head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
+            for head_dim in spec.head_dims
+            if head_dim > _MAX_HEAD_DIM or head_dim % 8
+        ]
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
         if kv_dtype != dtype:
@@ -69,20 +72,14 @@ class FlashAttention3(AttentionBackend):
         self._req_to_token = req_to_token
         self._buffers = buffers
         self._page_size = kv_pool.page_size
-        self._scale = spec.head_dim**-0.5
-        self._heads: dict[str, Any] = {
-            "num_heads": spec.num_heads,
-            "num_heads_k": spec.num_kv_heads,
-            "headdim": spec.head_dim,
-            "qkv_dtype": kv_pool.k[0].dtype,
+        self._scale, self._cap = spec.score_scale, spec.attention.score_cap or _NO_CAP
+        self._heads: dict[str, Any] = {"num_heads": spec.num_heads, "qkv_dtype": kv_pool.k[0].dtype}
+        self._pages = {
+            layer_id: _in_pages(kv_pool.layer(layer_id), kv_pool.page_size)
+            for layer_id in spec.attention_layers
         }
-        views, num_kept = kv_pool.page_views, spec.num_kv_layers
-        pages = list(zip(views[:num_kept], views[num_kept:], strict=True))
-        self._pages = {layer_id: pages[kv_pool.index_of(layer_id)] for layer_id in spec.attention_layers}
         self._causal = spec.causal
-        self._windows = [
-            _window_size(spec.window_of(layer_id), causal=spec.causal) for layer_id in range(spec.num_layers)
-        ]
+        self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         # Query offsets of a step in which every request has one new token; longer than any batch.
         self._one_each = torch.arange(
             req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
@@ -121,26 +118,30 @@ class FlashAttention3(AttentionBackend):
             "page_size": self._page_size,
             "causal": self._causal,
             "num_splits": _NUM_SPLITS,
+            "has_softcap": self._cap > _NO_CAP,
             **self._heads,
         }
-        metadata = {
-            window: self._get_metadata(**common, window_size=window) if len(rows) else None
-            for window in dict.fromkeys(self._windows)
-        }
+        by_view = {view: self._view_arguments(view, common) for view in dict.fromkeys(self._views)}
         arguments = {
             "cache_seqlens": seq_lens,
             "page_table": page_table,
             "cu_seqlens_q": cu_seqlens,
             "max_seqlen_q": longest_query,
             "softmax_scale": self._scale,
+            "softcap": self._cap,
             "causal": self._causal,
             "num_splits": _NUM_SPLITS,
         }
-        layers = [
-            {**arguments, "window_size": window, "scheduler_metadata": metadata[window]}
-            for window in self._windows
-        ]
+        layers = [arguments | by_view[view] for view in self._views]
         return _Step(self._flash_attention, self._pages, layers)
+
+    def _view_arguments(self, view: LayerView, common: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of the layers of one view; the metadata are made with those of all."""
+        window, metadata = _window_size(view.window, causal=self._causal), None
+        if common["batch_size"]:
+            heads = {"num_heads_k": view.heads.num_kv_heads, "headdim": view.heads.head_dim}
+            metadata = self._get_metadata(**common, **heads, window_size=window)
+        return {"window_size": window, "scheduler_metadata": metadata}
 
     def _page_table(self, rows: Tensor, longest: int) -> Tensor:
         """[B, pages] int32. After the end of a request it holds pages of other requests, which are not read."""
@@ -170,6 +171,12 @@ def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
     return (window - 1, 0) if causal else (window // 2, window // 2)
 
 
+def _in_pages(kv: LayerKV, page_size: int) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values as [pages, page size, H, D]."""
+    keys, values = (pool.view(-1, page_size, *pool.shape[1:]) for pool in kv[:2])
+    return keys, values
+
+
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -182,9 +189,12 @@ class _Step:
     pages: Mapping[int, tuple[Tensor, Tensor]]
     arguments: list[dict[str, Any]]
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
-        """See `StepAttention`."""
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        """See `StepAttention`. The kernel takes sinks in bfloat16."""
         if q.shape[0] == 0:
             return q.new_empty((0, q.shape[1] * q.shape[2]))
         keys, values = self.pages[layer_id]
-        return self.flash_attention(q, keys, values, **self.arguments[layer_id]).flatten(1)
+        arguments = self.arguments[layer_id]
+        if sinks is not None:
+            arguments = {**arguments, "sinks": sinks.to(torch.bfloat16)}
+        return self.flash_attention(q, keys, values, **arguments).flatten(1)

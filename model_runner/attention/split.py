@@ -88,9 +88,12 @@ class _SplitStep:
     decodes: StepAttention
     num_prompt_tokens: int
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
         split = self.num_prompt_tokens
         return torch.cat(
-            (self.prompts.forward(layer_id, q[:split]), self.decodes.forward(layer_id, q[split:]))
+            (
+                self.prompts.forward(layer_id, q[:split], sinks),
+                self.decodes.forward(layer_id, q[split:], sinks),
+            )
         )

@@ -1,8 +1,8 @@
 """Attention in plain torch, on any device: gather a request's keys and values by the slot table, then attend.
 
-Layers with a sliding window gather only the window; each distinct window of a model is planned separately. Extends run
-one by one. Decodes run together, padded to the longest request of their group; requests are grouped by length to keep
-the padding small. The cost of this backend is the gathering: it copies keys and values in every layer.
+Layers with a sliding window gather only the window; layers that differ in windows or heads are planned separately.
+Extends run one by one. Decodes run together, padded to the longest request of their group; requests are grouped by
+length to keep the padding small. The cost of this backend is the gathering: it copies keys and values in every layer.
 
 It computes in the dtype of the KV pool for queries of any dtype, and in bfloat16 for 8-bit pools. Values with scales
 are multiplied by their scale while they are gathered.
@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ...runtime.resolve.memory_budget import GATHERED_COPIES
 from .backend import AttentionBackend
-from .dense import EncoderAttention, ExtendAttention, decode_attention
+from .dense import EncoderAttention, ExtendAttention, ScoreForm, decode_attention
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...runtime.model_files.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops import LayerKV
@@ -65,11 +65,12 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """The plan of a step for the layers of one window."""
+    """The plan of a step for the layers of one view."""
 
     extends: list[_Extend]
     groups: list[_DecodeGroup]
     extend_attention: ExtendAttention | EncoderAttention
+    num_kv_heads: int
 
 
 class TorchNativeAttention(AttentionBackend):
@@ -88,35 +89,38 @@ class TorchNativeAttention(AttentionBackend):
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._buffers = buffers
-        self._num_kv_heads = spec.num_kv_heads
-        self._group_size = spec.num_heads // spec.num_kv_heads
-        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
+        self._num_heads = spec.num_heads
+        self._form = form = ScoreForm(spec.score_scale, spec.attention.score_cap)
+        self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self._extend_attention = {
-            window: ExtendAttention(self._dtype, device, window) if spec.causal else EncoderAttention(window)
-            for window in dict.fromkeys(self._windows)
+            window: ExtendAttention(self._dtype, device, form, window)
+            if spec.causal
+            else EncoderAttention(form.scale, window)
+            for window in dict.fromkeys(view.window for view in self._views)
         }
 
     @property
     def gathered_token_bytes(self) -> int:
         """See `AttentionBackend`: keys and values of one layer, and their copies."""
-        _, num_kv_heads, head_dim = self._kv_pool.k[0].shape
-        return 2 * num_kv_heads * head_dim * self._dtype.itemsize * GATHERED_COPIES
+        widest = max(pool.shape[1] * pool.shape[2] for pool in self._kv_pool.k)
+        return 2 * widest * self._dtype.itemsize * GATHERED_COPIES
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`."""
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
-        views = {window: self._view(layout, starts, window) for window in self._extend_attention}
+        views = {view: self._view(layout, starts, view) for view in dict.fromkeys(self._views)}
         return _Step(
             self._kv_pool,
-            [views[window] for window in self._windows],
-            self._num_kv_heads,
-            self._group_size,
+            [views[view] for view in self._views],
             self._dtype,
+            self._form,
         )
 
-    def _view(self, layout: BatchLayout, starts: Int64s, window: int | None) -> _View:
+    def _view(self, layout: BatchLayout, starts: Int64s, of: LayerView) -> _View:
+        window, num_kv_heads = of.window, of.heads.num_kv_heads
+        group_size = self._num_heads // num_kv_heads
         seq_lens = layout.prefix_lens + layout.extend_lens
         firsts = np.zeros_like(seq_lens)  # the first token to which a new token of each request attends
         if window is not None:
@@ -131,13 +135,19 @@ class TorchNativeAttention(AttentionBackend):
         ]
         decodes = layout.num_extends
         groups = [
-            self._decode_group(layout.rows, starts, firsts, seq_lens, decodes + members)
+            self._decode_group(layout.rows, starts, firsts, seq_lens, decodes + members, group_size)
             for members in group_by_length((seq_lens - firsts)[decodes:])
         ]
-        return _View(extends, groups, self._extend_attention[window])
+        return _View(extends, groups, self._extend_attention[window], num_kv_heads)
 
     def _decode_group(
-        self, rows: Int64s, starts: Int64s, firsts: Int64s, seq_lens: Int64s, members: Int64s
+        self,
+        rows: Int64s,
+        starts: Int64s,
+        firsts: Int64s,
+        seq_lens: Int64s,
+        members: Int64s,
+        group_size: int,
     ) -> _DecodeGroup:
         lens = (seq_lens - firsts)[members]
         padded_len = int(lens.max())
@@ -150,7 +160,7 @@ class TorchNativeAttention(AttentionBackend):
             beyond = np.arange(padded_len) >= lens[:, None]
             penalty = put(np.where(beyond, -np.inf, 0.0).astype(np.float32)).to(self._dtype)
             # Contiguous: with a broadcast mask SDPA on the CPU does not use its fast path.
-            mask = penalty[:, None, None, :].expand(-1, 1, self._group_size, -1).contiguous()
+            mask = penalty[:, None, None, :].expand(-1, 1, group_size, -1).contiguous()
         first, last = int(members[0]), int(members[-1])
         if last - first + 1 == len(members):
             return _DecodeGroup(slice(int(starts[first]), int(starts[last]) + 1), slots, mask)
@@ -183,33 +193,35 @@ def group_by_length(seq_lens: Int64s) -> list[Int64s]:
 class _Step:
     kv_pool: KVPool
     views: list[_View]  # one per layer
-    num_kv_heads: int
-    group_size: int
     dtype: torch.dtype  # of the computation
+    form: ScoreForm
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
         if q.dtype != self.dtype:
-            return self.forward(layer_id, q.to(self.dtype)).to(q.dtype)
+            return self.forward(layer_id, q.to(self.dtype), sinks).to(q.dtype)
         kv = self.kv_pool.layer(layer_id)
         view = self.views[layer_id]
+        if sinks is not None:
+            sinks = sinks.view(view.num_kv_heads, -1)
         if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
-            return self._decode(q, kv, view.groups[0])
+            return self._decode(q, kv, view.groups[0], sinks)
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
         for extend in view.extends:
-            self._extend(q, kv, extend, view.extend_attention, out)
+            self._extend(q, kv, extend, view.extend_attention, out, sinks)
         for group in view.groups:
-            out[group.tokens] = self._decode(q[group.tokens], kv, group)
+            out[group.tokens] = self._decode(q[group.tokens], kv, group, sinks)
         return out
 
-    def _decode(self, q: Tensor, kv: LayerKV, group: _DecodeGroup) -> Tensor:
-        """[n, Hq, D] -> [n, Hq * D]."""
+    def _decode(self, q: Tensor, kv: LayerKV, group: _DecodeGroup, sinks: Tensor | None) -> Tensor:
+        """[n, Hq, D] -> [n, Hq * D]; sinks: [H, G]."""
         n, _, head_dim = q.shape
-        by_request = (n, -1, self.num_kv_heads, head_dim)
+        num_kv_heads = kv.k.shape[1]
+        by_request = (n, -1, num_kv_heads, head_dim)
         k = self._gather(kv.k, kv.k_scale, group.slots).view(by_request)
         v = self._gather(kv.v, kv.v_scale, group.slots).view(by_request)
-        q = q.reshape(n, self.num_kv_heads, self.group_size, head_dim)
-        return decode_attention(q, k, v, group.mask).reshape(n, -1)
+        q = q.reshape(n, num_kv_heads, -1, head_dim)
+        return decode_attention(q, k, v, group.mask, self.form, sinks).reshape(n, -1)
 
     def _extend(
         self,
@@ -218,13 +230,15 @@ class _Step:
         extend: _Extend,
         attend: ExtendAttention | EncoderAttention,
         out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         """Fill the request's rows of `out`, [T, Hq * D]."""
         tokens = slice(extend.start, extend.start + extend.extend_len)
-        by_group = (extend.extend_len, self.num_kv_heads, self.group_size, q.shape[2])
-        k = self._gather(kv.k, kv.k_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
-        v = self._gather(kv.v, kv.v_scale, extend.slots).view(-1, self.num_kv_heads, q.shape[2])
-        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group))
+        num_kv_heads = kv.k.shape[1]
+        by_group = (extend.extend_len, num_kv_heads, -1, q.shape[2])
+        k = self._gather(kv.k, kv.k_scale, extend.slots).view(-1, num_kv_heads, q.shape[2])
+        v = self._gather(kv.v, kv.v_scale, extend.slots).view(-1, num_kv_heads, q.shape[2])
+        attend(q[tokens].view(by_group), k, v, out[tokens].view(by_group), sinks)
 
     def _gather(self, pool: Tensor, scales: Tensor | None, slots: Tensor) -> Tensor:
         """Rows of the flattened pool, [slots, H * D]: 5 to 15 times as fast as indexing in three dimensions."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...runtime.model_files.model_spec import LayerView
 from ..kernels.probe import probe_kernels
 from .backend import AttentionBackend
 
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
+    from ..kernels.triton.attention_tiles import HeadShape
     from ..kernels.triton.extend_cut import ExtendCut
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, CapturableAttention, Int64s, StepAttention
 
-_MAX_HEAD_DIM: Final = 256
+_MAX_HEAD_DIM: Final = 512
 _MAX_GROUP: Final = 64
+_WIDE_HEAD_DIM: Final = 256
+_MAX_WIDE_GROUP: Final = 32  # of wider heads, whose tiles have fewer rows
 _SMS_OF_NO_GPU: Final = 8  # in the interpreter: enough to split requests into parts
 _DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
 _KV_DTYPES: Final = (*_DTYPES, torch.float8_e4m3fn)
@@ -51,11 +55,13 @@ class TritonAttention(AttentionBackend):
             reasons.append(f"triton: {found.reason}")
         if not spec.causal:
             reasons.append("attends to earlier tokens only, and the model is an encoder")
-        if spec.head_dim > _MAX_HEAD_DIM:
-            reasons.append(f"head_dim is {spec.head_dim}, at most {_MAX_HEAD_DIM} fits")
-        group = spec.num_heads // spec.num_kv_heads
-        if group > _MAX_GROUP:
-            reasons.append(f"{group} query heads share a KV head, at most {_MAX_GROUP} fit")
+        for heads in dict.fromkeys(spec.heads_of(layer_id) for layer_id in range(spec.num_layers)):
+            group = spec.num_heads // heads.num_kv_heads
+            most = _MAX_GROUP if heads.head_dim <= _WIDE_HEAD_DIM else _MAX_WIDE_GROUP
+            if heads.head_dim > _MAX_HEAD_DIM:
+                reasons.append(f"head_dim is {heads.head_dim}, at most {_MAX_HEAD_DIM} fits")
+            if group > most:
+                reasons.append(f"{group} query heads share a KV head, at most {most} fit")
         if dtype not in _DTYPES:
             reasons.append(f"has no kernels for {dtype}")
         if kv_dtype not in _KV_DTYPES:
@@ -72,13 +78,17 @@ class TritonAttention(AttentionBackend):
         self._kv_pool = kv_pool
         self._req_to_token = req_to_token
         self._buffers = buffers
-        self._shape = attention_tiles.HeadShape(
-            spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim, kv_pool.page_size
-        )
+        page_size = kv_pool.page_size
+        self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
+        self._shapes = {
+            heads: attention_tiles.HeadShape(
+                heads.num_kv_heads, spec.num_heads // heads.num_kv_heads, heads.head_dim, page_size
+            )
+            for heads in dict.fromkeys(view.heads for view in self._views)
+        }
+        self._scores = attention_tiles.Scores(spec.score_scale, spec.attention.score_cap or 0.0)
         self._by_hand = attention_tiles.converts_by_hand(device)
         self._kv_dtype = kv_pool.k[0].dtype
-        self._windows = [spec.window_of(layer_id) for layer_id in range(spec.num_layers)]
-        self._views = tuple(dict.fromkeys(self._windows))
         self._num_sms = _SMS_OF_NO_GPU
         if device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -87,36 +97,43 @@ class TritonAttention(AttentionBackend):
         """See `AttentionBackend`."""
         split = layout.num_extends
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
-        tile_rows, cuts = 0, []
-        if split:
-            longest = int(layout.extend_lens[:split].max())
-            tile_rows = self._prefill_kernels.rows_of_tile(self._shape, self._kv_dtype, longest)
-            cuts = [self._cut(layout, starts, tile_rows, window) for window in self._views]
+        views = tuple(dict.fromkeys(self._views)) if split else ()
+        longest = int(layout.extend_lens[:split].max(initial=1))
+        shapes = [self._shapes[view.heads] for view in views]
+        tile_rows = [self._prefill_kernels.rows_of_tile(shape, self._kv_dtype, longest) for shape in shapes]
+        cuts = [
+            self._cut(layout, starts, shape, rows, view.window)
+            for view, shape, rows in zip(views, shapes, tile_rows, strict=True)
+        ]
         seq_lens_np = (layout.prefix_lens + layout.extend_lens)[split:].astype(np.int32)
-        rows, seq_lens, *arrays = self._buffers.put_all(
+        req_rows, seq_lens, *arrays = self._buffers.put_all(
             [layout.rows[split:], seq_lens_np, *(array for cut in cuts for array in cut[:2])]
         )
         extends = {
-            window: self._prefill_kernels.make_plan(self._shape, cut, blocks, spans, tile_rows, window)
-            for window, cut, blocks, spans in zip(self._views, cuts, arrays[::2], arrays[1::2], strict=False)
+            view: self._prefill_kernels.make_plan(shape, cut, blocks, spans, rows, view.window)
+            for view, shape, cut, rows, blocks, spans in zip(
+                views, shapes, cuts, tile_rows, arrays[::2], arrays[1::2], strict=True
+            )
         }
         return _Step(
             self,
-            [extends.get(window) for window in self._windows],
-            self._plan_decodes(rows, seq_lens),
+            [extends.get(view) for view in self._views],
+            self._plan_decodes(req_rows, seq_lens),
             int(layout.extend_lens[:split].sum()),
         )
 
-    def _cut(self, layout: BatchLayout, starts: Int64s, tile_rows: int, window: int | None) -> ExtendCut:
+    def _cut(
+        self, layout: BatchLayout, starts: Int64s, shape: HeadShape, tile_rows: int, window: int | None
+    ) -> ExtendCut:
         extends = slice(layout.num_extends)
         return self._cut_extends(
             starts[extends],
             layout.rows[extends],
             layout.prefix_lens[extends],
             layout.extend_lens[extends],
-            tile_rows // self._shape.group,
+            tile_rows // shape.group,
             window,
-            -(-self._num_sms // self._shape.num_kv_heads),
+            -(-self._num_sms // shape.num_kv_heads),
         )
 
     def capturable(self) -> CapturableAttention:
@@ -125,32 +142,43 @@ class TritonAttention(AttentionBackend):
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """See `CapturableAttention`."""
-        return _Step(self, [None] * len(self._windows), self._plan_decodes(rows, seq_lens), 0)
+        return _Step(self, [None] * len(self._views), self._plan_decodes(rows, seq_lens), 0)
 
     def _plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> list[DecodePlan | None]:
         """Decode plan of each layer; None where there are no decodes."""
         if len(rows) == 0:
-            return [None] * len(self._windows)
-        plans = self._decode_kernels.plan_decodes(
-            self._shape, rows, seq_lens, self._views, self._kv_dtype, self._num_sms
-        )
-        return [plans[window] for window in self._windows]
+            return [None] * len(self._views)
+        plans: dict[LayerView, DecodePlan] = {}
+        for heads, shape in self._shapes.items():
+            windows = tuple(dict.fromkeys(view.window for view in self._views if view.heads == heads))
+            planned = self._decode_kernels.plan_decodes(
+                shape, rows, seq_lens, windows, self._kv_dtype, self._num_sms
+            )
+            plans |= {LayerView(window, heads): plan for window, plan in planned.items()}
+        return [plans[view] for view in self._views]
 
     def attend(
-        self, layer_id: int, q: Tensor, extends: ExtendPlan | None, decodes: DecodePlan | None, split: int
+        self,
+        layer_id: int,
+        q: Tensor,
+        sinks: Tensor | None,
+        extends: ExtendPlan | None,
+        decodes: DecodePlan | None,
+        split: int,
     ) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D], for a step planned by this backend; its decodes begin at token `split`."""
         if q.stride(2) != 1:
             q = q.contiguous()
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
-        kv = self._kv_pool.layer(layer_id)
+        kv, table = self._kv_pool.layer(layer_id), self._req_to_token
+        shape = self._shapes[self._views[layer_id].heads]
         if extends is not None:
             self._prefill_kernels.attend_extend(
-                self._shape, extends, q, kv, self._req_to_token, out, self._by_hand
+                shape, extends, q, kv, table, out, self._scores, self._by_hand, sinks
             )
         if decodes is not None:
             self._decode_kernels.attend_decode(
-                self._shape, decodes, q[split:], kv, self._req_to_token, out[split:], self._by_hand
+                shape, decodes, q[split:], kv, table, out[split:], self._scores, self._by_hand, sinks
             )
         return out
 
@@ -164,6 +192,8 @@ class _Step:
     decodes: list[DecodePlan | None]
     split: int
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
         """See `StepAttention`."""
-        return self.backend.attend(layer_id, q, self.extends[layer_id], self.decodes[layer_id], self.split)
+        return self.backend.attend(
+            layer_id, q, sinks, self.extends[layer_id], self.decodes[layer_id], self.split
+        )

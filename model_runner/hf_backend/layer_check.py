@@ -94,16 +94,17 @@ class Layers:
         if (query.shape[1], key.shape[1], key.shape[-1]) != expected:
             found = f"{query.shape[1]} heads, {key.shape[1]} KV heads, head dim {key.shape[-1]}"
             return f"has {found}; config.json says {expected[0]}, {expected[1]}, {expected[2]}"
-        for name, what in (("softcap", "caps its scores"), ("s_aux", "has attention sinks")):
-            if options.get(name) is not None:
-                return f"{what} ({name}), which our attention does not support"
+        cap = options.get("softcap")
+        if cap != spec.attention.score_cap:
+            return f"caps its scores at {cap} in transformers, at {spec.attention.score_cap} by config.json"
         window, ours = options.get("sliding_window"), spec.window_of(layer_id)
         if window != ours:
             return f"attends to {window or 'all'} tokens in transformers, {ours or 'all'} by config.json"
         if query.is_meta:
             return None
         scaling = options.get("scaling")
-        plain = _plain_attention(query, key, value, scaling or spec.head_dim**-0.5, ours)
+        scores = (scaling or spec.score_scale, cap, options.get("s_aux"))
+        plain = _plain_attention(query, key, value, ours, *scores)
         difference = float((theirs.float() - plain).abs().max() / theirs.float().abs().max().clamp_min(1e-30))
         self.worst = max(self.worst, difference)
         if difference > _LAYER_TOLERANCE[query.dtype]:
@@ -193,15 +194,32 @@ def _look(
     return engine_check.look(module, query, key, value, attention_mask, options)
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-    """The attention that a backend promises, in float32: q [1, Hq, T, D], k and v [1, H, T, D] -> [1, T, Hq, D]."""
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scaling: float,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """The attention that a backend promises, in float32.
+
+    q [1, Hq, T, D], k and v [1, H, T, D], sinks [Hq] -> [1, T, Hq, D].
+    """
     group, length = q.shape[1] // k.shape[1], q.shape[2]
     k, v = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     position = torch.arange(length, device=q.device)
     behind = position[:, None] - position
     hidden = (behind < 0) if window is None else (behind < 0) | (behind >= window)
-    scores = (q.float() @ k.transpose(2, 3) * scaling).masked_fill(hidden, -torch.inf)
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2)
+    scores = q.float() @ k.transpose(2, 3) * scaling
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        column = sinks.float().reshape(1, -1, 1, 1).expand(-1, -1, length, -1)
+        scores = torch.cat((scores, column), dim=-1)
+    return (scores.softmax(dim=-1)[..., :length] @ v).transpose(1, 2)
 
 
 def refusal(name: str, reasons: list[str]) -> ConfigError:

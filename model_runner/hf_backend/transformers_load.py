@@ -254,7 +254,7 @@ def _language_tensors(
     source: ModelSource, spec: ModelSpec, body: str, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """The tensors of a multimodal folder's language model, by the names of a class with this body."""
-    store = SafetensorsStore(Path(source.path), spec.language_of)
+    store = SafetensorsStore(Path(source.path), spec)
     named = {name: store.mapped(name).to(dtype, copy=True) for name in store.names()}
     return {re.sub(r"^model\.", f"{body}.", name): tensor for name, tensor in named.items()}
 

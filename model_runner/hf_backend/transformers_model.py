@@ -117,6 +117,7 @@ def attend(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     engine_step: AttentionStep | None = None,
+    s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """The attention function for transformers: store the new keys and values, and call the step's backend.
@@ -124,6 +125,7 @@ def attend(
     Args:
         query: [1, Hq, T, D], rotated.
         key, value: [1, H, T, D].
+        s_aux: [Hq], the sinks.
 
     Returns:
         [1, T, Hq, D], and no weights.
@@ -139,5 +141,6 @@ def attend(
     root = q.shape[-1] ** 0.5
     if scaling is not None and abs(scaling * root - 1.0) > 1e-6:  # the backend divides by sqrt(D)
         q = q * (scaling * root)
-    out = engine_step.attention.forward(module.layer_idx, q.contiguous())
+    sinks = None if s_aux is None else s_aux.float()
+    out = engine_step.attention.forward(module.layer_idx, q.contiguous(), sinks)
     return out.view(1, q.shape[0], q.shape[1], -1), None

@@ -66,14 +66,17 @@ class NativeOps:
         gate_up, down = experts.linears()
         ours = [one for one in (*gate_up, *down) if isinstance(one, NativeMatmul)]
         if len(ours) == 2 * len(gate_up):
-            return NativeExperts(self._library, ours[: len(gate_up)], ours[len(gate_up) :])
+            biases = experts.biases()
+            return NativeExperts(
+                self._library, ours[: len(gate_up)], ours[len(gate_up) :], experts.clamp, biases
+            )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True
             logger.warning(
                 "experts are computed one after the other, in steps that are not recorded: their gate and up weights "
                 "are stored in different formats, or have an odd number of inputs"
             )
-        return plain.LoopedExperts(gate_up, down)
+        return plain.LoopedExperts(gate_up, down, plain.ExpertActivation.of(experts))
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Route`."""
@@ -207,6 +210,12 @@ class NativeOps:
             table.dtype == torch.bfloat16,
         )
         return out
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """See `SoftCap`."""
+        assert x.dtype == torch.float32 and x.is_contiguous(), x.dtype
+        self._library.soft_cap(x.data_ptr(), x.numel(), cap)
+        return x
 
     def to_float32(self, x: Tensor) -> Tensor:
         """See `ToFloat32`."""

@@ -9,6 +9,7 @@ all experts; the threads divide its work as that of a single matmul.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +22,7 @@ from .native_blocks import NO_TILES, NativeBlockLinear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import Routing
+    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
 
 _WEIGHT: Final = np.dtype(
     [
@@ -76,11 +77,25 @@ class NativeExperts:
     """`ExpertWeights`. The bits of a token's result depend on the form of its weights, not on the other tokens."""
 
     def __init__(
-        self, library: ctypes.CDLL, gate_up: Sequence[NativeMatmul], down: Sequence[NativeMatmul]
+        self,
+        library: ctypes.CDLL,
+        gate_up: Sequence[NativeMatmul],
+        down: Sequence[NativeMatmul],
+        clamp: ClampedSwiGLU | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified."""
+        """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified.
+
+        Args:
+            clamp: see `ExpertSource`.
+            biases: see `ExpertSource`.
+        """
         self._library = library
-        for one in gate_up:
+        self._clamp = clamp
+        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
+        for bias in biases or ():
+            assert bias.dtype == torch.bfloat16 and bias.is_contiguous(), bias.dtype
+        for one in gate_up if clamp is None and biases is None else ():
             one.fuse_silu_and_mul()
         self._is_gated = gate_up[0].fuses_silu_and_mul  # the same for all experts: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
@@ -113,20 +128,38 @@ class NativeExperts:
         )
         hidden = self._gate_up.multiply(rows, groups)
         if not self._is_gated:
-            activated = hidden.new_empty((num_rows, hidden.shape[1] // 2))
-            library.silu_and_mul(hidden.data_ptr(), activated.data_ptr(), num_rows, activated.shape[1], True)
-            hidden = activated
+            hidden = self._activated(hidden, groups)
         rows = self._down.multiply(hidden, groups)
         out = x.new_empty((num_tokens, size))
         library.add_shares(
             rows.data_ptr(),
             shares.data_ptr(),
+            None if self._down_bias is None else self._down_bias.data_ptr(),
             groups.data_ptr(),
             out.data_ptr(),
             num_tokens,
             num_experts,
             num_active,
             size,
+        )
+        return out
+
+    def _activated(self, hidden: Tensor, groups: Tensor) -> Tensor:
+        """[R, 2N] -> [R, N]."""
+        num_rows, inner = hidden.shape[0], hidden.shape[1] // 2
+        out = hidden.new_empty((num_rows, inner))
+        clamp, bias = self._clamp, self._gate_up_bias
+        self._library.activate_experts(
+            hidden.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+            groups.data_ptr(),
+            out.data_ptr(),
+            num_rows,
+            self._num_experts,
+            inner,
+            1.0 if clamp is None else clamp.alpha,
+            math.inf if clamp is None else clamp.limit,
+            0.0 if clamp is None else 1.0,
         )
         return out
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import Routing
+    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
 
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0
@@ -112,6 +112,13 @@ def gelu_erf_and_mul(gate_up: Tensor) -> Tensor:
     """See `GatedActivation`; gelu by the error function."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate).mul_(up)
+
+
+def clamped_swiglu(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
+    """See `ClampedSwiGLU`; computed in float32. [T, 2N], the gates in the first half -> [T, N]."""
+    gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return ((up + 1) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -265,12 +272,36 @@ def _mix(logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     return torch.cat(shares, dim=1), torch.cat(ids, dim=1)
 
 
+class ExpertActivation:
+    """The activation of experts, and their biases; see `ExpertSource`."""
+
+    def __init__(self, clamp: ClampedSwiGLU | None, biases: tuple[Tensor, Tensor] | None) -> None:
+        self._clamp = clamp
+        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
+
+    @classmethod
+    def of(cls, experts: ExpertSource) -> ExpertActivation:
+        """Take the biases from the source."""
+        return cls(experts.clamp, experts.biases())
+
+    def __call__(self, hidden: Tensor, expert_ids: Tensor) -> Tensor:
+        """[R, 2N], the expert of each row [R] -> [R, N]."""
+        if self._gate_up_bias is not None:
+            hidden = hidden + self._gate_up_bias[expert_ids]
+        return silu_and_mul(hidden) if self._clamp is None else clamped_swiglu(hidden, self._clamp)
+
+    def add_bias(self, out: Tensor, expert_ids: Tensor) -> Tensor:
+        """The bias of down: [R, K], [R] -> [R, K]."""
+        return out if self._down_bias is None else out.add_(self._down_bias[expert_ids])
+
+
 class GroupedExperts:
     """One grouped matmul for all experts; the group ends stay on the device."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, activation: ExpertActivation) -> None:
         self._gate_up = gate_up
         self._down = down
+        self._activation = activation
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`. Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
@@ -278,15 +309,23 @@ class GroupedExperts:
         rows = x.index_select(0, order // expert_ids.shape[1])
         expert_range = torch.arange(self._gate_up.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_ids, expert_range, right=True).to(torch.int32)
-        hidden = silu_and_mul(F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends))
-        return _combine(F.grouped_mm(hidden, self._down.transpose(1, 2), offs=ends), order, shares, x)
+        hidden = F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends)
+        hidden = self._activation(hidden, sorted_ids)
+        out = F.grouped_mm(hidden, self._down.transpose(1, 2), offs=ends)
+        return _combine(self._activation.add_bias(out, sorted_ids), order, shares, x)
 
 
 class LoopedExperts:
     """One packed matmul per expert that has tokens. The host must know the counts, so only for the CPU."""
 
-    def __init__(self, gate_up: Sequence[LinearWeight], down: Sequence[LinearWeight]) -> None:
+    def __init__(
+        self,
+        gate_up: Sequence[LinearWeight],
+        down: Sequence[LinearWeight],
+        activation: ExpertActivation | None = None,
+    ) -> None:
         self._experts = list(zip(gate_up, down, strict=True))
+        self._activation = activation or ExpertActivation(None, None)
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`."""
@@ -298,9 +337,9 @@ class LoopedExperts:
         for count, (gate_up, down) in zip(counts, self._experts, strict=True):
             if count:
                 mine = slice(start, start + count)
-                out[mine] = down(silu_and_mul(gate_up(rows[mine])))
+                out[mine] = down(self._activation(gate_up(rows[mine]), sorted_ids[mine]))
                 start += count
-        return _combine(out, order, shares, x)
+        return _combine(self._activation.add_bias(out, sorted_ids), order, shares, x)
 
 
 def _combine(out: Tensor, order: Tensor, shares: Tensor, x: Tensor) -> Tensor:
@@ -311,12 +350,12 @@ def _combine(out: Tensor, order: Tensor, shares: Tensor, x: Tensor) -> Tensor:
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`."""
-    return GroupedExperts(*experts.stacked())
+    return GroupedExperts(*experts.stacked(), ExpertActivation.of(experts))
 
 
 def loop_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`."""
-    return LoopedExperts(*experts.linears())
+    return LoopedExperts(*experts.linears(), ExpertActivation.of(experts))
 
 
 # ---------------------------------------------------------------- sampling
@@ -358,6 +397,11 @@ def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Ten
     """See `TakeRows`."""
     rows = table.index_select(0, indices)
     return rows if scale is None else rows.mul_(scale)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """See `SoftCap`."""
+    return x.div_(cap).tanh_().mul_(cap)
 
 
 def to_float32(x: Tensor) -> Tensor:

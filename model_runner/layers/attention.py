@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..ops import HeadNorms
+from ..weights.reader import Slice
 from .joint_norms import NormsOverRanks, joint_norms
 from .linear import Linear, RowLinear
 from .row_selection import kept_adapters
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SelfAttention:
-    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul.
+    """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
     The attention backend takes the window of a layer from the `ModelSpec`.
     """
@@ -69,6 +71,11 @@ class SelfAttention:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
+        self.sinks: Tensor | None = None
+        if spec.attention.sinks:
+            heads = [Slice(0, *equal_span(spec.num_heads, context.group))]
+            shape = (spec.num_heads,)
+            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, heads)
         self.o = RowLinear(
             context,
             f"{name}.{spec.form.names.attention_out}",
@@ -96,9 +103,8 @@ class SelfAttention:
             interleaved=self.interleaved,
             query_factors=None if self.query_factors is None else self.query_factors.at(batch.positions),
         )
-        return self.o(
-            select_rows(batch.attention.forward(self.layer_id, q_THD)), kept_adapters(batch, select_rows)
-        )
+        attended = batch.attention.forward(self.layer_id, q_THD, self.sinks)
+        return self.o(select_rows(attended), kept_adapters(batch, select_rows))
 
 
 def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:

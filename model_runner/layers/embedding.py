@@ -76,6 +76,7 @@ class OutputHead:
         self.weight = weight
         self._all_gather = context.group.all_gather
         self._vocab_size = context.spec.vocab_size
+        self._cap, self._soft_cap = context.spec.form.logits_cap, context.ops.soft_cap
         self._to_float32 = context.ops.to_float32
         self._scale = context.ops.scale
         self._factor = context.spec.form.logits_scale
@@ -94,6 +95,10 @@ class OutputHead:
 
     def __call__(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """[n, size] -> [n, vocab] float32; `adapters`: see `Linear`."""
+        logits = self._uncapped(hidden, adapters)
+        return logits if self._cap is None else self._soft_cap(logits, self._cap)
+
+    def _uncapped(self, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
         delta = None if adapters is None else self.delta
         if self._factor != 1.0:
             hidden = self._scale(hidden, self._factor)

@@ -7,6 +7,7 @@ With several ranks each rank has a part of every expert's width, so the work is 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,7 +65,12 @@ class _Router:
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         names, self.routing = experts.names, experts.routing
         self.logits = _logits(
-            context, f"{name}.{names.router}", size, experts.num_experts, exact=self.routing.float32_logits
+            context,
+            f"{name}.{names.router}",
+            size,
+            experts.num_experts,
+            exact=self.routing.float32_logits,
+            has_bias=experts.has_bias,
         )
         self.bias: Tensor | None = None
         if self.routing.has_bias:
@@ -96,18 +102,20 @@ class _SharedExpert:
 
 
 def _logits(
-    context: ModelContext, name: str, size: int, num: int, *, exact: bool = False
+    context: ModelContext, name: str, size: int, num: int, *, exact: bool = False, has_bias: bool = False
 ) -> Callable[[Tensor], Tensor]:
     """A small linear layer, [T, size] -> [T, num]: in float32 if its kernel need not round.
 
     Args:
-        exact: also where it must, with a weight in float32.
+        exact: also where it must, with a weight in float32; not with a bias.
     """
     weight = context.linear_format.load(context.weights, [name], [(num, size)], None)
+    bias = context.weights.tensor(f"{name}.bias", (num,)) if has_bias else None
     if isinstance(weight, LinearToFloat32):
-        return weight.to_float32
+        return partial(weight.to_float32, bias=bias)
     if not exact or context.dtype == torch.float32:
-        return weight
+        return partial(weight, bias=bias)
+    assert bias is None
     ops = context.ops
     wide = ops.pack_linear(context.weights.tensor(f"{name}.weight", (num, size), torch.float32))
     return lambda x: wide(ops.to_float32(x))
@@ -118,6 +126,8 @@ class _CheckpointExperts:
 
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self._format, self._weights = context.linear_format, context.weights
+        self.clamp, self._has_bias = experts.clamp, experts.has_bias
+        self._adds_bias = context.group.rank == 0
         self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self._names = experts.names
         self._size, self._inner = size, experts.intermediate_size
@@ -135,6 +145,19 @@ class _CheckpointExperts:
         load, weights = self._format.load, self._weights
         gate_up = [load(weights, *self._gate_up([module])) for module in self._modules]
         return gate_up, [load(weights, *self._down([module])) for module in self._modules]
+
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """See `ExpertSource`; those of down are zeros except on one rank, because the ranks' results are summed."""
+        if not self._has_bias:
+            return None
+        num_experts, stacked = len(self._modules), self._weights.stacked
+        names, shapes, slices = self._gate_up(self._modules)
+        gate_up = stacked([f"{name}.bias" for name in names], [shape[:1] for shape in shapes], slices=slices)
+        names, shapes, _ = self._down(self._modules)
+        down = stacked([f"{name}.bias" for name in names], [shape[:1] for shape in shapes])
+        if not self._adds_bias:
+            down.zero_()
+        return gate_up.view(num_experts, -1), down.view(num_experts, -1)
 
     def _gate_up(self, modules: list[str]) -> _Request:
         parts = (self._names.gate, self._names.up)

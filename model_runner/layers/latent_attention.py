@@ -48,9 +48,6 @@ class LatentAttention:
         self.kv_norm = RMSNorm(context, f"{name}.kv_a_layernorm", latent.kv_lora_rank, latent.norm_eps)
         self.num_heads = len(heads)
         up_keys, up_values = _kv_up(context, name, latent)
-        # Backends divide the scores by sqrt(head_dim); the rest of the scale is part of the queries.
-        assert spec.query_scale is not None
-        self.q_scale = spec.query_scale * spec.head_dim**0.5
         self.absorb = ops.pack_heads(up_keys.transpose(1, 2))
         self.up_values = ops.pack_heads(up_values)
         self.o = RowLinear(
@@ -64,7 +61,6 @@ class LatentAttention:
         adapters = None if batch.adapters is None else batch.adapters.tokens
         latent = self.latent
         q_THD = self.q(x, adapters).view(x.shape[0], self.num_heads, latent.qk_head_dim)
-        q_THD = q_THD * self.q_scale
         absorbed_THD = q_THD.new_empty((x.shape[0], self.num_heads, latent.row_size))
         self.absorb(q_THD[..., : latent.qk_nope_head_dim], absorbed_THD[..., : latent.kv_lora_rank])
         self.store_latent(

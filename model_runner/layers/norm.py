@@ -47,12 +47,7 @@ class UnitOffsetRMSNorm(RMSNorm):
     weight.
     """
 
-    def __init__(self, context: ModelContext, name: str, size: int, eps: float, scale: float = 1.0) -> None:
-        """Take the weight from a checkpoint.
-
-        Args:
-            scale: a factor of the result.
-        """
-        self.weight = (context.weights.tensor(f"{name}.weight", (size,), dtype=torch.float32) + 1.0) * scale
+    def __init__(self, context: ModelContext, name: str, size: int, eps: float) -> None:
+        self.weight = context.weights.tensor(f"{name}.weight", (size,), dtype=torch.float32) + 1.0
         self.eps = eps
         self._ops = context.ops

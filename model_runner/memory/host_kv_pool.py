@@ -62,7 +62,8 @@ class HostKVPool:
 
     Attributes:
         pages: [num_pages, 2L, page_size, H, D] host; per page the keys of all layers, then the values. Quantized pools
-            have a second tensor with their scales, [num_pages, 2L, page_size, H]. Pinned where the device is a GPU;
+            have a second tensor with their scales, [num_pages, 2L, page_size, H]; and there is one for each size of
+            rows, if layers differ. Pinned where the device is a GPU;
             elsewhere resident only where it has been written.
         num_bytes: memory reserved.
     """
@@ -74,7 +75,10 @@ class HostKVPool:
             ConfigError: the host cannot pin that much memory.
         """
         self._buffers = buffers
-        self._views = [views for views in (kv_pool.page_views, kv_pool.scale_views) if views]
+        alike: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
+        for view in (*kv_pool.page_views, *kv_pool.scale_views):
+            alike.setdefault((view.dtype, view.shape), []).append(view)
+        self._views = list(alike.values())
         self.pages = [
             torch.empty((num_pages, len(views), *views[0].shape[1:]), dtype=views[0].dtype)
             for views in self._views

@@ -6,12 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..ops import LayerKV
 from .host_memory import PreFaulter, reserve
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.attention_form import LayerHeads
 
 
 class KVPool:
@@ -24,14 +28,16 @@ class KVPool:
 
     With latent attention the values are a part of the keys, so both are one tensor.
 
+    Layers may have rows of different sizes; a page is then a page of each of them.
+
     In an int8 pool each token and head has a scale: a value is the stored integer times the scale.
 
     Attributes:
         k, v: L tensors each, or one of each that all layers share; the same ones if keys hold the values.
         k_scale, v_scale: L tensors [slots, H] float32 each; empty unless the pool is int8.
         page_views: the same memory as 2L (or 2) tensors [pages, page_size, H, D], the keys of all layers first; L of
-            them if keys hold the values. Views of 8-bit pools have the dtype uint8, because torch cannot index some
-            8-bit dtypes on every device.
+            them if keys hold the values. H and D are those of the layer. Views of 8-bit pools have the dtype uint8,
+            because torch cannot index some 8-bit dtypes on every device.
         scale_views: the same for the scales, [pages, page_size, H]; empty without scales.
         page_size: slots per page.
         page_bytes: bytes of one page, all layers.
@@ -50,6 +56,8 @@ class KVPool:
         device: torch.device,
         layer_ids: Sequence[int] = (),
         keys_hold_values: bool = False,
+        layer_heads: Sequence[LayerHeads] = (),
+        sources: Sequence[int] = (),
     ) -> None:
         """Reserve the memory.
 
@@ -58,28 +66,34 @@ class KVPool:
             layer_ids: ids of these layers, if the model has other layers, too; empty: 0..num_layers-1.
             num_pages: usable pages, the dummy page not counted: page ids are 0..num_pages.
             keys_hold_values: values take no memory of their own.
+            layer_heads: heads of the layers with memory, in place of `num_kv_heads` and `head_dim`.
+            sources: for each layer of the model the index of its memory; empty: all have their own, or share one.
         """
-        shape = ((num_pages + 1) * page_size, num_kv_heads, head_dim)
+        num_slots = (num_pages + 1) * page_size
+        shapes = [(num_slots, each.num_kv_heads, each.head_dim) for each in layer_heads]
+        shapes = shapes or [(num_slots, num_kv_heads, head_dim)] * num_layers
+        assert len(shapes) == num_layers
         self.page_size = page_size
-        scales_shape = shape[:2]
         # FA3 may load whole pages and multiply the slots after a request's end by 0, so they must not hold NaN. On the
         # CPU such slots are not read, and memory that is never written is not resident.
         make = reserve if device.type == "cpu" else partial(_zeros, device)
         parts = 1 if keys_hold_values else 2
-        pools = [[make(shape, dtype) for _ in range(num_layers)] for _ in range(parts)]
-        num_scales = num_layers if dtype == torch.int8 else 0
-        scales = [[make(scales_shape, torch.float32) for _ in range(num_scales)] for _ in range(parts)]
+        pools = [[make(shape, dtype) for shape in shapes] for _ in range(parts)]
+        scaled = shapes if dtype == torch.int8 else []
+        scales = [[make(shape[:2], torch.float32) for shape in scaled] for _ in range(parts)]
         self.k, self.v = pools[0], pools[-1]
         self.k_scale, self.v_scale = scales[0], scales[-1]
         shown = torch.uint8 if dtype.itemsize == 1 else dtype
         self.page_views = [
-            pool.view(shown).view(-1, page_size, num_kv_heads, head_dim) for part in pools for pool in part
+            pool.view(shown).view(-1, page_size, *pool.shape[1:]) for part in pools for pool in part
         ]
-        self.scale_views = [each.view(-1, page_size, num_kv_heads) for part in scales for each in part]
+        self.scale_views = [each.view(-1, page_size, each.shape[1]) for part in scales for each in part]
         self.num_bytes = sum(view.nbytes for view in (*self.page_views, *self.scale_views))
         self.page_bytes = self.num_bytes // (num_pages + 1)
         self._num_pages = num_pages
         self._index_of = {layer_id: index for index, layer_id in enumerate(layer_ids)}
+        if sources:
+            self._index_of = dict(enumerate(sources))
         self._prefaulter = PreFaulter([*self.page_views, *self.scale_views] if device.type == "cpu" else [])
 
     def fault_in_some(self, used_pages: int, ahead_bytes: int) -> bool:

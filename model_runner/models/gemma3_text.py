@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build the decoder."""
+    """Build the decoder, also that of Gemma 2."""
     spec = context.spec
     # Rounded to the serving dtype, as in training.
     scale = torch.tensor(spec.hidden_size**0.5, dtype=context.dtype).item()
@@ -49,12 +49,12 @@ class Gemma3Layer:
     def __init__(self, context: ModelContext, layer_id: int) -> None:
         spec = context.spec
         name, size, eps = f"model.layers.{layer_id}", spec.hidden_size, spec.rms_norm_eps
-        # Backends divide the scores by sqrt(head_dim); the rest of the scale is part of the norm of q.
-        q_scale = 1.0 if spec.query_scale is None else spec.query_scale * spec.head_dim**0.5
-        qk_norms = (
-            UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps, scale=q_scale),
-            UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
-        )
+        qk_norms = None
+        if spec.qk_norm:
+            qk_norms = (
+                UnitOffsetRMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
+                UnitOffsetRMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
+            )
         self.attention_norm = UnitOffsetRMSNorm(context, f"{name}.input_layernorm", size, eps)
         self.attention = SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms)
         self.after_attention_norm = UnitOffsetRMSNorm(context, f"{name}.post_attention_layernorm", size, eps)

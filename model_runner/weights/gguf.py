@@ -23,7 +23,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+from ...runtime.model_files.gguf.gguf_names import full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
 from .gguf_blocks import block_weight
 from .reader import Slice, cut_from_whole
@@ -60,13 +60,14 @@ class GGUFStore:
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         self._pairs_are_neighbors = pairs_are_neighbors(spec.model_type)
-        self._norms_are_offset = spec.model_type == "gemma3_text"
+        self._norms_are_offset = spec.model_type in ("gemma2", "gemma3_text")
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
             for hf, gguf, expert in stored_names(spec)
             if gguf in self._file.tensors
         }
         self._split_kv = find_split_kv(self._file, spec)
+        self._not_read = {name for name in self._file.tensors if is_not_read(spec, name)}
         self._check_stacks(spec)
 
     def _check_stacks(self, spec: ModelSpec) -> None:
@@ -82,7 +83,7 @@ class GGUFStore:
         """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
         known |= {part.name for split in self._split_kv.values() for part in split}
-        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - NOT_WEIGHTS)
+        return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - self._not_read)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""

@@ -9,21 +9,27 @@ from __future__ import annotations
 import math
 import mmap
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from ...runtime.model_files.gguf.ggml_types import dequantize
 from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
     HeaderEntry,
-    read_header,
-    usual_names_in,
-    weight_files,
+    read_headers,
 )
+from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
+from .gguf_blocks import MXFP4, block_weight, mxfp4_rows
 from .reader import Slice
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.gguf.ggml_bytes import Bytes
+    from ...runtime.model_files.model_spec import ModelSpec
+    from ..kernels.quantized_weights import BlockWeight
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -31,8 +37,9 @@ _DTYPES: Final = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I32": torch.int32,
+    "U8": torch.uint8,
 }
-_CODES: Final = (torch.float8_e4m3fn, torch.int32)
+_CODES: Final = (torch.float8_e4m3fn, torch.int32, torch.uint8)
 """Dtypes of quantized weights. They have a value only together with scales and are never converted."""
 
 
@@ -46,7 +53,6 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.entries = read_header(path).entries
         try:
             with open(path, "rb") as file:
                 # Private and writable only because torch wants writable memory; nothing is ever written.
@@ -58,45 +64,47 @@ class _File:
 
 
 class SafetensorsStore:
-    """The tensors of all files of a model folder, by their usual names, see `usual_names`."""
+    """The tensors of all files of a model folder, by their usual names, see `read_headers`."""
 
-    def __init__(self, folder: Path, language_of: str = "") -> None:
+    def __init__(self, folder: Path, spec: ModelSpec | None = None) -> None:
         """Open the files.
 
         Args:
             folder: the model's.
-            language_of: see `ModelSpec`; the tensors of towers are left out.
+            spec: the architecture, by which towers, which are left out, and stacks of experts are known.
 
         Raises:
             ConfigError: there are no files, or one is missing, truncated or damaged.
         """
-        paths = weight_files(folder)
-        self._whole = paths[0] if len(paths) == 1 else folder / INDEX_FILE
+        headers = read_headers(folder, spec)
+        self._whole = headers[0].path if len(headers) == 1 else folder / INDEX_FILE
         self._entries: dict[str, _Entry] = {}
-        for path in paths:
-            file = _File(path)
-            for name, entry in file.entries.items():
-                if name in self._entries:
-                    raise ConfigError(
-                        f"{path}: tensor {name!r} is also in {self._entries[name].file.path.name}; "
-                        "keep one of the files"
-                    )
-                self._entries[name] = _Entry(file, entry)
-        names = usual_names_in(folder, self._entries, language_of)
-        self._entries = {usual: self._entries[stored] for stored, usual in names.items()}
+        for header in headers:
+            file = _File(header.path)
+            self._entries |= {name: _Entry(file, entry) for name, entry in header.entries.items()}
 
     def names(self) -> set[str]:
         """See `TensorStore`."""
-        return {name for name in self._entries if not name.endswith(SAFE_TO_IGNORE)}
+        names = (name.removesuffix(BLOCKS) for name in self._entries if not name.endswith(SCALES))
+        return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
         """See `TensorStore`."""
         entry = self._entries.get(name)
-        return None if entry is None else entry.header.shape
+        if entry is not None:
+            return entry.header.shape
+        blocks = self._entries.get(name + BLOCKS)
+        if blocks is None or name + SCALES not in self._entries:
+            return None
+        rows, *columns = blocks.header.shape
+        return rows, 2 * math.prod(columns)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
         """See `TensorStore`. For a part, only the file pages that hold it are read."""
-        tensor, where = self.mapped(name), self._where(name)
+        if name + BLOCKS in self._entries:
+            tensor, where = torch.from_numpy(dequantize(self._mxfp4(name), MXFP4)), self._where(name + BLOCKS)
+        else:
+            tensor, where = self.mapped(name), self._where(name)
         if tensor.dtype != out.dtype and (tensor.dtype in _CODES or out.dtype in _CODES):
             raise ConfigError(
                 f"{where} is stored as {_plain_name(tensor.dtype)}, but by config.json it is {_plain_name(out.dtype)}; "
@@ -122,13 +130,29 @@ class SafetensorsStore:
             raise ConfigError(
                 f"{self._where(name)} holds no values: its shape is {list(entry.shape)}; download it again"
             )
+        if entry.strides:
+            count = 1 + sum(
+                (size - 1) * stride for size, stride in zip(entry.shape, entry.strides, strict=True)
+            )
+            part = torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset)
+            return part.as_strided(entry.shape, entry.strides)
         return torch.frombuffer(file.data, dtype=dtype, count=count, offset=entry.offset).view(entry.shape)
 
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
-    def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; always None: safetensors has no block-quantized dtype."""
+    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+        """See `TensorStore`; only the experts of gpt-oss are stored in blocks, in MXFP4."""
+        if name + BLOCKS not in self._entries:
+            return None
+        outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
+        weight = block_weight(self._mxfp4(name, outputs), MXFP4)
+        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+
+    def _mxfp4(self, name: str, outputs: slice = slice(None)) -> Bytes:
+        """Outputs of a weight in MXFP4, as rows of a GGUF file."""
+        numbers, scales = (self.mapped(name + end)[outputs].numpy() for end in (BLOCKS, SCALES))
+        return mxfp4_rows(numbers, scales)
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""

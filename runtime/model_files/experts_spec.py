@@ -66,6 +66,13 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
+class ClampedSwiGLU(msgspec.Struct, frozen=True, kw_only=True):
+    """The activation (up + 1) * gate * sigmoid(alpha * gate): gate is at most `limit`, up within +-`limit`."""
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
 class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names in a checkpoint of the modules of a sparse MLP; experts are `<block>.experts.<number>.<part>`.
 
@@ -76,6 +83,8 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         gate, up, down: of each expert.
         shared: the shared expert in the block.
         shared_gate: the gate of the shared expert in the block.
+        gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
+        stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stacked_experts`.
     """
 
     block: str = "mlp"
@@ -86,6 +95,9 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     down: str = "down_proj"
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
+    gate_up_stack: str = "experts.gate_up_proj"
+    down_stack: str = "experts.down_proj"
+    stacks_in_turn: bool = False
 
 
 MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -103,6 +115,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         dense_layers: layers with a dense MLP instead.
         shared_size: width of the MLP that computes for every token, beside the experts; 0: there is none.
         has_shared_gate: its result is multiplied by a number from 0 to 1 for each token.
+        has_bias: the three modules of each expert and the router have biases.
+        clamp: the activation of experts; None: silu(gate) * up.
     """
 
     num_experts: int
@@ -111,6 +125,8 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     dense_layers: tuple[int, ...] = ()
     shared_size: int = 0
     has_shared_gate: bool = False
+    has_bias: bool = False
+    clamp: ClampedSwiGLU | None = None
     names: ExpertNames = ExpertNames()
 
     @property

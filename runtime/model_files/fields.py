@@ -31,6 +31,10 @@ class Fields:
         """The raw value, or None."""
         return self._values.get(name)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether the file has the field, also if its value is null."""
+        return name in self._values
+
     def given(self, *names: str) -> str:
         """The one of several names of one setting that the file has; the first one if it has none.
 

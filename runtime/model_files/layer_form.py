@@ -35,6 +35,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         embedding_scale: a factor of the embedding's vectors.
         residual_scale: a factor of what each block adds to the residual stream.
         logits_scale: a factor of the logits.
+        logits_cap: logits become cap * tanh(logit / cap); None: they are not capped.
         names: of modules.
         head_bias: the output head has a bias.
     """
@@ -50,6 +51,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float | None = None
     names: ModuleNames = ModuleNames()
     head_bias: bool = False
 

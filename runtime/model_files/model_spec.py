@@ -6,11 +6,12 @@ holds no tensors, no paths and no facts about devices: memory planning and model
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
 from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
@@ -29,6 +30,8 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2_moe",
     "olmoe",
     "phimoe",
+    "gpt_oss",
+    "gemma2",
     "gemma3_text",
     "phi3",
     "lfm2",
@@ -49,6 +52,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "glm4_moe",
     "kimi_k2",
     *ENCODER_MODEL_TYPES,
 )
@@ -87,6 +91,13 @@ class RopeScaling(msgspec.Struct, frozen=True):
     query_beta: float = 0.0
 
 
+class LayerView(NamedTuple):
+    """What attention must know of a layer: its window, see `ModelSpec.window_of`, and its heads."""
+
+    window: int | None
+    heads: LayerHeads
+
+
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Architecture of one decoder-only model or encoder; names follow Hugging Face's config.json where possible."""
 
@@ -121,6 +132,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
+    attention: AttentionForm = PLAIN_ATTENTION
+    layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
+    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
@@ -140,8 +154,25 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_kv_layers(self) -> int:
+        """Number of `kv_layers`."""
+        return len(self.kv_layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
         """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
-        return len(self.attention_layers) if self.encoder is None else 1
+        if self.encoder is not None:
+            return (0,)
+        return tuple(layer for layer in self.attention_layers if self.kv_source_of(layer) == layer)
+
+    def kv_source_of(self, layer_id: int) -> int:
+        """The layer whose keys and values this layer attends to; those that it computes itself, or an earlier one's."""
+        return self.kv_sources[layer_id] if self.kv_sources else layer_id
+
+    def heads_of(self, layer_id: int) -> LayerHeads:
+        """The heads of one layer."""
+        if self.layer_heads:
+            return self.layer_heads[layer_id]
+        return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -158,6 +189,20 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         In an encoder the window is odd: as many tokens before the query as after it.
         """
         return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The distinct sizes of heads."""
+        return tuple(dict.fromkeys(heads.head_dim for heads in self.layer_heads)) or (self.head_dim,)
+
+    def view_of(self, layer_id: int) -> LayerView:
+        """What attention must know of one layer; layers with equal views share the plan of a step."""
+        return LayerView(self.window_of(layer_id), self.heads_of(layer_id))
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def rotates(self, layer_id: int) -> bool:
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
@@ -195,7 +240,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         With latent attention the values are a part of the keys.
         """
         parts = 2 if self.latent is None else 1
-        return parts * self.num_kv_layers * self.num_kv_heads * (self.head_dim * dtype_bytes + scale_bytes)
+        heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
+        return parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None; the readers put the file's name before it."""
@@ -211,9 +257,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         rotary_dim = self.rotary_dim or self.head_dim
         if rotary_dim % 2:
             return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
-        for name, layers in (("layer types", self.windowed_layers), ("rotary choices", self.rope_layers)):
+        per_layer = (
+            ("layer types", self.windowed_layers),
+            ("rotary choices", self.rope_layers),
+            ("head sizes", self.layer_heads),
+            ("sources of keys and values", self.kv_sources),
+        )
+        for name, layers in per_layer:
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
+        for heads in self.layer_heads:
+            if heads.head_dim % 2 or self.num_heads % heads.num_kv_heads:
+                return f"{self.num_heads} attention heads cannot share {heads}"
         state = self.state
         if state is not None and len(state.layers) != self.num_layers:
             return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"

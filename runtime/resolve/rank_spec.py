@@ -36,6 +36,10 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
         spec,
         num_heads=spec.num_heads // tp,
         num_kv_heads=max(1, spec.num_kv_heads // tp),
+        layer_heads=tuple(
+            msgspec.structs.replace(heads, num_kv_heads=max(1, heads.num_kv_heads // tp))
+            for heads in spec.layer_heads
+        ),
         intermediate_size=spec.intermediate_size // tp,
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
@@ -61,8 +65,9 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
     """Why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
-    if spec.num_kv_heads % tp and tp % spec.num_kv_heads:
-        return f"the model's {spec.num_kv_heads} key/value heads can neither be divided by it nor divide it"
+    for num_kv_heads in dict.fromkeys((spec.num_kv_heads, *(each.num_kv_heads for each in spec.layer_heads))):
+        if num_kv_heads % tp and tp % num_kv_heads:
+            return f"the model's {num_kv_heads} key/value heads can neither be divided by it nor divide it"
     if has_dense_mlp(spec) and spec.intermediate_size % tp:
         return f"the model's intermediate size of {spec.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.intermediate_size % tp:

@@ -235,7 +235,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("", {}),
     "exaone4": ("", {}),
     "granitemoe": ("", {"num_local_experts": 4}),
-    "gpt_oss": ("has attention sinks", {"head_dim": 16, "num_local_experts": 4}),
+    "gpt_oss": ("", {"head_dim": 16, "num_local_experts": 4}),
     "gpt_neox": ("layer 0 has 4 heads, 4 KV heads", {}),
     "opt": ("layer 0 has 4 heads, 4 KV heads", {"word_embed_proj_dim": 64, "ffn_dim": 128}),
     "diffllama": ("layer 0 attends twice", {}),

@@ -37,6 +37,24 @@ struct Relu {
     ALWAYS_INLINE f32x16 operator()(f32x16 x) const { return maximum(f32x16{}, x); }
 };
 
+// cap * tanh(x / cap).
+//
+// tanh(x) = (1 - t) / (1 + t) with t = e^(-2x), for x >= 0: no overflow; the sign is that of x. NaN stays NaN.
+class SoftCap {
+  public:
+    explicit SoftCap(float cap) : cap_(cap), rate_(-2.88539008f / cap) {}
+
+    ALWAYS_INLINE f32x16 operator()(f32x16 x) const {
+        const u32x16 sign = (u32x16)splat(-0.0f);
+        f32x16 t = exp2_small((f32x16)((u32x16)x & ~sign) * rate_);
+        f32x16 capped = cap_ * (1.0f - t) / (1.0f + t);
+        return (f32x16)((u32x16)capped | ((u32x16)x & sign));
+    }
+
+  private:
+    float cap_, rate_;
+};
+
 struct SquaredRelu {
     ALWAYS_INLINE f32x16 operator()(f32x16 x) const {
         f32x16 positive = maximum(f32x16{}, x);

@@ -17,9 +17,9 @@ template <class T, class KV>
 void merge(const AttentionInputs<T, KV>& in, int64_t token, int64_t first, int64_t count) {
     int64_t dim = in.step.head_dim;
     for (int64_t head = 0; head < in.step.num_heads(); ++head) {
-        float most = NOTHING;
+        float sink = in.sink(head), most = sink;
         for (int64_t n = 0; n < count; ++n) most = std::max(most, in.result(first + n, head)[0]);
-        float total = 0.0f;
+        float total = sink == NOTHING ? 0.0f : exp2_small(sink - most);
         for (int64_t n = 0; n < count; ++n) {
             float* part = in.result(first + n, head);
             part[0] = part[0] == most ? 1.0f : exp2_small(part[0] - most);  // from here on its factor
@@ -69,14 +69,14 @@ void attend(const AttentionInputs<T, KV>& in) {
 
 // plan: from new_attention_plan. q: [tokens][heads][head_dim], rows `q_stride` elements apart; out:
 // [tokens][heads][head_dim], contiguous; both bfloat16 if `is_bf16`, else float. k, v: [slots][KV heads][head_dim], of
-// the same type, or int8 if k_scale and v_scale ([slots][KV heads] float) are not null.
+// the same type, or int8 if k_scale and v_scale ([slots][KV heads] float) are not null. sinks: [heads], or null.
 EXPORT void attend(const void* plan, const void* q, int64_t q_stride, const void* k, const void* v,
-                   const float* k_scale, const float* v_scale, void* out, int is_bf16) {
+                   const float* k_scale, const float* v_scale, const float* sinks, void* out, int is_bf16) {
     using namespace engine;
     const Step& step = *static_cast<const Step*>(plan);
     auto run = [&]<class T, class KV>(T, KV) {
         attend(AttentionInputs<T, KV>{step, static_cast<const T*>(q), q_stride, static_cast<const KV*>(k),
-                                      static_cast<const KV*>(v), k_scale, v_scale, static_cast<T*>(out)});
+                                      static_cast<const KV*>(v), k_scale, v_scale, sinks, static_cast<T*>(out)});
     };
     if (k_scale != nullptr)
         is_bf16 ? run(bf16{}, int8_t{}) : run(float{}, int8_t{});

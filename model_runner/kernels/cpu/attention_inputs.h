@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "attention_plan.h"
 #include "simd.h"
 
@@ -19,14 +20,15 @@ struct AttentionInputs {
     int64_t q_stride;
     const KV *k, *v;                // [slots, KV heads, head_dim]
     const float *k_scale, *v_scale; // [slots, KV heads] of quantized pools: value = stored integer * scale
+    const float* sinks;             // per query head: a score without a value; null: there are none
     T* out;
 
     int64_t kv_stride() const { return step.num_kv_heads * step.head_dim; }
     float* result(int64_t partial, int64_t head) const {
         return step.results + (partial * step.num_heads() + head) * step.result_size();
     }
-    // Scores are base-2 exponents.
-    float score_scale() const { return 1.44269504f / __builtin_sqrtf(float(step.head_dim)); }
+    // The sink of a head, as a base-2 exponent.
+    float sink(int64_t head) const { return sinks != nullptr ? sinks[head] * 1.44269504f : NOTHING; }
 };
 
 // While it exists, denormal results of this thread are flushed to 0: each costs hundreds of cycles, and the weights of

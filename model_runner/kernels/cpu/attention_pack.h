@@ -83,7 +83,7 @@ class Packer {
             for (int64_t n = 0; n < TILE_KEYS; ++n) {
                 bool is_seen = n >= begin && n < end;
                 int64_t from = is_seen ? slots[n] * in_.step.num_kv_heads + kv_head : 0;
-                const_cast<float*>(block.key_scales)[n] = is_seen ? in_.k_scale[from] * in_.score_scale() : 0.0f;
+                const_cast<float*>(block.key_scales)[n] = is_seen ? in_.k_scale[from] * in_.step.score_scale : 0.0f;
                 const_cast<float*>(block.value_scales)[n] = is_seen ? in_.v_scale[from] : 0.0f;
             }
         }

@@ -31,6 +31,7 @@
 namespace engine {
 namespace {
 
+constexpr float LOG2_E = 1.44269504f;
 constexpr int64_t PIECE = 128;         // keys of one item of a decode: 100 KB for 3 heads of 64, some 4 us for one core
 constexpr int64_t TOGETHER = 16;       // tokens of a decode per item: their state stays in L2
 constexpr int64_t SHARED_PIECE = 512;  // keys per item of a shared prefix; each item adds a partial result per request
@@ -44,7 +45,7 @@ class Plan {
     Step step = {};  // first member: the address of a plan is that of its step
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool causal, bool fixed_order)
+         int64_t window, bool causal, bool fixed_order, float score_scale, float score_cap)
         : width_(width),
           page_size_(page_size),
           window_(window),
@@ -54,6 +55,8 @@ class Plan {
         step.num_kv_heads = num_kv_heads;
         step.group = group;
         step.head_dim = head_dim;
+        step.score_scale = score_scale * LOG2_E;
+        step.score_cap = score_cap * LOG2_E;
     }
 
     void begin() {
@@ -286,10 +289,12 @@ class Plan {
 
 // Creates a plan for the layers of one window (0: none) over a slot table of `width` positions per row; it begins with
 // a `Step`. causal: a token sees keys up to its own; else all keys of its request, or an odd window around its own.
-// fixed_order: see the top of this file; decodes take longer.
+// fixed_order: see the top of this file; decodes take longer. score_scale, score_cap (0: none): see `AttentionForm`.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
-                                int64_t group, int64_t head_dim, int64_t window, int causal, int fixed_order) {
-    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, causal, fixed_order);
+                                int64_t group, int64_t head_dim, int64_t window, int causal, int fixed_order,
+                                float score_scale, float score_cap) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, causal, fixed_order,
+                            score_scale, score_cap);
 }
 
 EXPORT void free_attention_plan(void* plan) { delete static_cast<engine::Plan*>(plan); }

@@ -11,7 +11,8 @@
 //
 // The partial result of an item is the attention of its tokens to its keys alone: the maximum score, the sum of the
 // weights, and the weighted values. The partial results of a token are merged at the end; a token with a single tile
-// item needs no merge. Pieces begin at fixed positions and are merged in order, so the bits of a token do not depend on
+// item needs no merge. The sink of a head joins the sum of the weights there, or when a single tile item writes its
+// final result. Pieces begin at fixed positions and are merged in order, so the bits of a token do not depend on
 // the batch. The exception is a shared prefix: the other requests determine which pieces are streams and which are
 // tiles.
 
@@ -55,6 +56,8 @@ struct Step {
     int64_t num_tiles, num_items; // tile items come first
     int64_t num_merges, num_blocks;
     int64_t num_kv_heads, group, head_dim;
+    float score_scale;        // of products of queries and keys; scores are base-2 exponents
+    float score_cap;          // scores become cap * tanh(score / cap); 0: they are not capped
 
     int64_t num_heads() const { return num_kv_heads * group; }
     // Floats: the maximum score, the sum of the weights, padding to 16, then the weighted values, padded to whole

@@ -30,7 +30,7 @@ class Stream {
         : in_(inputs),
           step_(inputs.step),
           padded_dim_((step_.head_dim + CHUNK - 1) / CHUNK * CHUNK),
-          score_scale_(inputs.score_scale()) {}
+          score_scale_(inputs.step.score_scale) {}
 
     // `next`: the item that this thread computes next, or null.
     void run(const Item& item, const Item* next) {
@@ -172,8 +172,10 @@ class Stream {
         int64_t quarters = (rows.count + QUARTER - 1) / QUARTER;
         Ahead of_values(step_, values_of(rows), keys_of(after),
                         num_heads() * TURNS_OF_WEIGHTS + num_passes() * quarters * (QUARTER / 2));
+        bool is_capped = step_.score_cap > 0.0f;
         for (int64_t head = 0; head < num_heads(); ++head) {
-            weigh(head, rows.count, std::min(rows.count, heads_[head].seen_to - key));
+            int64_t seen = std::min(rows.count, heads_[head].seen_to - key);
+            is_capped ? weigh<true>(head, rows.count, seen) : weigh<false>(head, rows.count, seen);
             for (int n = 0; n < TURNS_OF_WEIGHTS; ++n) of_values.turn();
         }
         find_rows(in_.v, rows, quarters * QUARTER);
@@ -271,6 +273,7 @@ class Stream {
 
     // Turns scores of one head, which sees the first `seen` keys, into weights. What the head has accumulated is
     // rescaled to the new maximum score, at once or later (`kept`).
+    template <bool CAPPED>
     void weigh(int64_t head, int64_t count, int64_t seen) {
         constexpr int VECTORS = KEY_BLOCK / LANES;
         int vectors = int((count + LANES - 1) / LANES);
@@ -280,6 +283,7 @@ class Stream {
             scores[v] = load(scores_ + head * KEY_BLOCK + v * LANES);
             if constexpr (KV_IS_QUANTISED)
                 scores[v] *= load(key_scales_ + head / heads_per_kv_ * KEY_BLOCK + v * LANES);
+            if constexpr (CAPPED) scores[v] = SoftCap(step_.score_cap)(scores[v]);
             if (seen < (v + 1) * LANES) scores[v] = only_between(scores[v], 0, seen - v * LANES);
             tops = maximum(tops, scores[v]);
         }

@@ -22,7 +22,7 @@ template <class T, class KV>
 class Tile {
   public:
     explicit Tile(const AttentionInputs<T, KV>& inputs)
-        : in_(inputs), step_(inputs.step), packer_(inputs), scale_(IS_QUANTISED ? 1.0f : inputs.score_scale()) {}
+        : in_(inputs), step_(inputs.step), packer_(inputs), scale_(IS_QUANTISED ? 1.0f : inputs.step.score_scale) {}
 
     void run(const Item& item) const {
         Products products(step_.head_dim, packer_.padded_dim(), (item.last - item.first) * step_.group);
@@ -171,13 +171,24 @@ class Tile {
                 float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;
                 store(at, load(at) * load(block.key_scales + n));
             }
+        if (step_.score_cap > 0.0f) cap_scores(row_tile, num_keys, room);
         for (int64_t row = row_tile.first; !all_seen && row < row_tile.end; ++row)
             hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - row_tile.first) * TILE_KEYS);
-        // Cauchy-Schwarz: no score exceeds the product of the norms.
+        // Cauchy-Schwarz: no score exceeds the product of the norms; caps only make scores smaller.
         bool fits = row_tile.norm * *block.norm * scale_ * 1.01f <= row_tile.least_relative + HEADROOM;
         if (!fits) raise(row_tile, num_keys, room);
         num_keys == TILE_KEYS ? weigh(row_tile, TILE_KEYS, block, room) : weigh(row_tile, num_keys, block, room);
         products.add_values(room.weights, block.values, num_keys, room.values + row_tile.first * step_.head_dim);
+    }
+
+    // Scores stay without the softmax scale.
+    __attribute__((noinline)) void cap_scores(const RowTile& row_tile, int64_t num_keys, Room& room) const {
+        SoftCap cap(step_.score_cap / scale_);
+        for (int64_t row = row_tile.first; row < row_tile.end; ++row)
+            for (int64_t n = 0; n < num_keys; n += LANES) {
+                float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;
+                store(at, cap(load(at)));
+            }
     }
 
     // Masks the block's keys outside [from, to) for one row.
@@ -253,7 +264,7 @@ class Tile {
             const float* values = room.values + row * dim;
             if (step_.partials[entry] < 0) {
                 T* to = in_.out + (step_.tokens[entry] * step_.num_heads() + head) * dim;
-                float scale = 1.0f / sum(load(room.sums_of + row * LANES));
+                float scale = final_scale(sum(load(room.sums_of + row * LANES)), room.relative_to[row], in_.sink(head));
                 for (int64_t d = 0; d < dim; d += LANES) store(to + d, load(values + d) * scale);
                 continue;
             }
@@ -262,6 +273,13 @@ class Tile {
             to[1] = sum(load(room.sums_of + row * LANES));
             std::memcpy(to + LANES, values, sizeof(float) * dim);
         }
+    }
+
+    // The factor of a row's values: 1 / the sum of its weights, to which the sink adds one.
+    static float final_scale(float total, float relative_to, float sink) {
+        if (sink == NOTHING) return 1.0f / total;
+        float most = std::max(relative_to, sink), kept = exp2_small(relative_to - most);
+        return kept / (total * kept + exp2_small(sink - most));
     }
 
     const AttentionInputs<T, KV>& in_;

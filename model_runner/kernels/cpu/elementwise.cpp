@@ -375,6 +375,17 @@ EXPORT void scale(void* x, int64_t size, float factor, int is_bf16) {
     is_bf16 ? scale(static_cast<bf16*>(x), size, factor) : scale(static_cast<float*>(x), size, factor);
 }
 
+// x: [size], each becomes cap * tanh(x / cap).
+EXPORT void soft_cap(float* x, int64_t size, float cap) {
+    using namespace engine;
+    SoftCap capped(cap);
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
+        int64_t n = begin;
+        for (; n + LANES <= end; n += LANES) store(x + n, capped(load(x + n)));
+        for (; n < end; ++n) x[n] = capped(splat(x[n]))[0];
+    });
+}
+
 EXPORT void add(const void* x, void* sum, int64_t size, int is_bf16) {
     using namespace engine;
     if (is_bf16)
@@ -411,6 +422,7 @@ RECORDABLE(activate)
 RECORDABLE(rotate_and_store)
 RECORDABLE(take_rows)
 RECORDABLE(scale)
+RECORDABLE(soft_cap)
 RECORDABLE(add)
 RECORDABLE(add_gated)
 RECORDABLE(widen)

@@ -4,6 +4,7 @@
 //   group_tokens      one row per token and expert; the rows of an expert are contiguous
 //   take_tokens       x, row by row
 //   multiply_experts  each row times a weight of its expert
+//   activate_experts  between two of them: biases and the activation, where the matmul does not apply it
 //   add_shares        each token's rows, weighted and added up
 //
 // The work of all experts is divided as that of one matmul: few tokens go to few experts each, and each thread reads
@@ -64,6 +65,9 @@ struct Groups {
     }
 
     int64_t num_rows_of(int64_t expert) const { return starts[expert + 1] - starts[expert]; }
+    int64_t expert_of(int64_t row, int64_t num_experts) const {
+        return std::upper_bound(starts, starts + num_experts, int32_t(row)) - starts - 1;
+    }
 };
 
 // ---------------------------------------------------------------- routing
@@ -220,7 +224,7 @@ struct ExpertProducts {
 
     void quantize_rows(int64_t begin, int64_t end) const {
         Quantized to = quantized();
-        int64_t expert = std::upper_bound(groups.starts, groups.starts + num_experts, int32_t(begin)) - groups.starts - 1;
+        int64_t expert = groups.expert_of(begin, num_experts);
         for (int64_t row = begin; row < end; ++expert) {
             int64_t first = groups.starts[expert], last = std::min<int64_t>(groups.starts[expert + 1], end);
             if (weights[expert].kind == ExpertWeight::BLOCKS && !part_takes_tiles(groups.num_rows_of(expert), tiles_from))
@@ -343,20 +347,63 @@ EXPORT void multiply_experts(const void* table, void* groups, const void* x, voi
         .run();
 }
 
-// out[token] = sum of its rows times their shares, in float32; rows: [rows][size], out: [tokens][size], both bfloat16.
-EXPORT void add_shares(const void* rows_, const float* shares, void* groups_, void* out_, int64_t num_tokens,
-                       int64_t num_experts, int64_t num_active, int64_t size) {
+// (up + offset) * gate * sigmoid(alpha * gate), gate at most `limit`, up within +-`limit`. hidden: [rows][2 * inner], the
+// gates first; bias: [experts][2 * inner] or null; out: [rows][inner]; all bfloat16.
+EXPORT void activate_experts(const void* hidden_, const void* bias_, void* groups_, void* out_, int64_t num_rows,
+                             int64_t num_experts, int64_t inner, float alpha, float limit, float offset) {
     using namespace engine;
+    Groups groups(groups_, num_experts, num_rows);
+    const bf16 *hidden = static_cast<const bf16*>(hidden_), *bias = static_cast<const bf16*>(bias_);
+    bf16* out = static_cast<bf16*>(out_);
+    auto activate = [=](f32x16 gate, f32x16 up) {  // NaN stays NaN: it is the second operand
+        gate = minimum(splat(limit), gate);
+        up = maximum(splat(-limit), minimum(splat(limit), up));
+        return (up + offset) * gate / (1.0f + exp2(gate * (alpha * -1.44269504f)));
+    };
+    parallel_for(num_rows, divided_up(MIN_NUMBERS, inner), [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) {
+            const bf16 *gate = hidden + row * 2 * inner, *up = gate + inner;
+            const bf16* gate_bias = bias == nullptr ? nullptr : bias + groups.expert_of(row, num_experts) * 2 * inner;
+            bf16* to = out + row * inner;
+            int64_t n = 0;
+            for (; n + LANES <= inner; n += LANES) {
+                f32x16 g = load(gate + n), u = load(up + n);
+                if (gate_bias != nullptr) g += load(gate_bias + n), u += load(gate_bias + inner + n);
+                store(to + n, activate(g, u));
+            }
+            for (; n < inner; ++n) {
+                float g = to_float(gate[n]), u = to_float(up[n]);
+                if (gate_bias != nullptr) g += to_float(gate_bias[n]), u += to_float(gate_bias[inner + n]);
+                from_float(activate(splat(g), splat(u))[0], to + n);
+            }
+        }
+    });
+}
+
+// out[token] = sum of its rows times their shares, in float32; rows: [rows][size], out: [tokens][size]; bias: [experts]
+// [size], added to each row, or null; all bfloat16.
+EXPORT void add_shares(const void* rows_, const float* shares, const void* bias_, void* groups_, void* out_,
+                       int64_t num_tokens, int64_t num_experts, int64_t num_active, int64_t size) {
+    using namespace engine;
+    const bf16* bias = static_cast<const bf16*>(bias_);
     Groups groups(groups_, num_experts, num_tokens * num_active);
     const bf16* rows = static_cast<const bf16*>(rows_);
     bf16* out = static_cast<bf16*>(out_);
     parallel_for(num_tokens, divided_up(MIN_NUMBERS, size * num_active), [&](int64_t begin, int64_t end) {
+        thread_local Scratch scratch;
+        const bf16** biases = reinterpret_cast<const bf16**>(scratch.get(num_active * sizeof(bf16*)));
         for (int64_t token = begin; token < end; ++token) {
             const int32_t* mine = groups.rows + token * num_active;
             const float* parts = shares + token * num_active;
+            if (bias != nullptr)
+                for (int64_t n = 0; n < num_active; ++n) biases[n] = bias + groups.expert_of(mine[n], num_experts) * size;
             auto sum_at = [&](auto zero, auto number_at) {
                 auto sum = zero;
-                for (int64_t n = 0; n < num_active; ++n) sum += number_at(rows + mine[n] * size) * parts[n];
+                if (bias == nullptr)
+                    for (int64_t n = 0; n < num_active; ++n) sum += number_at(rows + mine[n] * size) * parts[n];
+                else
+                    for (int64_t n = 0; n < num_active; ++n)
+                        sum += (number_at(rows + mine[n] * size) + number_at(biases[n])) * parts[n];
                 return sum;
             };
             int64_t at = 0;
@@ -372,4 +419,5 @@ RECORDABLE(route)
 RECORDABLE(group_tokens)
 RECORDABLE(take_tokens)
 RECORDABLE(multiply_experts)
+RECORDABLE(activate_experts)
 RECORDABLE(add_shares)

@@ -11,6 +11,7 @@ sum (LSE).
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import triton
@@ -23,6 +24,7 @@ from .compile_report import KernelVariant
 SPAN: Final = 3
 """Values that locate the partial results of a token: index of the first, how many, and the stride between them."""
 _SPAN: Final = tl.constexpr(SPAN)
+_LOG2_E: Final = tl.constexpr(math.log2(math.e))
 _PARTS: Final = 16  # partial results that are read at a time
 
 
@@ -32,6 +34,8 @@ def _combine_kernel(
     lse_ptr,
     spans_ptr,
     out_ptr,
+    sinks_ptr,
+    HAS_SINKS: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -46,8 +50,12 @@ def _combine_kernel(
         return
     d = tl.arange(0, BLOCK_D)
     s = tl.arange(0, BLOCK_S)
-    highest = float("-inf")
-    total = 0.0
+    if HAS_SINKS:
+        highest = tl.load(sinks_ptr + head) * _LOG2_E
+        total = 1.0
+    else:
+        highest = float("-inf")
+        total = 0.0
     mixed = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, parts, BLOCK_S):
         inside = start + s < parts
@@ -69,7 +77,7 @@ def _combine_kernel(
     tl.store(out_ptr + out_at + d, (mixed / total).to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor) -> None:
+def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
     """Combine the partial results of tokens; a token with a single part has its final output already.
 
     Args:
@@ -78,6 +86,7 @@ def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor) -> None:
             is 0.
         spans: [T, 3] int32, see `SPAN`.
         out: [T or more, Hq * D], contiguous.
+        sinks: [Hq] float32, see `AttentionForm`; they join the sums here, not in the parts.
     """
     _, num_heads, head_dim = partial.shape
     _combine_kernel[(num_heads, len(spans))](
@@ -85,6 +94,8 @@ def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor) -> None:
         lse,
         spans,
         out,
+        lse if sinks is None else sinks,
+        HAS_SINKS=sinks is not None,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK_D=next_power_of_2(head_dim),
@@ -95,14 +106,26 @@ def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor) -> None:
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
-    pointers = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "spans_ptr": "*i32", "out_ptr": "*bf16"}
+    pointers = {
+        "partial_ptr": "*fp32",
+        "lse_ptr": "*fp32",
+        "spans_ptr": "*i32",
+        "out_ptr": "*bf16",
+        "sinks_ptr": "*fp32",
+    }
     return [
         KernelVariant(
-            f"combine bf16 dim {head_dim}",
+            f"combine bf16 dim {head_dim}{' sinks' if has_sinks else ''}",
             _combine_kernel,
             pointers,
-            {"NUM_HEADS": 32, "HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim), "BLOCK_S": _PARTS},
+            {
+                "HAS_SINKS": has_sinks,
+                "NUM_HEADS": 32,
+                "HEAD_DIM": head_dim,
+                "BLOCK_D": next_power_of_2(head_dim),
+                "BLOCK_S": _PARTS,
+            },
             num_warps=1 if head_dim <= 64 else 4,
         )
-        for head_dim in (64, 96, 128, 256)
+        for head_dim, has_sinks in ((64, False), (96, False), (128, False), (256, False), (64, True))
     ]

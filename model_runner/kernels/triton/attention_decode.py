@@ -23,7 +23,6 @@ The query heads of a KV head are the rows of one matmul, padded to 16, so keys a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -40,12 +39,13 @@ from .attention_tiles import (
     STRIDES,
     VARIANTS,
     HeadShape,
+    Scores,
+    capped,
+    finished,
     from_pool,
     next_power_of_2,
-    pointers,
     pools,
     slots_of,
-    variant_name,
 )
 from .compile_report import KernelVariant
 
@@ -152,10 +152,13 @@ def _attend_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    sinks_ptr,
     q_stride,
     q_head_stride,
     table_stride,
     scale,
+    CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -198,7 +201,7 @@ def _attend_kernel(
         inside = seen[:, None] & (d < HEAD_DIM)[None, :]
         k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        scores = tl.where(seen[None, :], capped(scores, CAP), float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         fading = tl.exp2(highest - new_highest)
         weights = tl.exp2(scores - new_highest[:, None])
@@ -207,11 +210,12 @@ def _attend_kernel(
         mixed = tl.dot(weights.to(q.dtype), v, mixed * fading[:, None], input_precision="ieee")
         highest = new_highest
 
-    mixed = mixed / total[:, None]
     if parts == 1:
+        mixed = finished(mixed, highest, total, sinks_ptr, head, g < GROUP, HAS_SINKS)
         out_at = request.to(tl.int64) * (NUM_KV * GROUP * HEAD_DIM) + head * HEAD_DIM
         tl.store(out_ptr + out_at[:, None] + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside_q)
     else:
+        mixed = mixed / total[:, None]
         part_at = item.to(tl.int64) * (NUM_KV * GROUP) + head
         tl.store(partial_ptr + part_at[:, None] * HEAD_DIM + d[None, :], mixed, mask=inside_q)
         tl.store(lse_ptr + part_at, highest + tl.log2(total), mask=g < GROUP)
@@ -293,7 +297,9 @@ def attend_decode(
     kv: LayerKV,
     req_to_token: Tensor,
     out: Tensor,
+    scores: Scores,
     by_hand: bool,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of one token per request.
 
@@ -302,6 +308,7 @@ def attend_decode(
         req_to_token: [rows, max_model_len] int32.
         out: [B, Hq * D], contiguous; written.
         by_hand: float8_e4m3fn is converted without hardware instructions; see `converts_by_hand`.
+        sinks: [Hq] float32, see `AttentionForm`.
     """
     _attend_kernel[(shape.num_kv_heads, len(plan.items))](
         q,
@@ -311,16 +318,18 @@ def attend_decode(
         out,
         plan.partial,
         plan.lse,
+        plan.lse if sinks is None else sinks,
         q.stride(0),
         q.stride(1),
         req_to_token.stride(0),
-        shape.head_dim**-0.5 * math.log2(math.e),
+        **scores.arguments,
+        HAS_SINKS=sinks is not None,
         BLOCK_G=_padded_group(shape),
         **shape.constants(plan.keys, kv.k.dtype, by_hand),
         num_warps=4,
         num_stages=_NUM_STAGES,
     )
-    combine(plan.partial, plan.lse, plan.spans, out)
+    combine(plan.partial, plan.lse, plan.spans, out, sinks)
 
 
 def variants() -> list[KernelVariant]:
@@ -341,16 +350,14 @@ def variants() -> list[KernelVariant]:
             {"WINDOW": 512, "BLOCK_N": 64, "PLAN_ITEMS": _PLAN_ITEMS, "PLAN_REQUESTS": _PLAN_REQUESTS},
         ),
     ]
-    for shape, dtype, kv_dtype in VARIANTS:
-        keys = keys_of_tile(shape, kv_dtype)
+    for variant in VARIANTS:
+        keys = keys_of_tile(variant.shape, variant.kv_dtype)
         found.append(
             KernelVariant(
-                f"attend_decode {variant_name(shape, dtype, kv_dtype)}",
+                f"attend_decode {variant.name}",
                 _attend_kernel,
-                pointers(dtype, kv_dtype)
-                | {"items_ptr": "*i32", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
-                | STRIDES,
-                {"BLOCK_G": _padded_group(shape), **shape.constants(keys, kv_dtype, by_hand=True)},
+                variant.pointers | {"items_ptr": "*i32"} | STRIDES,
+                {"BLOCK_G": _padded_group(variant.shape), **variant.constants(keys)},
                 num_warps=4,
                 num_stages=_NUM_STAGES,
             )

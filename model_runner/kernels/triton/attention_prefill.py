@@ -20,7 +20,6 @@ several programs, as in decode attention.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -33,7 +32,17 @@ from torch import Tensor
 
 from ...ops import LayerKV
 from .attention_combine import combine
-from .attention_tiles import STRIDES, VARIANTS, HeadShape, from_pool, pointers, pools, slots_of, variant_name
+from .attention_tiles import (
+    STRIDES,
+    VARIANTS,
+    HeadShape,
+    Scores,
+    capped,
+    finished,
+    from_pool,
+    pools,
+    slots_of,
+)
 from .compile_report import KernelVariant
 from .extend_cut import BLOCK_NUMBERS, ExtendCut
 
@@ -71,6 +80,7 @@ def _extend_tile(
     highest,
     total,
     mixed,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     NUM_KV: tl.constexpr,
@@ -90,7 +100,7 @@ def _extend_tile(
         # Masked keys are not loaded: uninitialized memory can hold NaN, and 0 * NaN is NaN.
         inside = inside & ((position >= begin) & (position < end))[:, None]
     k = from_pool(tl.load(k_ptr + at, mask=inside, other=0.0), KV, q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale, CAP)
     if MASKED:
         seen = position[None, :] <= q_position[:, None]
         if WINDOW > 0:
@@ -118,10 +128,13 @@ def _extend_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    sinks_ptr,
     q_stride,
     q_head_stride,
     table_stride,
     scale,
+    CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
@@ -177,6 +190,7 @@ def _extend_kernel(
                 highest,
                 total,
                 mixed,
+                CAP,
                 WINDOW,
                 False,
                 NUM_KV,
@@ -202,6 +216,7 @@ def _extend_kernel(
             highest,
             total,
             mixed,
+            CAP,
             WINDOW,
             True,
             NUM_KV,
@@ -213,7 +228,7 @@ def _extend_kernel(
         )
     if part < 0:
         out_at = ((token + m // GROUP) * (NUM_KV * GROUP) + head) * HEAD_DIM
-        mixed = mixed / total[:, None]
+        mixed = finished(mixed, highest, total, sinks_ptr, head, m < num_tokens * GROUP, HAS_SINKS)
         tl.store(out_ptr + out_at[:, None] + d[None, :], mixed.to(out_ptr.dtype.element_ty), mask=inside_q)
     else:
         part_at = (part + m // GROUP) * (NUM_KV * GROUP) + head
@@ -252,6 +267,8 @@ def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
     Args:
         longest: new tokens of the request that has most.
     """
+    if shape.padded_dim > 256:
+        return 32
     few = kv_dtype in (torch.float32, torch.float8_e4m3fn) or shape.padded_dim > 128
     if few or longest * shape.group <= 64:
         return 64
@@ -266,6 +283,8 @@ def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
     """
     if dtype == torch.float32:  # no tensor cores
         return Tiling(rows, 16, num_warps=8, num_stages=1)
+    if shape.padded_dim > 256:
+        return Tiling(rows, 16, num_warps=8, num_stages=2)
     if shape.padded_dim > 128:
         return Tiling(rows, 32, num_warps=8, num_stages=2)
     return Tiling(rows, 64, num_warps=4 if rows == 64 else 8, num_stages=3)
@@ -287,7 +306,9 @@ def attend_extend(
     kv: LayerKV,
     req_to_token: Tensor,
     out: Tensor,
+    scores: Scores,
     by_hand: bool,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the tokens in `plan`.
 
@@ -296,6 +317,7 @@ def attend_extend(
         req_to_token: [rows, max_model_len] int32.
         out: [T, Hq * D], contiguous; the rows of the plan's tokens are written.
         by_hand: see `converts_by_hand`.
+        sinks: [Hq] float32, see `AttentionForm`.
     """
     tile = tiling(shape, q.dtype if kv.k.dtype.itemsize > 1 else torch.float16, plan.tile_rows)
     _extend_kernel[(shape.num_kv_heads, len(plan.blocks))](
@@ -306,10 +328,12 @@ def attend_extend(
         out,
         plan.partial,
         plan.lse,
+        plan.lse if sinks is None else sinks,
         q.stride(0),
         q.stride(1),
         req_to_token.stride(0),
-        shape.head_dim**-0.5 * math.log2(math.e),
+        **scores.arguments,
+        HAS_SINKS=sinks is not None,
         WINDOW=plan.window or 0,
         BLOCK_M=tile.rows,
         **shape.constants(tile.keys, kv.k.dtype, by_hand),
@@ -317,29 +341,24 @@ def attend_extend(
         num_stages=tile.num_stages,
     )
     if len(plan.spans):
-        combine(plan.partial, plan.lse, plan.spans, out)
+        combine(plan.partial, plan.lse, plan.spans, out, sinks)
 
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
     found = []
-    for shape, dtype, kv_dtype in VARIANTS:
+    for variant in VARIANTS:
+        shape, dtype, kv_dtype = variant.shape, variant.dtype, variant.kv_dtype
         for window in (None, 512):
             tile = tiling(
                 shape, dtype if kv_dtype.itemsize > 1 else torch.float16, rows_of_tile(shape, kv_dtype, 4096)
             )
             found.append(
                 KernelVariant(
-                    f"attend_extend {variant_name(shape, dtype, kv_dtype)} window {window}",
+                    f"attend_extend {variant.name} window {window}",
                     _extend_kernel,
-                    pointers(dtype, kv_dtype)
-                    | {"blocks_ptr": "*i32", "partial_ptr": "*fp32", "lse_ptr": "*fp32"}
-                    | STRIDES,
-                    {
-                        "WINDOW": window or 0,
-                        "BLOCK_M": tile.rows,
-                        **shape.constants(tile.keys, kv_dtype, by_hand=True),
-                    },
+                    variant.pointers | {"blocks_ptr": "*i32"} | STRIDES,
+                    {"WINDOW": window or 0, "BLOCK_M": tile.rows, **variant.constants(tile.keys)},
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
                     max_stack_bytes=64,  # sm_80 spills some registers, sm_100 a few, sm_90 none

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -19,6 +20,23 @@ from ...ops import LayerKV
 MIN_DOT: Final = 16  # the smallest side of a `tl.dot`
 
 PLAIN, FP8, FP8_BY_HAND = 0, 1, 2  # how values of the pool are converted to the compute dtype
+
+
+class Scores(NamedTuple):
+    """How scores follow from products of queries and keys, see `AttentionForm`.
+
+    Attributes:
+        scale: factor of the products.
+        cap: scores become cap * tanh(score / cap); 0: they are not capped.
+    """
+
+    scale: float
+    cap: float = 0.0
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The arguments of both kernels; scores are base-2 exponents."""
+        return {"scale": self.scale * math.log2(math.e), "CAP": self.cap * math.log2(math.e)}
 
 
 class HeadShape(NamedTuple):
@@ -102,6 +120,31 @@ def from_pool(x, KV: tl.constexpr, dtype: tl.constexpr):
     return x.to(dtype)
 
 
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP * tanh(scores / CAP), for scores that are base-2 exponents; CAP 0: the scores.
+
+    tanh(x) = 1 - 2 / (e^2x + 1): an overflow gives 1.
+    """
+    if CAP > 0.0:
+        return CAP - 2.0 * CAP / (tl.exp2(scores * (2.0 * 1.4426950408889634 / CAP)) + 1.0)
+    return scores
+
+
+@triton.jit
+def finished(mixed, highest, total, sinks_ptr, head, is_head, HAS_SINKS: tl.constexpr):
+    """Weighted values over the sum of the weights, which includes the sink of each row's head if there are sinks.
+
+    mixed [rows, D] and total [rows] are relative to the score `highest` [rows].
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=is_head, other=float("-inf")) * 1.4426950408889634
+        top = tl.maximum(highest, sink)
+        kept = tl.exp2(highest - top)
+        return mixed * (kept / (total * kept + tl.exp2(sink - top)))[:, None]
+    return mixed / total[:, None]
+
+
 # ---------------------------------------------------------------- compiled ahead of time, see `compile_report`
 
 _TRITON_NAMES: Final = {
@@ -110,25 +153,48 @@ _TRITON_NAMES: Final = {
     torch.float32: "*fp32",
     torch.float8_e4m3fn: "*u8",  # by hand: works on all architectures
 }
+
+
+class Variant(NamedTuple):
+    """A model's attention that is compiled ahead of time."""
+
+    shape: HeadShape
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    cap: float = 0.0
+    has_sinks: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name in the report."""
+        own, pool = (_TRITON_NAMES[name].removeprefix("*") for name in (self.dtype, self.kv_dtype))
+        more = (" capped" if self.cap else "") + (" sinks" if self.has_sinks else "")
+        return f"{own} pool {pool} dim {self.shape.head_dim} group {self.shape.group}{more}"
+
+    @property
+    def pointers(self) -> dict[str, str]:
+        """The pointer arguments that both kernels have."""
+        own, pool = _TRITON_NAMES[self.dtype], _TRITON_NAMES[self.kv_dtype]
+        partial = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
+        return {"q_ptr": own, "k_ptr": pool, "v_ptr": pool, "table_ptr": "*i32", "out_ptr": own} | partial
+
+    def constants(self, keys: int) -> dict[str, Any]:
+        """The constexpr arguments of both kernels, for tiles of `keys` keys."""
+        form = {"CAP": self.cap, "HAS_SINKS": self.has_sinks}
+        return form | self.shape.constants(keys, self.kv_dtype, by_hand=True)
+
+
+_BF16: Final = torch.bfloat16
 VARIANTS: Final = (
-    (HeadShape(8, 4, 128, 16), torch.bfloat16, torch.bfloat16),  # Llama-3.1-8B, Qwen3-8B
-    (HeadShape(8, 2, 128, 64), torch.bfloat16, torch.bfloat16),  # Qwen3-0.6B
-    (HeadShape(3, 3, 64, 16), torch.bfloat16, torch.bfloat16),  # SmolLM2-135M
-    (HeadShape(1, 4, 256, 16), torch.bfloat16, torch.bfloat16),  # Gemma 3
-    (HeadShape(32, 1, 96, 16), torch.bfloat16, torch.bfloat16),  # Phi-3
-    (HeadShape(8, 4, 128, 16), torch.bfloat16, torch.float8_e4m3fn),
-    (HeadShape(8, 4, 64, 16), torch.float32, torch.float32),
+    Variant(HeadShape(8, 4, 128, 16), _BF16, _BF16),  # Llama-3.1-8B, Qwen3-8B
+    Variant(HeadShape(8, 2, 128, 64), _BF16, _BF16),  # Qwen3-0.6B
+    Variant(HeadShape(3, 3, 64, 16), _BF16, _BF16),  # SmolLM2-135M
+    Variant(HeadShape(1, 4, 256, 16), _BF16, _BF16),  # Gemma 3
+    Variant(HeadShape(32, 1, 96, 16), _BF16, _BF16),  # Phi-3
+    Variant(HeadShape(8, 4, 128, 16), _BF16, torch.float8_e4m3fn),
+    Variant(HeadShape(8, 4, 64, 16), torch.float32, torch.float32),
+    Variant(HeadShape(8, 2, 256, 16), _BF16, _BF16, cap=50.0),  # Gemma 2
+    Variant(HeadShape(8, 8, 64, 16), _BF16, _BF16, has_sinks=True),  # gpt-oss
+    Variant(HeadShape(1, 8, 512, 16), _BF16, _BF16),  # Gemma 4, layers without a window
 )
 STRIDES: Final = {"q_stride": "i32:16", "q_head_stride": "i32:16", "table_stride": "i32:16", "scale": "fp32"}
-
-
-def pointers(dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, str]:
-    """The pointer arguments of both kernels."""
-    own, pool = _TRITON_NAMES[dtype], _TRITON_NAMES[kv_dtype]
-    return {"q_ptr": own, "k_ptr": pool, "v_ptr": pool, "table_ptr": "*i32", "out_ptr": own}
-
-
-def variant_name(shape: HeadShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """Name of a variant in the report."""
-    own, pool = (_TRITON_NAMES[name].removeprefix("*") for name in (dtype, kv_dtype))
-    return f"{own} pool {pool} dim {shape.head_dim} group {shape.group}"

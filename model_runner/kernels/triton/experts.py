@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....runtime.model_files.experts_spec import ClampedSwiGLU
 from ...ops import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 
@@ -103,7 +104,12 @@ def _product_kernel(
     num_outputs,
     num_inputs,
     rows_per_x,
+    bias_ptr,
     GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -140,8 +146,17 @@ def _product_kernel(
         if GATED:
             up = tl.load(up_at + start, mask=in_weight, other=0.0)
             up_sums = tl.dot(x, up, up_sums, input_precision=precision)
+    if HAS_BIAS:
+        bias_at = bias_ptr + expert * ((2 if GATED else 1) * outputs) + output
+        sums += tl.load(bias_at, mask=output_exists, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_sums += tl.load(bias_at + outputs, mask=output_exists, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        sums = sums / (1.0 + tl.exp(-sums)) * up_sums
+        if CLAMPED:
+            sums = tl.where(sums > LIMIT, LIMIT, sums)
+            up_sums = tl.where(up_sums > LIMIT, LIMIT, up_sums)
+            up_sums = tl.where(up_sums < -LIMIT, -LIMIT, up_sums) + 1.0
+        sums = sums / (1.0 + tl.exp(-ALPHA * sums)) * up_sums
     out_at = out_ptr + row[:, None] * num_outputs + output[None, :]
     tl.store(out_at, sums.to(out_ptr.dtype.element_ty), mask=row_exists[:, None] & output_exists[None, :])
 
@@ -163,9 +178,18 @@ def _combine_kernel(rows_ptr, shares_ptr, out_ptr, width, NUM_ACTIVE: tl.constex
 class TritonExperts:
     """`ExpertWeights` in their original layout: [E, 2N, K] and [E, K, N]."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor) -> None:
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        clamp: ClampedSwiGLU | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Take the weights; `clamp`, `biases`: see `ExpertSource`."""
         self._gate_up = gate_up.contiguous()
         self._down = down.contiguous()
+        self._clamp = clamp
+        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
 
     def warm_up(self) -> None:
         """Compile for every tile size (seconds on a new machine), so that no request waits for it later."""
@@ -194,9 +218,27 @@ class TritonExperts:
         num_rows = expert_ids.numel()
         hidden = torch.empty((num_rows, self._down.shape[2]), dtype=x.dtype, device=x.device)
         rows = torch.empty((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
-        _product(x, self._gate_up, hidden, blocks, tile, rows_per_x=expert_ids.shape[1], gated=True)
-        _product(hidden, self._down, rows, blocks, tile, rows_per_x=1, gated=False)
+        gated = _Epilogue(True, self._gate_up_bias, self._clamp)
+        _product(x, self._gate_up, hidden, blocks, tile, expert_ids.shape[1], gated)
+        _product(hidden, self._down, rows, blocks, tile, 1, _Epilogue(False, self._down_bias))
         return rows
+
+
+class _Epilogue(NamedTuple):
+    """The part of a product after the sums: the bias of each expert, and the activation of gate and up."""
+
+    gated: bool
+    bias: Tensor | None = None
+    clamp: ClampedSwiGLU | None = None
+
+    def constants(self) -> dict[str, Any]:
+        return {
+            "GATED": self.gated,
+            "HAS_BIAS": self.bias is not None,
+            "CLAMPED": self.clamp is not None,
+            "ALPHA": 1.0 if self.clamp is None else self.clamp.alpha,
+            "LIMIT": 0.0 if self.clamp is None else self.clamp.limit,
+        }
 
 
 class _Blocks(NamedTuple):
@@ -244,9 +286,8 @@ def _product(
     out: Tensor,
     blocks: _Blocks,
     tile: _Tile,
-    *,
     rows_per_x: int,
-    gated: bool,
+    epilogue: _Epilogue,
 ) -> None:
     """`rows_per_x`: number of consecutive rows that read the same row of x."""
     num_outputs = out.shape[1]
@@ -259,7 +300,8 @@ def _product(
         num_outputs,
         x.shape[1],
         rows_per_x,
-        GATED=gated,
+        out if epilogue.bias is None else epilogue.bias,
+        **epilogue.constants(),
         EXACT=x.dtype == torch.float32,
         ROWS=tile.rows,
         OUTPUTS=tile.outputs,
@@ -286,7 +328,7 @@ def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`. Later layers of the same shapes find the kernels compiled."""
-    packed = TritonExperts(*experts.stacked())
+    packed = TritonExperts(*experts.stacked(), experts.clamp, experts.biases())
     packed.warm_up()
     return packed
 
@@ -301,12 +343,12 @@ def variants() -> list[KernelVariant]:
     constants = {"NUM_ACTIVE": 8, "BLOCK": _COMBINE_BLOCK}
     found.append(KernelVariant("experts combine", _combine_kernel, combine, constants, num_warps=2))
     for dtype, item_bytes in (("bf16", 2), ("fp32", 4)):
-        product = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), f"*{dtype}")
+        product = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
         product |= dict.fromkeys(("sorted_rows_ptr", "block_expert_ptr", "num_blocks_ptr"), "*i32")
         product |= dict.fromkeys(("max_blocks", "num_rows", "rows_per_x"), "i32")
         product |= dict.fromkeys(("x_stride", "num_outputs", "num_inputs"), "i32:16")
         for tile, gated in itertools.product(sorted(set(_tiles(item_bytes))), (False, True)):
-            constants = {"GATED": gated, "EXACT": dtype == "fp32"}
+            constants = {**_Epilogue(gated).constants(), "EXACT": dtype == "fp32"}
             constants |= {"ROWS": tile.rows, "OUTPUTS": tile.outputs, "INPUTS": tile.inputs}
             name = f"experts {dtype} {'gate and up' if gated else 'down'}, {tile.rows} rows"
             found.append(

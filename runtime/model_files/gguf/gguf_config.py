@@ -42,9 +42,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
             "engine serves only text; give the GGUF file of the language model, which is beside it"
         )
     if arch not in GGUF_FAMILIES:
-        raise fields.error(
-            "general.architecture", arch, f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}"
+        rule = (
+            f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}; give the model's folder with "
+            "config.json and safetensors instead, which transformers' code may run"
         )
+        raise fields.error("general.architecture", arch, rule)
     family = GGUF_FAMILIES[arch]
     if not family.has_experts and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
         raise fields.error(
@@ -54,7 +56,12 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
-    facts = {"model_type": family.model_type, "form": PRE_NORMS, **family.facts(fields, arch)}
+    facts = {
+        "model_type": family.model_type,
+        "form": PRE_NORMS,
+        "num_layers": fields.integer(f"{arch}.block_count", 1, 1 << 12),
+        **family.facts(fields, arch),
+    }
     if not family.has_own_heads:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
@@ -71,13 +78,14 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     ]
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if family.model_type == "glm4_moe" and "blk.0.attn_q_norm.weight" not in file.tensors:
+        facts["qk_norm"] = False
     if facts["form"].head_bias and "output.bias" not in file.tensors:
         facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
-        num_layers=fields.integer(f"{arch}.block_count", 1, 1 << 12),
         num_heads=num_heads,
         rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,

@@ -52,6 +52,8 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
+        if spec.attention.sinks:
+            yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
         if spec.experts is None:
             continue
         block = f"model.layers.{layer}.{spec.experts.names.block}"
@@ -59,7 +61,14 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
             yield f"{block}.{hf}", f"blk.{layer}.{gguf}", None
         for hf, gguf in _expert_names(spec.experts.names).items() if experts else ():
             for expert in range(spec.experts.num_experts):
-                yield f"{block}.experts.{expert}.{hf}.weight", f"blk.{layer}.{gguf}.weight", expert
+                for part in ("weight", "bias") if spec.experts.has_bias else ("weight",):
+                    yield f"{block}.experts.{expert}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", expert
+
+
+def is_not_read(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor of the file is none that the model takes: of the rope scaling, or of a layer after the last."""
+    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    return name in NOT_WEIGHTS or name.startswith(further)
 
 
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
@@ -78,6 +87,7 @@ def _sparse_names(names: ExpertNames) -> dict[str, str]:
     """The tensors of a sparse MLP beside its experts."""
     return {
         f"{names.router}.weight": "ffn_gate_inp.weight",
+        f"{names.router}.bias": "ffn_gate_inp.bias",
         names.bias: "exp_probs_b.bias",
         f"{names.shared}.gate_proj.weight": "ffn_gate_shexp.weight",
         f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",

@@ -12,7 +12,7 @@ from typing import Final
 
 from ..experts_spec import ExpertsSpec, Routing
 from ..fields import Fields
-from .families.family import Facts, Family, layer_types, window_everywhere
+from .families.family import Facts, Family, layer_types, score_cap, window_everywhere
 
 _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "d_model"),
@@ -34,7 +34,6 @@ _REFUSED: Final[dict[str, str]] = {
     "alibi": "position biases (ALiBi) are not supported",
     "kv_lora_rank": "latent attention (MLA) is not supported",
     "attention_chunk_size": "attention in chunks is not supported",
-    "attn_logit_softcapping": "capped scores are not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }
 _OF_IMAGES: Final = "vision"
@@ -86,7 +85,7 @@ def other_family(fields: Fields) -> Family:
 
 def _facts(fields: Fields) -> Facts:
     """transformers computes rotary; its base is in the spec because the field is required."""
-    return {"rope_theta": 10000.0} | _windows(fields) | _experts(fields)
+    return {"rope_theta": 10000.0} | _windows(fields) | _experts(fields) | score_cap(fields)
 
 
 def _windows(fields: Fields) -> Facts:

@@ -20,7 +20,7 @@ from ..quantization import QuantizationSpec, compiled
 SUPPORTED: Final = (
     "fp8 (e4m3; per tensor, channel or block; also as fbgemm_fp8, as compressed-tensors in float-quantized form and as "
     "FP8 of modelopt), "
-    "awq (4 bits, gemm) and gptq (4 bits)"
+    "awq (4 bits, gemm), gptq (4 bits) and mxfp4 (experts)"
 )
 _OWN_FILES: Final = (("quantize_config.json", "gptq"), ("quant_config.json", "awq"))
 """Files that describe the quantization in exports older than `quantization_config`, with the method they imply."""
@@ -58,7 +58,8 @@ def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
                 "quantization", config.get("quantization"), _UNSUPPORTED.format("the form of MLX")
             )
         fields = Fields(config.path, value, f"{name}.")
-        return _read(fields, fields.text("quant_method", default=_implied_method(value)))
+        method = fields.text("quant_method", default=_implied_method(value))
+        return _mxfp4(config) if method == "mxfp4" else _read(fields, method)
     for file_name, method in _OWN_FILES:
         path = folder / file_name
         if path.exists():
@@ -76,6 +77,20 @@ def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
 def _implied_method(value: Mapping[str, object]) -> str | None:
     """The method of a description without `quant_method`, by a field that only this method has."""
     return next((method for name, method in _IMPLIED if value.get(name) is not None), None)
+
+
+def _mxfp4(config: Fields) -> QuantizationSpec:
+    """The experts of gpt-oss; all other modules are plain."""
+    num_layers = config.integer("num_hidden_layers", 1, 1 << 12)
+    modules = ("gate_proj", "up_proj", "down_proj")
+    return QuantizationSpec(
+        method="gguf",
+        types={
+            f"model.layers.{layer}.mlp.experts.{name}": "MXFP4"
+            for layer in range(num_layers)
+            for name in modules
+        },
+    )
 
 
 def _read(fields: Fields, method: str) -> QuantizationSpec:

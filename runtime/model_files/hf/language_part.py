@@ -74,6 +74,7 @@ class _TextType(NamedTuple):
 
     family: str
     defaults: Mapping[str, object]
+    always: Mapping[str, object] = {}  # what its code does, whatever the file says
 
 
 class LanguagePart(NamedTuple):
@@ -100,6 +101,9 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual.",), is_fixed=True, is_flat=True
     ),
     "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual.",), is_fixed=True),
+    "qwen3_vl_moe": Multimodal(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ("visual.",), is_fixed=True
+    ),
     "llava": Multimodal("LlavaForConditionalGeneration", "llama", _VISION),
     "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
     "llava_onevision": Multimodal(
@@ -107,6 +111,8 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     ),
     "vipllava": Multimodal("VipLlavaForConditionalGeneration", "llama", _VISION),
     "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", _VISION, tied=True),
+    # transformers does not scale the logits of these two; they were trained, and are scaled here, as Cohere 2.
+    "cohere2_vision": Multimodal("Cohere2VisionForConditionalGeneration", "cohere2", _VISION, tied=True),
     "aya_vision": Multimodal("AyaVisionForConditionalGeneration", "cohere2", _VISION, tied=True),
     "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
     "smolvlm": Multimodal("SmolVLMForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
@@ -220,6 +226,23 @@ _TEXT_TYPES: Final[dict[str, _TextType]] = {
     "qwen3_vl_text": _TextType(
         "qwen3", _QWEN | {"max_position_embeddings": 128_000, "head_dim": 128, "rope_theta": 5e5}
     ),
+    "qwen3_vl_moe_text": _TextType(
+        "qwen3_moe",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "rms_norm_eps": 1e-6,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "rope_theta": 5e5,
+        },
+        {"norm_topk_prob": True, "use_sliding_window": False},
+    ),
 }
 """Older files have only the fields of `text_config` that differ from these defaults."""
 
@@ -277,6 +300,8 @@ def _text_config(
     model_type = name or kind.text_type
     known = _TEXT_TYPES.get(str(model_type))
     text = {**({} if known is None else known.defaults), **kind.defaults, **inner}
+    if known is not None:
+        text |= known.always
     text["model_type"] = model_type if known is None else known.family
     text["eos_token_id"] = _both(config.get("eos_token_id"), inner.get("eos_token_id"))
     if text.get("bos_token_id") is None:

@@ -20,6 +20,7 @@ from ..model_spec import SUPPORTED_MODEL_TYPES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .needed_tensors import Module, is_of_mtp_layer, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
+from .stacked_experts import BLOCKS, SCALES
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -57,7 +58,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         ConfigError: a file is missing, truncated or damaged; a tensor is missing, of another shape or dtype, or one
             that the model does not have.
     """
-    files = read_headers(folder, spec.language_of)
+    files = read_headers(folder, spec)
     for dense in () if spec.pooling is None else spec.pooling.dense:
         if dense.folder:
             _check_dense(folder / dense.folder, dense)
@@ -91,11 +92,11 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
     """
     from ..gguf.ggml_types import check_convertible
-    from ..gguf.gguf_names import NOT_WEIGHTS, full_shape, stored_names
+    from ..gguf.gguf_names import full_shape, is_not_read, stored_names
     from ..gguf.split_kv import find_split_kv
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
-    left = set(file.tensors) - NOT_WEIGHTS
+    left = {name for name in file.tensors if not is_not_read(spec, name)}
     split_kv = find_split_kv(file, spec)
     left -= {part.name for split in split_kv.values() for part in split}
     for module in needed_modules(spec):
@@ -169,6 +170,9 @@ def _check_names(
         left.discard(_HEAD)
     quantized: set[str] = set()
     for module in needed:
+        if module.is_linear and f"{module.name}.weight{BLOCKS}" in tensors:
+            left -= _check_mxfp4(place, tensors, module)
+            continue
         if _is_quantized(module, tensors, spec):
             quantized.add(module.name)
             continue
@@ -196,10 +200,28 @@ def _check_names(
         raise ConfigError(f"{place.of(min(left))}: {_unexpected(left)}")
 
 
+def _check_mxfp4(place: _Place, tensors: Mapping[str, HeaderEntry], module: Module) -> set[str]:
+    """Check the tensors of an expert in MXFP4; returns their names."""
+    rows, columns = module.shape
+    weight = f"{module.name}.weight"
+    shapes = {weight + BLOCKS: (rows, columns // 32, 16), weight + SCALES: (rows, columns // 32)}
+    if module.has_bias:
+        shapes[f"{module.name}.bias"] = (rows,)
+    for name, shape in shapes.items():
+        entry = tensors.get(name)
+        if entry is None:
+            raise ConfigError(f"{place.of(name)}: {_missing(name)}")
+        if entry.shape != shape:
+            raise ConfigError(f"{place.of(name)}: {_other_shape(name, entry.shape, shape)}")
+    return set(shapes)
+
+
 def _is_quantized(module: Module, tensors: Mapping[str, HeaderEntry], spec: ModelSpec) -> bool:
     """Whether loading takes the quantized form of this module; its own tensors are checked there."""
     found = spec.quantization
     if found is None or not found.stored or not module.is_linear or found.is_plain(module.name):
+        return False
+    if found.method == "gguf":  # experts in MXFP4, which have other names
         return False
     suffix = _QUANTIZED[found.method]
     if suffix == "qweight":

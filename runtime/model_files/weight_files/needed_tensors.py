@@ -120,6 +120,8 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     name = f"self_attn.{spec.form.names.attention_out}"
     yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    if spec.attention.sinks:
+        yield Module("self_attn", (spec.num_heads,), part="sinks")
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
@@ -154,7 +156,7 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield from _dense(block, size, spec.intermediate_size, spec)
         return
     names = experts.names
-    yield Module(f"{block}.{names.router}", (experts.num_experts, size))
+    yield Module(f"{block}.{names.router}", (experts.num_experts, size), has_bias=experts.has_bias)
     if experts.routing.has_bias:
         name, _, part = names.bias.rpartition(".")
         yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
@@ -164,9 +166,12 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
         inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
-        yield Module(f"{name}.{names.gate}", (inner, size), is_linear=True)
-        yield Module(f"{name}.{names.up}", (inner, size), is_linear=True)
-        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True)
+        for part, shape in (
+            (names.gate, (inner, size)),
+            (names.up, (inner, size)),
+            (names.down, (size, inner)),
+        ):
+            yield Module(f"{name}.{part}", shape, is_linear=True, has_bias=experts.has_bias)
 
 
 def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:

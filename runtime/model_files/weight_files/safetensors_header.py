@@ -15,11 +15,15 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...errors import ConfigError
 from ..hf.language_part import MULTIMODAL
 from ..stand_in import damage
+from .stacked_experts import unstacked
+
+if TYPE_CHECKING:
+    from ..model_spec import ModelSpec
 
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
@@ -32,7 +36,7 @@ _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 
 _MAX_HEADER_BYTES: Final = 100 << 20
-_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1}
+_ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 """Of the dtypes that are read."""
 
 
@@ -43,6 +47,7 @@ class HeaderEntry(NamedTuple):
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the file
     num_bytes: int
+    strides: tuple[int, ...] = ()  # in numbers; empty: contiguous
 
 
 class SafetensorsFile(NamedTuple):
@@ -143,8 +148,12 @@ def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
     return found
 
 
-def read_headers(folder: Path, language_of: str = "") -> list[SafetensorsFile]:
-    """All weight files of a folder; their tensors have the usual names, see `usual_names`.
+def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[SafetensorsFile]:
+    """All weight files of a folder; their tensors have the usual names, see `usual_names` and `stacked_experts`.
+
+    Args:
+        folder: with the files.
+        spec: the architecture, by which towers and stacks of experts are known.
 
     Raises:
         ConfigError: there are no files, one is missing, truncated or damaged, or two hold the same tensor.
@@ -158,21 +167,22 @@ def read_headers(folder: Path, language_of: str = "") -> list[SafetensorsFile]:
                     f"{file.path}: tensor {name!r} is also in {holder[name]}; keep one of the files"
                 )
             holder[name] = file.path.name
-    names = usual_names_in(folder, holder, language_of)
-    return [_renamed(file, names) for file in files]
+    names = _usual_names_in(folder, holder, spec)
+    return [_renamed(file, names, spec) for file in files]
 
 
-def usual_names_in(folder: Path, names: Iterable[str], language_of: str) -> dict[str, str]:
+def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) -> dict[str, str]:
     """`usual_names` of the tensors of this folder, which an error names."""
     try:
-        return usual_names(names, language_of)
+        return usual_names(names, "" if spec is None else spec.language_of)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 
 
-def _renamed(file: SafetensorsFile, names: dict[str, str]) -> SafetensorsFile:
+def _renamed(file: SafetensorsFile, names: dict[str, str], spec: ModelSpec | None) -> SafetensorsFile:
+    entries = {names[name]: entry for name, entry in file.entries.items() if name in names}
     return file._replace(
-        entries={names[name]: entry for name, entry in file.entries.items() if name in names},
+        entries=entries if spec is None else unstacked(entries, spec),
         ignored=tuple(entry for name, entry in file.entries.items() if name not in names),
     )
 

@@ -68,7 +68,6 @@ class FakeFlashAttention:
         assert int(starts[-1]) == q.shape[0]
         assert given["max_seqlen_q"] >= max(new_lens)
         assert page_table.shape[1] * page_size >= int(seq_lens.max())
-        assert given["softmax_scale"] == q.shape[-1] ** -0.5
         planned = self._planned[int(given["scheduler_metadata"])]
         assert planned["batch_size"] == num_requests
         assert planned["max_seqlen_k"] == page_table.shape[1] * page_size
@@ -76,6 +75,9 @@ class FakeFlashAttention:
         assert planned["num_heads_k"] == keys.shape[2]
         assert planned["qkv_dtype"] == q.dtype
         assert planned["page_size"] == page_size
+        assert planned["has_softcap"] == (given["softcap"] > 0.0)
+        sinks = given["sinks"]
+        assert sinks is None or (sinks.dtype == torch.bfloat16 and sinks.shape == (q.shape[1],))
         for name in ("max_seqlen_q", "cu_seqlens_q", "cache_seqlens", "causal", "window_size", "num_splits"):
             assert planned[name] is given[name] or planned[name] == given[name], name
 
@@ -85,7 +87,9 @@ class FakeFlashAttention:
         for pages, length, queries in zip(page_table, seq_lens.tolist(), q.split(new_lens), strict=True):
             mine = pages[: -(-length // page_size)].long()
             k, v = keys[mine].flatten(0, 1)[:length], values[mine].flatten(0, 1)[:length]
-            out.append(dense(queries, k, v, None if left == -1 else left + right + 1, causal=causal))
+            window = None if left == -1 else left + right + 1
+            scores = (given["softmax_scale"], given["softcap"] or None, sinks)
+            out.append(dense(queries, k, v, window, *scores, causal=causal))
         return torch.cat(out).view(q.shape).to(q.dtype)
 
 

@@ -15,6 +15,7 @@ from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.kernels.plain import store_kv
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
+from engine.runtime.model_files.attention_form import PLAIN_ATTENTION, AttentionForm
 from engine.runtime.model_files.encoder_spec import EncoderSpec
 from engine.runtime.model_files.model_spec import ModelSpec
 
@@ -22,7 +23,14 @@ CPU = torch.device("cpu")
 
 
 def spec_of(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, window: int | None = None, causal: bool = True
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    window: int | None = None,
+    causal: bool = True,
+    query_scale: float | None = None,
+    form: AttentionForm = PLAIN_ATTENTION,
 ) -> ModelSpec:
     """Two layers, the second one with the window."""
     return ModelSpec(
@@ -42,6 +50,8 @@ def spec_of(
         sliding_window=window,
         windowed_layers=(False, window is not None),
         encoder=None if causal else EncoderSpec(post_norm=True, activation="gelu"),
+        query_scale=query_scale,
+        attention=form,
     )
 
 
@@ -78,6 +88,7 @@ class Pages:
             head_dim=spec.head_dim,
             dtype=kv_dtype,
             device=device,
+            layer_heads=[spec.heads_of(layer_id) for layer_id in spec.kv_layers],
         )
         for pool in (*self.pool.k, *self.pool.v):
             pool.fill_(77 if kv_dtype == torch.int8 else torch.nan)
@@ -101,6 +112,8 @@ class Pages:
         self.keys = [torch.randn(length, *heads).to(kept).to(device) for length in lens]
         self.values = [torch.randn(length, *heads).to(kept).to(device) for length in lens]
         self.q: Tensor = torch.empty(0)
+        # Some sinks are far above the scores, some far below.
+        self.sinks = torch.randn(spec.num_heads).mul_(4.0).to(device) if spec.attention.sinks else None
 
     def fill(self, extend_lens: list[int], layer_id: int = 1) -> list[Tensor]:
         """Make queries of the last `extend_lens` tokens of each request, and store all keys and values.
@@ -117,9 +130,9 @@ class Pages:
                 store(self.pool.layer(layer_id).v, slots, values)
             q.append(torch.randn(new, self.spec.num_heads, self.spec.head_dim).to(self.dtype).to(self.device))
             k.append(keys[len(keys) - new :].to(self.dtype))
-            expected.append(
-                dense(q[-1], keys, values, self.spec.window_of(layer_id), causal=self.spec.causal)
-            )
+            window, form = self.spec.window_of(layer_id), self.spec.attention
+            scores = (self.spec.score_scale, form.score_cap, self.sinks)
+            expected.append(dense(q[-1], keys, values, window, *scores, causal=self.spec.causal))
         # As the model makes it: q is a view into a tensor with q and k.
         self.q = torch.cat((torch.cat(q), torch.cat(k)), dim=1)[:, : self.spec.num_heads]
         return expected
@@ -152,7 +165,7 @@ class Pages:
         """Attention of the last `extend_lens` tokens of each request: ours, and dense in float64."""
         expected = self.fill(extend_lens, layer_id)
         with poisoned_memory():
-            out = self.bound().plan_step(self.layout(extend_lens)).forward(layer_id, self.q)
+            out = self.bound().plan_step(self.layout(extend_lens)).forward(layer_id, self.q, self.sinks)
         return list(out.split(extend_lens)), expected
 
     def decode(self, layer_id: int = 1, num_padding: int = 0) -> tuple[Tensor, Tensor]:
@@ -169,10 +182,9 @@ class Pages:
                 torch.cat((rows, rows.new_full((num_padding,), spare))),
                 torch.cat((seq_lens, seq_lens.new_ones(num_padding))),
             )
-            out = step.forward(
-                layer_id, torch.cat((self.q, self.q.new_zeros(num_padding, *self.q.shape[1:])))
-            )
-        assert bool((out[len(self.lens) :] == 1).all())
+            q = torch.cat((self.q, self.q.new_zeros(num_padding, *self.q.shape[1:])))
+            out = step.forward(layer_id, q, self.sinks)
+        assert self.sinks is not None or bool((out[len(self.lens) :] == 1).all())
         return out[: len(self.lens)], torch.cat(expected)
 
 
@@ -191,17 +203,32 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, window: int | None, *, causal: bool = True) -> Tensor:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+    *,
+    causal: bool = True,
+) -> Tensor:
     """Attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
     group = q.shape[1] // k.shape[1]
     k, v = (numbers.to(torch.float64).repeat_interleave(group, 1) for numbers in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) / q.shape[-1] ** 0.5
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * (scale or q.shape[-1] ** -0.5)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     key = torch.arange(k.shape[0], device=q.device)
     query = key[k.shape[0] - q.shape[0] :, None]
     visible = key <= query if causal else torch.ones_like(query >= key)
     if window is not None:
         visible &= key > query - window if causal else (key - query).abs() <= window // 2
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(q), 1)), dim=-1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
 

@@ -25,6 +25,7 @@ repair_interpreter()
 
 DEVICE = torch.device("cuda" if HAS_NVIDIA_DRIVER else "cpu")
 FP8 = torch.float8_e4m3fn
+SCORES = attention_tiles.Scores(256**-0.5)
 HEADS = [(1, 1, 16), (3, 1, 40), (4, 4, 32), (9, 3, 64), (14, 2, 80), (8, 2, 96), (4, 2, 128), (2, 1, 256)]
 DTYPES = [
     (torch.float32, torch.float32),
@@ -324,7 +325,7 @@ def test_every_float8_number_is_read_as_it_is(by_hand):
     plan = attention_decode.plan_decodes(shape, row, one, [None], FP8, 4)[None]
     out = torch.empty((1, 256), device=DEVICE)
     q = torch.zeros((1, 1, 256), device=DEVICE)
-    attention_decode.attend_decode(shape, plan, q, LayerKV(codes, codes), table, out, by_hand)
+    attention_decode.attend_decode(shape, plan, q, LayerKV(codes, codes), table, out, SCORES, by_hand)
     assert torch.equal(out, codes.float().view(1, 256))
 
 
@@ -341,5 +342,7 @@ def test_slots_beyond_two_billion_numbers_are_found():
     )
     out = torch.empty((1, 256), dtype=torch.float16, device=DEVICE)
     q = torch.zeros((1, 1, 256), dtype=torch.float16, device=DEVICE)
-    attention_decode.attend_decode(shape, plan[None], q, LayerKV(pool, pool), table, out, by_hand=True)
+    attention_decode.attend_decode(
+        shape, plan[None], q, LayerKV(pool, pool), table, out, SCORES, by_hand=True
+    )
     assert bool((out == 3).all())

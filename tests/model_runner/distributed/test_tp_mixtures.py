@@ -15,7 +15,7 @@ from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
 def test_ranks_together_say_what_one_says(make_tiny_model, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, **options, vocab_size=97)

@@ -21,6 +21,11 @@ from engine.runtime.sampling_params import SamplingParams
 
 ALL_HEADS = {"num_key_value_heads": 6}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma2 capped scores": (
+        "gemma2",
+        {"head_dim": 16, "sliding_window": 20, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9},
+    ),
     "gpt_neox": ("gpt_neox", ALL_HEADS),
     "gpt2, learned positions": ("gpt2", {"n_inner": 80, **ALL_HEADS}),
     "olmo2": ("olmo2", {}),
@@ -141,7 +146,6 @@ def hidden_of(model: Any, text: torch.Tensor, positions: torch.Tensor) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2}, "layer 0 has attention sinks"),
         ("bloom", {"n_layer": 2, "n_head": 6}, "does not support external attention"),
         (
             "jamba",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.ops import LinearWeight
+from engine.runtime.model_files.experts_spec import ClampedSwiGLU
 
 
 def pack_linear_here(weight: Tensor) -> LinearWeight:
@@ -26,9 +27,14 @@ class StackedExperts:
     gate_up: Tensor
     down: Tensor
     pack: Callable[[Tensor], Any] = pack_linear_here
+    clamp: ClampedSwiGLU | None = None
+    bias: tuple[Tensor, Tensor] | None = None
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down
+
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        return self.bias
 
     def linears(self) -> tuple[list[Any], list[Any]]:
         return [self.pack(one) for one in self.gate_up], [self.pack(one) for one in self.down]

@@ -101,7 +101,7 @@ def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpa
     driver.step([(req, len(req.tokens)) for req in decoding])
     prompt = tokens_of(64, seed=7)
     long = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    found = []
+    found: list[float] = []
 
     for chunk in chunks:
         result = driver.step([(long, chunk), *((req, 1) for req in decoding)])
@@ -250,6 +250,7 @@ def test_blocks_of_a_gguf_file_stay_quantized(make_tiny_model, make_driver, tmp_
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny, "Q8_0")
     spec = read_gguf_spec(GGUFFile(path))
+    assert spec.quantization is not None
     assert spec.quantization.types["model.layers.0.conv.in_proj"] == "Q8_0"
 
     driver = make_driver(spec, path, kind="gguf", dtype="bfloat16")

@@ -35,6 +35,32 @@ QWEN2 = {
     "shared_expert_intermediate_size": 40,
 }
 OLMOE = {"num_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 24}
+GLM4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+GPT_OSS = {
+    **FEW,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "sliding_window": 19,
+    "swiglu_limit": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 64,
+    },
+}
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -71,6 +97,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "olmoe",
         {**OLMOE, "norm_topk_prob": True, "attention_bias": True, "num_key_value_heads": 3},
     ),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "gpt_oss other activation, no biases, as wide as long": (
+        "gpt_oss",
+        {**GPT_OSS, "swiglu_alpha": 1.2, "attention_bias": False, "intermediate_size": 48},
+    ),
+    "glm4_moe": ("glm4_moe", {**GLM4, "attention_bias": True, "routed_scaling_factor": 2.5}),
+    "glm4_moe norms of heads, groups, two shared": (
+        "glm4_moe",
+        {
+            **GLM4,
+            "use_qk_norm": True,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phimoe": ("phimoe", {**FEW, "attention_bias": True, "lm_head_bias": True}),
     "phimoe longrope, few near": (
         "phimoe",
@@ -98,7 +142,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_dr
     check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
@@ -108,7 +152,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
 WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
 def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_driver, variant):
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))
@@ -158,6 +202,8 @@ WHOLE_BLOCKS = {
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 96},
     "olmoe": {"intermediate_size": 64},
     "phimoe": {"intermediate_size": 64},
+    "gpt_oss": {"intermediate_size": 64},
+    "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 96, "first_k_dense_replace": 0},
 }
 
 
@@ -182,7 +228,7 @@ def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_drive
         parts = [part for layer in experts for part in (layer._gate_up, layer._down)]
         held[method] = sum(one.num_bytes for part in parts for one in part._weights)
         without = structs.replace(spec, experts=structs.replace(spec.experts, num_experts=3))
-        router = 3 * tiny.spec.hidden_size * tiny.spec.num_layers * 2
+        router = 3 * (tiny.spec.hidden_size + spec.experts.routing.has_bias) * tiny.spec.num_layers * 2
         assert weight_bytes(spec, 2) - weight_bytes(without, 2) - router == held[method] // 2
     assert held["int4"] < held["int8"]
 

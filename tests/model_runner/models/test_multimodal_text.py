@@ -114,6 +114,18 @@ VOXTRAL = {
 }
 OF_LLAMA = TEXT | {"model_type": "llama"}
 OF_QWEN = TEXT | {"rope_parameters": MROPE}
+OF_EXPERTS: dict[str, Any] = {
+    "text_config": OF_QWEN
+    | {
+        "head_dim": 8,
+        "moe_intermediate_size": 40,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+    },
+    "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", GEMMA),
     "gemma3 untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False}),
@@ -149,6 +161,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": PIXTRAL,
         },
     ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {
+            "text_config": TEXT
+            | {"model_type": "cohere2", "sliding_window": 19, "layer_norm_eps": 1e-5, "logit_scale": 1.0},
+            "vision_config": SIGLIP,
+            "downsample_factor": 2,
+        },
+    ),
     "aya_vision of cohere2": (
         "aya_vision",
         {
@@ -158,7 +179,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
                 "sliding_window": 19,
                 "num_hidden_layers": 4,
                 "layer_norm_eps": 1e-5,
-                "logit_scale": 0.5,
+                "logit_scale": 1.0,
             },
             "vision_config": SIGLIP,
             "downsample_factor": 2,
@@ -192,6 +213,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
         },
     ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", OF_EXPERTS),
+    "qwen3_vl_moe square": (
+        "qwen3_vl_moe",
+        OF_EXPERTS | {"text_config": OF_EXPERTS["text_config"] | {"moe_intermediate_size": 24}},
+    ),
     "llava of llama": ("llava", {"text_config": OF_LLAMA, "vision_config": CLIP}),
     "llava_next of mistral": (
         "llava_next",
@@ -217,6 +243,28 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "smolvlm tied": (
         "smolvlm",
         {"text_config": OF_LLAMA, "vision_config": IDEFICS, "tie_word_embeddings": True},
+    ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {
+            "text_config": TEXT
+            | {
+                "model_type": "lfm2",
+                "num_hidden_layers": 3,
+                "layer_types": ["conv", "full_attention", "conv"],
+                "block_auto_adjust_ff_dim": False,
+            },
+            "vision_config": {
+                "model_type": "siglip2_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_patches": 4,
+                "patch_size": 2,
+            },
+            "projector_hidden_size": 16,
+        },
     ),
     "qwen2_audio": (
         "qwen2_audio",

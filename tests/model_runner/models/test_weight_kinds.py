@@ -17,7 +17,7 @@ from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
-from .test_architectures import tokens_of
+from .test_architectures import YARN, tokens_of
 
 TABLE: Any = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "reference" / "families.py"))
 FAMILIES = {row.model_type: row for row in TABLE["FAMILIES"]}
@@ -31,9 +31,28 @@ LATENT = {
     "v_head_dim": 16,
     "first_k_dense_replace": 8,
 }
+GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+LOCAL_MOE = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "block_auto_adjust_ff_dim": False,
+}
 OWN_FIELDS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "qwen3_moe": MOE,
+    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 64},
+    "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": LOCAL_MOE,
+    "phimoe": LOCAL_MOE,
+    "gemma2": GEMMA,
+    "gemma3_text": GEMMA,
+    "lfm2": HYBRID,
+    "lfm2_moe": {**HYBRID, **MOE, "num_dense_layers": 1},
+    "glm": {"head_dim": 16, "pad_token_id": 0},
+    "glm4": {"head_dim": 16, "pad_token_id": 0},
+    "ministral": {"sliding_window": None},
+    "ministral3": {"head_dim": 16, "rope_parameters": YARN},
     "deepseek_v2": LATENT,
     "deepseek_v3": LATENT,
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "dense"]},

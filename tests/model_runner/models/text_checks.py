@@ -99,6 +99,7 @@ def check_int8_cache(tiny: TinyModel, driver: Driver, unpack: Any) -> None:
 def check_memory(tiny: TinyModel) -> None:
     """What is planned is what the checkpoint has."""
     parameters = dict(tiny.reference.named_parameters())
+    parameters |= {name: one for name, one in tiny.reference.named_buffers() if "correction_bias" in name}
     assert num_parameters(tiny.spec) == sum(parameter.numel() for parameter in parameters.values())
     assert weight_bytes(tiny.spec, 2) == 2 * num_parameters(tiny.spec)
     config = tiny.reference.config

@@ -120,7 +120,8 @@ class TorchDecode:
         positions = torch.arange(self.slots.shape[1], device=rows.device)[None, :]
         self.seq_lens, self.positions = seq_lens, positions
 
-    def forward(self, layer_id: int, q: Tensor) -> Tensor:
+    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None
         spec, (k_pool, v_pool) = self.backend.spec, self.backend.pool.layer(layer_id)[:2]
         seen = self.positions < self.seq_lens[:, None]
         window = spec.window_of(layer_id)
@@ -132,7 +133,7 @@ class TorchDecode:
         v = v_pool.index_select(0, self.slots.flatten()).view(by_request)
         k, v = (torch.where(seen[:, :, None, None], each, 0.0) for each in (k, v))
         q = q.view(num, spec.num_kv_heads, -1, head_dim)
-        scores = torch.einsum("bhgd,bphd->bhgp", q.float(), k.float()) * head_dim**-0.5
+        scores = torch.einsum("bhgd,bphd->bhgp", q.float(), k.float()) * spec.score_scale
         scores = torch.where(seen[:, None, None, :], scores, -torch.inf)
         return torch.einsum("bhgp,bphd->bhgd", scores.softmax(-1), v.float()).reshape(num, -1).to(q.dtype)
 

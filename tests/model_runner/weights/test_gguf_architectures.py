@@ -68,6 +68,18 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
             },
         },
     ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 0.4,
+            "tie_word_embeddings": True,
+        },
+    ),
     "phi3": ("phi3", "phi3", {"sliding_window": 33}),
     "phi3 part of the head": (
         "phi3",
@@ -107,7 +119,7 @@ def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None
             continue
         if arch == "llama":
             array = _neighbors(name, array, config)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
         writer.add_tensor(
             names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
@@ -159,13 +171,16 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_eos_token_id(2)
-    if arch in ("qwen3", "qwen3moe", "gemma3"):
+    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if arch in ("llama", "phi3"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if arch == "qwen3moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -267,7 +282,7 @@ def test_a_stack_with_another_number_of_experts_is_refused(write_mixture):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("gemma3.final_logit_softcapping", 30.0, "final_logit_softcapping is 30.0, capped scores and logits"),
+        ("gemma3.final_logit_softcapping", -30.0, "final_logit_softcapping is -30.0, expected a number"),
         (
             "gemma3.attention.sliding_window_pattern",
             0,

@@ -25,6 +25,8 @@ FILES = {  # name of a variant: architecture in GGUF
     "qwen2_moe": "qwen2moe",
     "olmoe": "olmoe",
     "phimoe": "phimoe",
+    "glm4_moe": "glm4moe",
+    "glm4_moe norms of heads, groups, two shared": "glm4moe",
 }
 NEIGHBORS = ("llama",)
 
@@ -45,6 +47,8 @@ def write(path: Path, tiny: Any, arch: str) -> None:
             continue
         if arch in NEIGHBORS:
             array = _neighbors(name, array, config)
+        if name.endswith("e_score_correction_bias"):
+            name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if name.endswith("shared_expert_gate.weight"):
             array = array.squeeze()
         writer.add_tensor(
@@ -69,10 +73,23 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_eos_token_id(2)
     writer.add_expert_used_count(config.num_experts_per_tok)
-    num_experts = getattr(config, "num_local_experts", None) or config.num_experts
-    writer.add_expert_count(num_experts)
+    writer.add_expert_count(
+        config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
+    )
     if getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "glm4moe":
+        writer.add_rope_dimension_count(config.head_dim // 2)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
     if arch == "qwen2moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)

@@ -41,10 +41,11 @@ def test_an_equal_prompt_starts_at_the_last_page_border_before_its_end(make_harn
     harness = make_harness()
     for length, expected in ((21, 20), (20, 16), (4, 0), (5, 4)):
         prompt = prompt_of(length, seed=length)
+        rids = []
         for _ in range(2):
-            rid = harness.submit(prompt=prompt)
+            rids.append(harness.submit(prompt=prompt))
             harness.run_until_idle()
-        assert cached(harness, rid) == expected
+        assert cached(harness, rids[-1]) == expected
 
 
 def test_the_next_turn_starts_within_the_answer(make_harness):
@@ -150,10 +151,11 @@ def test_rounds_that_do_not_run_leave_no_checkpoint(make_harness):
 
 def test_without_a_prefix_cache_every_request_starts_from_zeros(make_harness):
     harness = make_harness(num_checkpoints=0, radix_cache=False)
+    rids = []
     for _ in range(2):
-        rid = harness.submit(prompt=prompt_of(30))
+        rids.append(harness.submit(prompt=prompt_of(30)))
         harness.run_until_idle()
-    assert cached(harness, rid) == 0
+    assert cached(harness, rids[-1]) == 0
 
 
 def test_samples_of_one_prompt_share_its_whole_pages(make_harness):

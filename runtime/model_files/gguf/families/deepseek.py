@@ -21,7 +21,7 @@ from .family import LAYER_NAMES, Facts, GGUFFamily
 from .mixtral import mixture_of
 
 _MAX_SIZE: Final = 1 << 14
-_SOFTMAX, _SIGMOID = 1, 2
+_SOFTMAX, SIGMOID = 1, 2
 
 
 def _deepseek2(fields: Fields, arch: str) -> Facts:
@@ -46,20 +46,20 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
         "rope_scaling": scaling,
         "query_scale": mscale**2 * latent.qk_head_dim**-0.5,
         "form": structs.replace(PRE_NORMS, interleaved_rope=True),
-        **_experts(fields, arch),
+        **experts_after(fields, arch),
     }
 
 
-def _experts(fields: Fields, arch: str) -> Facts:
-    """Experts after the first dense layers. Older files do not name the kind of scores: then they are V2's."""
+def experts_after(fields: Fields, arch: str, default: int = _SOFTMAX) -> Facts:
+    """Experts after the first dense layers; `default`: the kind of scores of older files, which do not name it."""
     if fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) == 0:
         return {}
     gating = fields.integer(f"{arch}.expert_gating_func", 0, 1 << 8, default=0)
-    if gating not in (_SOFTMAX, _SIGMOID, 0):
+    if gating not in (_SOFTMAX, SIGMOID, 0):
         raise fields.error(
-            f"{arch}.expert_gating_func", gating, f"supported are: {_SOFTMAX} (softmax), {_SIGMOID} (sigmoid)"
+            f"{arch}.expert_gating_func", gating, f"supported are: {_SOFTMAX} (softmax), {SIGMOID} (sigmoid)"
         )
-    is_sigmoid = gating == _SIGMOID
+    is_sigmoid = (gating or default) == SIGMOID
     num_groups = fields.integer(f"{arch}.expert_group_count", 0, 1 << 12, default=0) or 1
     experts = mixture_of(fields, arch, ExpertNames())
     dense = fields.integer(f"{arch}.leading_dense_block_count", 0, 1 << 12, default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from msgspec import structs
@@ -19,14 +21,14 @@ _MAX_SIZE: Final = 1 << 14
 def _deepseek_v2(fields: Fields) -> Facts:
     return (
         _latent_attention(fields, interleaved=True)
-        | _experts(fields, _first_layers(fields, default=0), _softmax_routing(fields), num_shared=2)
+        | experts_after(fields, first_layers(fields, default=0), _softmax_routing, num_shared=2)
         | _mlp_bias(fields)
     )
 
 
 def _mlp_bias(fields: Fields) -> Facts:
     bias = fields.boolean("mlp_bias", default=False)
-    if bias and len(_first_layers(fields, default=0)) < fields.integer("num_hidden_layers", 1, 1 << 12):
+    if bias and len(first_layers(fields, default=0)) < fields.integer("num_hidden_layers", 1, 1 << 12):
         raise fields.error("mlp_bias", True, "only false is supported for a model with experts")
     return {"mlp_bias": bias}
 
@@ -34,23 +36,24 @@ def _mlp_bias(fields: Fields) -> Facts:
 def _deepseek_v3(fields: Fields) -> Facts:
     return (
         _latent_attention(fields, interleaved=_interleaved(fields))
-        | _experts(fields, _first_layers(fields, default=3), _sigmoid_routing(fields), num_shared=1)
-        | _further_layers(fields, default=1)
+        | experts_after(fields, first_layers(fields, default=3), sigmoid_routing, num_shared=1)
+        | further_layers(fields)
     )
 
 
 def _glm4_moe_lite(fields: Fields) -> Facts:
-    routing = _sigmoid_routing(fields, num_active=4, num_groups=1, num_active_groups=1, scale=1.8)
+    routing = partial(sigmoid_routing, num_active=4, num_groups=1, num_active_groups=1, scale=1.8)
     return (
         _latent_attention(fields, interleaved=_interleaved(fields))
-        | _experts(fields, _named_layers(fields), routing, num_shared=1)
-        | _further_layers(fields, default=1)
+        | experts_after(fields, _named_layers(fields), routing, num_shared=1)
+        | further_layers(fields)
     )
 
 
-def _further_layers(fields: Fields, default: int) -> Facts:
+def further_layers(fields: Fields) -> Facts:
+    """Layers of the checkpoint that predict further tokens."""
     name = fields.given("num_nextn_predict_layers", "num_mtp_layers")
-    return {"num_mtp_layers": fields.integer(name, 0, 1 << 8, default=default)}
+    return {"num_mtp_layers": fields.integer(name, 0, 1 << 8, default=1)}
 
 
 def _interleaved(fields: Fields) -> bool:
@@ -88,7 +91,7 @@ def _latent_attention(fields: Fields, *, interleaved: bool) -> Facts:
     }
 
 
-def _first_layers(fields: Fields, default: int) -> list[int]:
+def first_layers(fields: Fields, default: int) -> list[int]:
     """The dense layers, which come first."""
     if fields.integer("moe_layer_freq", 1, 1 << 12, default=1) != 1:
         raise fields.error(
@@ -118,15 +121,21 @@ def _named_layers(fields: Fields) -> list[int]:
     return dense
 
 
-def _experts(fields: Fields, dense_layers: list[int], routing: Routing, num_shared: int) -> Facts:
-    """`num_shared`: experts that compute for each token if the file does not say how many; they are stored as one."""
+def experts_after(
+    fields: Fields, dense_layers: list[int], routing: Callable[[Fields], Routing], num_shared: int
+) -> Facts:
+    """The experts of the other layers, read only if there are any.
+
+    Args:
+        num_shared: experts that compute for each token if the file does not say how many; they are stored as one.
+    """
     if len(dense_layers) == fields.integer("num_hidden_layers", 1, 1 << 12):
         return {}
     width = fields.integer("moe_intermediate_size", 1, 1 << 22)
     experts = ExpertsSpec(
         num_experts=fields.integer("n_routed_experts", 1, 1 << 16),
         intermediate_size=width,
-        routing=routing,
+        routing=routing(fields),
         dense_layers=tuple(dense_layers),
         shared_size=width * fields.integer("n_shared_experts", 0, 1 << 8, default=num_shared),
     )
@@ -155,7 +164,7 @@ def _softmax_routing(fields: Fields) -> Routing:
     )
 
 
-def _sigmoid_routing(
+def sigmoid_routing(
     fields: Fields,
     *,
     num_active: int = 8,

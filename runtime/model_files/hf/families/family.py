@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ...attention_form import AttentionForm
 from ...fields import Fields
 from ..hf_rope import MAX_POSITIONS, Rope
 
@@ -58,6 +59,14 @@ def window_everywhere(fields: Fields) -> Facts:
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
         "windowed_layers": (True,) * num_layers,
     }
+
+
+def score_cap(fields: Fields) -> Facts:
+    """`attn_logit_softcapping`, if it is set."""
+    name = "attn_logit_softcapping"
+    if fields.get(name) is None:
+        return {}
+    return {"attention": AttentionForm(score_cap=fields.number(name, 1e-3, 1e6))}
 
 
 def layer_types(fields: Fields) -> tuple[bool, ...]:

@@ -132,7 +132,10 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
             {"general__type": "mmproj"},
             r"\(mmproj\), and the engine serves only text; give the GGUF file of the lang",
         ),
-        ({"arch": "mamba"}, "general.architecture is 'mamba', which is not supported; supported are: llama"),
+        (
+            {"arch": "mamba"},
+            "general.architecture is 'mamba', which is not supported; supported are: llama.*; give the model's folder",
+        ),
         ({"llama__expert_count": 8}, "llama.expert_count is 8, experts are not supported"),
         ({"llama__block_count": ...}, "the field llama.block_count is missing"),
         (

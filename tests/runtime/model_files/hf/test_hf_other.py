@@ -116,7 +116,6 @@ def test_a_missing_fact_is_named(tmp_path: Path, name: str) -> None:
         ({"alibi": True}, "alibi is True, position biases"),
         ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', position biases"),
         ({"kv_lora_rank": 512}, "kv_lora_rank is 512, latent attention"),
-        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, capped scores"),
         ({"use_bidirectional_attention": True}, "only attention to earlier tokens"),
         (
             {"vision_config": {"depth": 2}},

@@ -1,0 +1,30 @@
+"""`AttentionForm`: how scores become weights, where families differ from plain softmax attention; and `LayerHeads`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+
+class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What attention does with its scores; the default is a plain softmax of scaled products.
+
+    Attributes:
+        score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
+        sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
+            of the softmax. Sinks are neither scaled nor capped.
+    """
+
+    score_cap: float | None = None
+    sinks: bool = False
+
+
+class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
+
+    head_dim: int
+    num_kv_heads: int
+
+
+PLAIN_ATTENTION: Final = AttentionForm()
