@@ -92,7 +92,10 @@ class NativeExperts:
         """
         self._library = library
         self._clamp = clamp
-        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
+        self._gate_up_bias: Tensor | None = None
+        self._down_bias: Tensor | None = None
+        if biases is not None:
+            self._gate_up_bias, self._down_bias = biases
         for bias in biases or ():
             assert bias.dtype == torch.bfloat16 and bias.is_contiguous(), bias.dtype
         for one in gate_up if clamp is None and biases is None else ():

@@ -277,7 +277,10 @@ class ExpertActivation:
 
     def __init__(self, clamp: ClampedSwiGLU | None, biases: tuple[Tensor, Tensor] | None) -> None:
         self._clamp = clamp
-        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
+        self._gate_up_bias: Tensor | None = None
+        self._down_bias: Tensor | None = None
+        if biases is not None:
+            self._gate_up_bias, self._down_bias = biases
 
     @classmethod
     def of(cls, experts: ExpertSource) -> ExpertActivation:

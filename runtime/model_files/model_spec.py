@@ -49,6 +49,8 @@ SUPPORTED_MODEL_TYPES: Final = (
     "exaone4",
     "seed_oss",
     "ernie4_5",
+    "granite",
+    "granitemoehybrid",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",

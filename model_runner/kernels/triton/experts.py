@@ -189,7 +189,10 @@ class TritonExperts:
         self._gate_up = gate_up.contiguous()
         self._down = down.contiguous()
         self._clamp = clamp
-        self._gate_up_bias, self._down_bias = (None, None) if biases is None else biases
+        self._gate_up_bias: Tensor | None = None
+        self._down_bias: Tensor | None = None
+        if biases is not None:
+            self._gate_up_bias, self._down_bias = biases
 
     def warm_up(self) -> None:
         """Compile for every tile size (seconds on a new machine), so that no request waits for it later."""

@@ -21,13 +21,12 @@ from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..block_forms import BLOCK_LEN
-
 from .needed_tensors import needed_modules
 
 if TYPE_CHECKING:
     from ..experts_spec import ExpertsSpec
     from ..model_spec import ModelSpec
-    from .safetensors_header import HeaderEntry
+    from .header_entry import HeaderEntry
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -50,7 +50,6 @@ GPT_OSS = {
     "head_dim": 16,
     "num_hidden_layers": 3,
     "sliding_window": 19,
-    "swiglu_limit": 1.5,
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 1000.0,
@@ -100,7 +99,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "gpt_oss other activation, no biases, as wide as long": (
         "gpt_oss",
-        {**GPT_OSS, "swiglu_alpha": 1.2, "attention_bias": False, "intermediate_size": 48},
+        {
+            **GPT_OSS,
+            "swiglu_alpha": 1.2,
+            "swiglu_limit": 1.5,
+            "attention_bias": False,
+            "intermediate_size": 48,
+        },
     ),
     "glm4_moe": ("glm4_moe", {**GLM4, "attention_bias": True, "routed_scaling_factor": 2.5}),
     "glm4_moe norms of heads, groups, two shared": (
@@ -228,8 +233,10 @@ def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_drive
         parts = [part for layer in experts for part in (layer._gate_up, layer._down)]
         held[method] = sum(one.num_bytes for part in parts for one in part._weights)
         without = structs.replace(spec, experts=structs.replace(spec.experts, num_experts=3))
-        router = 3 * (tiny.spec.hidden_size + spec.experts.routing.has_bias) * tiny.spec.num_layers * 2
-        assert weight_bytes(spec, 2) - weight_bytes(without, 2) - router == held[method] // 2
+        size, inner = tiny.spec.hidden_size, spec.experts.intermediate_size
+        biases = spec.experts.routing.has_bias + spec.experts.has_bias * (1 + 2 * inner + size)
+        beside = 3 * (size + biases) * tiny.spec.num_layers * 2  # of the router, and biases
+        assert weight_bytes(spec, 2) - weight_bytes(without, 2) - beside == held[method] // 2
     assert held["int4"] < held["int8"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.kernels.native_blocks import NativeBlockLinear
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
-from engine.runtime.model_files.weight_memory import num_parameters
+from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.models.test_mixtures import VARIANTS
 
@@ -25,20 +29,40 @@ FILES = {  # name of a variant: architecture in GGUF
     "qwen2_moe": "qwen2moe",
     "olmoe": "olmoe",
     "phimoe": "phimoe",
+    "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe norms of heads, groups, two shared": "glm4moe",
 }
 NEIGHBORS = ("llama",)
 
 
-def write(path: Path, tiny: Any, arch: str) -> None:
-    """Names, stacks of experts, order of rows and keys as llama.cpp's converter has them."""
+def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """The parts of a stack of gpt-oss, or another tensor as it is."""
+    name, array = item
+    head, _, part = name.partition(".experts.")
+    if not part:
+        yield item
+        return
+    kind = "bias" if part.endswith("_bias") else "weight"
+    if kind == "weight":
+        array = array.swapaxes(1, 2)
+    for expert, matrix in enumerate(array):
+        if part.startswith("down"):
+            yield f"{head}.experts.{expert}.down_proj.{kind}", matrix
+            continue
+        yield f"{head}.experts.{expert}.gate_proj.{kind}", matrix[0::2]
+        yield f"{head}.experts.{expert}.up_proj.{kind}", matrix[1::2]
+
+
+def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> None:
+    """Names, stacks of experts (in a format), order of rows and keys as llama.cpp's converter has them."""
     config = tiny.reference.config
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, config, arch)
     names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
-    for name, array in _checkpoint(tiny):
+    tensors = _checkpoint(tiny)
+    for name, array in tensors if arch != "gpt-oss" else itertools.chain(*map(single_experts, tensors)):
         if ".experts." in name:
             head, _, rest = name.partition(".experts.")
             stacks.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(array)
@@ -47,6 +71,8 @@ def write(path: Path, tiny: Any, arch: str) -> None:
             continue
         if arch in NEIGHBORS:
             array = _neighbors(name, array, config)
+        if name.endswith(".sinks"):
+            name += ".weight"
         if name.endswith("e_score_correction_bias"):
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         if name.endswith("shared_expert_gate.weight"):
@@ -55,7 +81,12 @@ def write(path: Path, tiny: Any, arch: str) -> None:
             names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
         )
     for name, arrays in stacks.items():
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(arrays))
+        form = None
+        stack = np.stack(arrays)
+        if experts_as is not None and name.endswith(".weight"):
+            form = gguf.GGMLQuantizationType[experts_as]
+            stack = gguf.quants.quantize(stack, form)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stack, raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,6 +121,14 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if arch == "gpt-oss":
+        rope = config.rope_parameters
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if arch == "qwen2moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
@@ -113,6 +152,32 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+def test_experts_of_gpt_oss_keep_the_codes_of_the_file(make_tiny_model, make_driver, unpack, tmp_path):
+    """In MXFP4: as 4 bits with biases and the clamped activation, and dequantized."""
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
+    tiny = make_tiny_model("gpt_oss", **{**VARIANTS["gpt_oss"][1], **sizes})
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, "gpt-oss", "MXFP4")
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+    found, kept = {}, 0
+    for quantization in (None, "none"):
+        driver = make_driver(spec, path, kind="gguf", dtype="bfloat16", quantization=quantization)
+        layers = [layer.mlp.experts for layer in driver.runner.model.layers]
+        weights = [one for layer in layers for part in (layer._gate_up, layer._down) for one in part._weights]
+        assert all(isinstance(one, NativeBlockLinear) == (quantization is None) for one in weights)
+        if quantization is None:
+            kept = sum(one.num_bytes for one in weights)
+        req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+        found[quantization], _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    assert np.abs(found[None] - found["none"]).mean() < 0.15
+    numbers = 3 * 6 * 3 * 64 * 64
+    assert weight_bytes(spec, 2, dequantized=True) - weight_bytes(spec, 2) == 2 * numbers - kept
 
 
 def test_a_file_with_more_active_experts_than_there_are_is_refused(make_tiny_model, tmp_path):
