@@ -112,6 +112,32 @@ SHAPES: Final[Mapping[str, Shape]] = {
         },
         {"attention.sliding_window": 512},
     ),
+    "lfm2-1.2b": Shape(
+        {
+            **_COMMON,
+            "model_type": "lfm2",
+            "architectures": ["Lfm2ForCausalLM"],
+            "vocab_size": 65536,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "block_auto_adjust_ff_dim": False,
+            "num_hidden_layers": 16,
+            "full_attn_idxs": [
+                1,
+                5,
+                8,
+                10,
+                12,
+                14,
+            ],  # the published model has 2 for 1; two layers need both kinds
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "conv_L_cache": 3,
+            "norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "tie_embedding": True,
+        }
+    ),
     "qwen3-30b-a3b": Shape(
         {
             **_COMMON,
@@ -271,7 +297,12 @@ def _add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_block_count(spec.num_layers)
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
+    if spec.state is None:
+        writer.add_head_count_kv(spec.num_kv_heads)
+    else:
+        layers = range(spec.num_layers)
+        writer.add_head_count_kv([spec.num_kv_heads if spec.attends(layer) else 0 for layer in layers])
+        writer.add_shortconv_l_cache(spec.state.conv_taps)
     writer.add_key_length(spec.head_dim)
     writer.add_value_length(spec.head_dim)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
@@ -302,9 +333,9 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str) -> 
         elif module.is_linear or module.name in ("model.embed_tokens", "lm_head"):
             blocks = random_blocks(rng, module.shape, "Q4_0")
             writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-        else:  # a router
+        else:  # a router, or a convolution without its axis of length 1
             weight = rng.standard_normal(module.shape, dtype=np.float32) * np.float32(DEVIATION)
-            writer.add_tensor(name, weight)
+            writer.add_tensor(name, weight.reshape(module.shape[0], -1))
         if module.has_bias:
             writer.add_tensor(stored[f"{module.name}.bias"], np.zeros(module.shape[0], dtype=np.float32))
 

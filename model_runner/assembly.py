@@ -32,6 +32,8 @@ from .request_states import RequestStates
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
 from .sampling.token_counts import TokenCounts
+from .states.state_planner import StatePlanner
+from .states.state_runs import StateLayout
 from .token_relay import TokenRelay
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class LoadedModel:
         kernels: the configuration of the kernels, with the attention backend.
         pooling_head: the model's layers after pooling; None if it has none.
         adapters: the slots of adapters; None: the server has none.
+        max_drafts: of one request in a step.
     """
 
     model: CausalLM
@@ -74,6 +77,7 @@ class LoadedModel:
     kernels: KernelConfig
     pooling_head: PoolingHead | None = None
     adapters: AdapterSlots | None = None
+    max_drafts: int = 0
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -126,7 +130,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         buffers=buffers,
         has_token_types=_has_token_types(spec),
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
-        num_state_rows=None if state_pool is None else state_pool.num_rows,
+        states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
     return ModelRunner(
         model=loaded.model,
@@ -162,15 +166,13 @@ def _make_state_pool(loaded: LoadedModel, capacity: Capacity) -> StatePool | Non
         return None
     pool = StatePool(
         state,
-        num_rows=capacity.max_running_requests,
-        num_checkpoints=capacity.num_checkpoints,
+        layout=StateLayout(capacity.max_running_requests, capacity.num_checkpoints, loaded.max_drafts),
         dtype=loaded.dtype,
         device=loaded.device,
     )
     logger.info(
         "state_rows=%d state_checkpoints=%d state_pool_mib=%.0f",
-        pool.num_rows,
-        capacity.num_checkpoints,
+        *pool.layout[:2],
         pool.num_bytes / (1 << 20),
     )
     return pool
@@ -253,9 +255,6 @@ def _make_executor(
             num_ranks=num_ranks,
             state_pool=state_pool,
         )
-    if state_pool is not None:
-        logger.info("decode_graphs=0: steps with state layers are launched kernel by kernel")
-        return eager
     return cuda_graph_executor(
         batch_sizes,
         eager,
@@ -265,4 +264,5 @@ def _make_executor(
         slot_table=slot_table,
         make_device=partial(CudaGraphDevice, loaded.device),
         records_adapters=loaded.adapters is not None and loaded.adapters.layers.are_recordable,
+        state_pool=state_pool,
     )

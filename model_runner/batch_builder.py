@@ -18,7 +18,7 @@ from .pooling.pooled_chunk import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling
-from .states.state_runs import StateSave, plan_states
+from .states.state_planner import StatePlanner
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,14 +45,14 @@ class BatchBuilder:
         buffers: InputBuffers,
         has_token_types: bool = False,
         pools_first: bool = False,
-        num_state_rows: int | None = None,
+        states_of_layers: StatePlanner | None = None,
     ) -> None:
         """Take the parts.
 
         Args:
             has_token_types: the model has a type for the second text of a pair.
             pools_first: a result depends on the first token of a whole text only (an encoder with cls pooling).
-            num_state_rows: rows with a state; None: the model has no state layers.
+            states_of_layers: plans the states; None: the model has no state layers.
         """
         self._states = states
         self._counts = counts
@@ -60,7 +60,7 @@ class BatchBuilder:
         self._buffers = buffers
         self._has_token_types = has_token_types
         self._pools_first = pools_first
-        self._num_state_rows = num_state_rows
+        self._states_of_layers = states_of_layers
 
     def build(self, plan: StepPlan) -> InputBatch:
         """The batch of a plan with at least one token; the plan's new requests must already be in `RequestStates`."""
@@ -149,7 +149,7 @@ class BatchBuilder:
             pooled=tuple(chunk._replace(start=int(logits.index_of[chunk.start])) for chunk in pooled),
             adapter_slots=self._adapter_slots(token_rows),
             token_types=self._token_types(token_rows, positions) if self._has_token_types else None,
-            state_plan=self._state_plan(plan, rows, computed, scheduled),
+            state_plan=self._state_plan(plan, rows, computed, scheduled, num_drafts),
         )
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
@@ -158,20 +158,17 @@ class BatchBuilder:
         return slots if slots.any() else None
 
     def _state_plan(
-        self, plan: StepPlan, rows: Int64s, prefix_lens: Int64s, extend_lens: Int64s
+        self,
+        plan: StepPlan,
+        rows: Int64s,
+        prefix_lens: Int64s,
+        extend_lens: Int64s,
+        num_drafts: Int64s | None = None,
     ) -> Int64s | None:
         """See `InputBatch`."""
-        if self._num_state_rows is None:
+        if self._states_of_layers is None:
             return None
-        saves = np.frombuffer(plan.state_saves, dtype=np.int32).reshape(-1, 3).tolist()
-        return plan_states(
-            rows,
-            prefix_lens,
-            extend_lens,
-            num_rows=self._num_state_rows,
-            loads={new.row: new.checkpoint for new in plan.new_reqs if new.checkpoint},
-            saves=[StateSave(*save) for save in saves],
-        )
+        return self._states_of_layers.plan(plan, rows, prefix_lens, extend_lens, num_drafts)
 
     def _token_types(self, token_rows: Int64s, positions: Int64s) -> Int64s | None:
         """[T] 1 for the tokens of second texts; None if the step has no pairs."""

@@ -18,6 +18,7 @@ from ..runtime.resolve.adapters import adapted_names
 from ..runtime.resolve.measured_pool import fit_pool
 from ..runtime.resolve.pool_size import largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
+from ..runtime.state_size import max_drafts_of
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
 from .adapters.adapter_slots import AdapterSlots, SlotSizes
@@ -128,6 +129,7 @@ def load_model_runner(
         kernels=config.kernels,
         pooling_head=pooling_head,
         adapters=None if layers is None else AdapterSlots(layers, AdapterStore(layers)),
+        max_drafts=max_drafts_of(config.scheduler),
     )
     sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
     if memory is not None:

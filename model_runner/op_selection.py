@@ -219,7 +219,11 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
     "soft_cap": (_native("soft_cap"), _plain(plain.soft_cap)),
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
-    "short_conv": (_native("short_conv"), _plain(plain_short_conv.short_conv)),
+    "short_conv": (
+        _triton("short_conv", "short_conv"),
+        _native("short_conv"),
+        _plain(plain_short_conv.short_conv),
+    ),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

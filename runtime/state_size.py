@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from .kv_size import BYTES_OF_DTYPE
 
 if TYPE_CHECKING:
+    from .config.engine_config import SchedulerConfig
     from .model_files.model_spec import ModelSpec
 
 CHECKPOINT_SHARE: Final = 0.1
@@ -22,9 +23,14 @@ def slot_bytes(spec: ModelSpec, dtype: str) -> int:
     return 0 if spec.state is None else spec.state.slot_bytes(BYTES_OF_DTYPE[dtype])
 
 
-def row_states_bytes(spec: ModelSpec, dtype: str, max_running_requests: int) -> int:
-    """Memory of the slots of running requests."""
-    return slot_bytes(spec, dtype) * (max_running_requests + _OTHER_SLOTS)
+def max_drafts_of(scheduler: SchedulerConfig) -> int:
+    """Drafts of one request in a step: the state after each may be the one to go on with."""
+    return 0 if scheduler.speculative == "off" else scheduler.speculative_num_draft_tokens
+
+
+def row_states_bytes(spec: ModelSpec, dtype: str, max_running_requests: int, max_drafts: int) -> int:
+    """Memory of the slots of running requests, and of their drafts."""
+    return slot_bytes(spec, dtype) * (max_running_requests * (1 + max_drafts) + _OTHER_SLOTS)
 
 
 def num_checkpoints(spec: ModelSpec, dtype: str, token_bytes: int, num_pages: int, page_size: int) -> int:

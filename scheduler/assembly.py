@@ -120,7 +120,14 @@ def assemble(
     limits = StepLimits.of(config)
     caps = StepCaps(limits, page_size=page_size, num_rows=num_rows, max_model_len=capacity.max_model_len)
     grammar_drafts = GrammarDrafts(states)
-    speculation = make_speculation(config, limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
+    speculation = make_speculation(
+        config,
+        limits,
+        memory=memory,
+        caps=caps,
+        grammar_drafts=grammar_drafts,
+        keeps_states=state_slots is not None,
+    )
     requests = Requests(kv, policy, (parallel_samples, adapter_slots, speculation))
     mode = make_preemption_mode(config.preemption_mode, page_size * capacity.kv_token_bytes)
     preemption = Preemption(

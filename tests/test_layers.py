@@ -17,6 +17,8 @@ MAX_FILES = 16  # in the root of a folder, `__init__.py` and `__main__.py` left 
 LONG_LISTS = {
     *("scheduler/policy", "model_runner/kernels/triton", "model_runner/models", "simulator"),
     "runtime/model_files",
+    "runtime/model_files/gguf/families",
+    "runtime/model_files/hf/families",
 }
 MAY_IMPORT = {
     "runtime": set(),

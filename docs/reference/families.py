@@ -58,4 +58,6 @@ FAMILIES: Final = (
     FamilyRow("EXAONE 4.0", "exaone4"),
     FamilyRow("Seed-OSS", "seed_oss"),
     FamilyRow("ERNIE 4.5 without experts", "ernie4_5"),
+    FamilyRow("Granite 3", "granite"),
+    FamilyRow("Granite 4 without experts and state layers", "granitemoehybrid", gguf="granite"),
 )

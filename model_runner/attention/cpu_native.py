@@ -179,6 +179,7 @@ class _Plans:
                 spec.num_heads // view.heads.num_kv_heads,
                 view.heads.head_dim,
                 view.window or 0,
+                view.chunked,
                 spec.causal,
                 fixed_order,
                 spec.score_scale,

@@ -11,6 +11,7 @@ mean error of log-probabilities 0.0397 instead of 0.0391, SmolLM2-135M.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -59,9 +60,18 @@ class ExtendAttention:
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, form: ScoreForm, window: int | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        form: ScoreForm,
+        window: int | None = None,
+        *,
+        chunked: bool = False,
     ) -> None:
+        """`chunked`: the window is a chunk, see `AttentionForm`; the first of the P tokens begins one."""
         self._form = form
+        self._chunk = window if chunked else None
+        window = None if chunked else window
         self._by_products = dtype == torch.bfloat16 and device.type == "cpu"
         block = _PRODUCT_BLOCK if self._by_products else _SDPA_BLOCK
         self._mask = CausalMask(block, dtype, device)
@@ -83,12 +93,12 @@ class ExtendAttention:
         num_queries, prefix_len = q.shape[0], k.shape[0] - q.shape[0]
         q, out = q.permute(1, 2, 0, 3), out.permute(1, 2, 0, 3)
         k, v = k.transpose(0, 1), v.transpose(0, 1)
-        cut = self._window is not None and k.shape[1] > self._window
+        reach = self._window or self._chunk
+        cut = reach is not None and k.shape[1] > reach
         if prefix_len == 0 and not self._by_products and not cut and is_plain:
             out.copy_(_sdpa(q, k, v, None, form.scale))
             return
-        for start in range(0, num_queries, self._block):
-            stop = min(start + self._block, num_queries)
+        for start, stop in self._blocks(prefix_len, num_queries):
             first, last = self._first_key(prefix_len + start), prefix_len + stop
             queries, keys, values = q[:, :, start:stop], k[:, first:last], v[:, first:last]
             if self._band is not None and last > self._band.window:
@@ -105,8 +115,20 @@ class ExtendAttention:
                 attended = _sdpa(queries, keys, values, mask, form.scale)
             out[:, :, start:stop].copy_(attended)
 
+    def _blocks(self, prefix_len: int, num_queries: int) -> Iterator[tuple[int, int]]:
+        """[start, stop) of each block of queries; none has queries of two chunks."""
+        start = 0
+        while start < num_queries:
+            stop = min(start + self._block, num_queries)
+            if self._chunk is not None:
+                stop = min(stop, start + self._chunk - (prefix_len + start) % self._chunk)
+            yield start, stop
+            start = stop
+
     def _first_key(self, query: int) -> int:
         """Index of the first of the P tokens to which this query attends."""
+        if self._chunk is not None:
+            return query // self._chunk * self._chunk
         return 0 if self._window is None else max(0, query - self._window + 1)
 
 

@@ -57,6 +57,8 @@ class FlashAttention3(AttentionBackend):
             for head_dim in spec.head_dims
             if head_dim > _MAX_HEAD_DIM or head_dim % 8
         ]
+        if spec.attention.chunked:
+            reasons.append("attends to windows, not to chunks")
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
         if kv_dtype != dtype:

@@ -95,7 +95,7 @@ class TorchNativeAttention(AttentionBackend):
         dtype, device = kv_pool.k[0].dtype, kv_pool.k[0].device
         self._dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
         self._extend_attention = {
-            window: ExtendAttention(self._dtype, device, form, window)
+            window: ExtendAttention(self._dtype, device, form, window, chunked=spec.attention.chunked)
             if spec.causal
             else EncoderAttention(form.scale, window)
             for window in dict.fromkeys(view.window for view in self._views)
@@ -125,6 +125,8 @@ class TorchNativeAttention(AttentionBackend):
         firsts = np.zeros_like(seq_lens)  # the first token to which a new token of each request attends
         if window is not None:
             firsts = np.maximum(layout.prefix_lens - window + 1, 0)
+            if of.chunked:
+                firsts = layout.prefix_lens // window * window
         extends = [
             _Extend(
                 start=int(starts[idx]),

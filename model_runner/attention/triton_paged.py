@@ -87,6 +87,7 @@ class TritonAttention(AttentionBackend):
             for heads in dict.fromkeys(view.heads for view in self._views)
         }
         self._scores = attention_tiles.Scores(spec.score_scale, spec.attention.score_cap or 0.0)
+        self._chunked = spec.attention.chunked
         self._by_hand = attention_tiles.converts_by_hand(device)
         self._kv_dtype = kv_pool.k[0].dtype
         self._num_sms = _SMS_OF_NO_GPU
@@ -102,7 +103,7 @@ class TritonAttention(AttentionBackend):
         shapes = [self._shapes[view.heads] for view in views]
         tile_rows = [self._prefill_kernels.rows_of_tile(shape, self._kv_dtype, longest) for shape in shapes]
         cuts = [
-            self._cut(layout, starts, shape, rows, view.window)
+            self._cut(layout, starts, shape, rows, view)
             for view, shape, rows in zip(views, shapes, tile_rows, strict=True)
         ]
         seq_lens_np = (layout.prefix_lens + layout.extend_lens)[split:].astype(np.int32)
@@ -110,7 +111,7 @@ class TritonAttention(AttentionBackend):
             [layout.rows[split:], seq_lens_np, *(array for cut in cuts for array in cut[:2])]
         )
         extends = {
-            view: self._prefill_kernels.make_plan(shape, cut, blocks, spans, rows, view.window)
+            view: self._prefill_kernels.make_plan(shape, cut, blocks, spans, rows, view)
             for view, shape, cut, rows, blocks, spans in zip(
                 views, shapes, cuts, tile_rows, arrays[::2], arrays[1::2], strict=True
             )
@@ -123,7 +124,7 @@ class TritonAttention(AttentionBackend):
         )
 
     def _cut(
-        self, layout: BatchLayout, starts: Int64s, shape: HeadShape, tile_rows: int, window: int | None
+        self, layout: BatchLayout, starts: Int64s, shape: HeadShape, tile_rows: int, view: LayerView
     ) -> ExtendCut:
         extends = slice(layout.num_extends)
         return self._cut_extends(
@@ -132,8 +133,9 @@ class TritonAttention(AttentionBackend):
             layout.prefix_lens[extends],
             layout.extend_lens[extends],
             tile_rows // shape.group,
-            window,
+            view.window,
             -(-self._num_sms // shape.num_kv_heads),
+            chunked=view.chunked,
         )
 
     def capturable(self) -> CapturableAttention:
@@ -150,11 +152,11 @@ class TritonAttention(AttentionBackend):
             return [None] * len(self._views)
         plans: dict[LayerView, DecodePlan] = {}
         for heads, shape in self._shapes.items():
-            windows = tuple(dict.fromkeys(view.window for view in self._views if view.heads == heads))
+            views = {view.window: view for view in self._views if view.heads == heads}
             planned = self._decode_kernels.plan_decodes(
-                shape, rows, seq_lens, windows, self._kv_dtype, self._num_sms
+                shape, rows, seq_lens, tuple(views), self._kv_dtype, self._num_sms, chunked=self._chunked
             )
-            plans |= {LayerView(window, heads): plan for window, plan in planned.items()}
+            plans |= {views[window]: plan for window, plan in planned.items()}
         return [plans[view] for view in self._views]
 
     def attend(

@@ -79,23 +79,11 @@ def load_transformers_model(
 
     causal_lm = load()
     check = check_model(causal_lm, spec, source.path)
-    model: TransformersModel | None = None
-    worst = 0.0
-    if ops is not None:
-        try:
-            model, worst = _swapped(causal_lm, check, spec, ops, max_model_len)
-        except Exception as error:  # any type: it is the code of some model
-            logger.warning(
-                "%s: its modules cannot be replaced by the engine's kernels, so it runs more slowly (%s: %s)",
-                source.path,
-                type(error).__name__,
-                error,
-            )
-            del causal_lm
-            causal_lm = load()
-    if model is None:
-        model = TransformersModel(causal_lm)
-        worst = check.compare(model)
+    found = None if ops is None else _swapped(causal_lm, check, spec, ops, max_model_len)
+    if found is None and ops is not None:
+        del causal_lm  # some of its modules are replaced
+        causal_lm = load()
+    model, worst = found or _unchanged(causal_lm, check)
     logger.info(
         "model_impl=transformers class=%s transformers=%s worst_relative_difference=%.1e",
         type(causal_lm).__name__,
@@ -105,16 +93,30 @@ def load_transformers_model(
     return model
 
 
+def _unchanged(causal_lm: Any, check: ModelCheck) -> tuple[TransformersModel, float]:
+    """The model as it is, and `ModelCheck.compare` of it."""
+    model = TransformersModel(causal_lm)
+    return model, check.compare(model)
+
+
 def _swapped(
     causal_lm: Any, check: ModelCheck, spec: ModelSpec, ops: Ops, max_model_len: int
-) -> tuple[TransformersModel, float]:
-    """The model with the engine's kernels where they compute the same, and `ModelCheck.compare` of it."""
+) -> tuple[TransformersModel, float] | None:
+    """The model with the engine's kernels where they compute the same; None: the whole does not, for all the tests."""
     started_s = time.perf_counter()
-    counts = swap_modules(causal_lm, checked_decoder(causal_lm, ""), spec, ops, max_model_len)
-    model = TransformersModel(causal_lm)
-    worst = check.compare(model)
+    try:
+        counts = swap_modules(causal_lm, checked_decoder(causal_lm, ""), spec, ops, max_model_len)
+        found = _unchanged(causal_lm, check)
+    except Exception as error:  # any type: it is the code of some model
+        logger.warning(
+            "%s cannot run with the engine's kernels in it, so it runs more slowly: %s: %s",
+            type(causal_lm).__name__,
+            type(error).__name__,
+            error,
+        )
+        return None
     logger.info("swapped_modules=%s seconds=%.1f", summary(counts), time.perf_counter() - started_s)
-    return model, worst
+    return found
 
 
 def check_architecture(source: ModelSource, spec: ModelSpec) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from ..ops import HeadNorms
 from ..weights.reader import Slice
-from .joint_norms import NormsOverRanks, joint_norms
 from .linear import Linear, RowLinear
+from .query_key.joint_norms import NormsOverRanks, joint_norms
 from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from .norm import RMSNorm
-    from .query_factors import QueryFactors
+    from .query_key.query_factors import QueryFactors
     from .row_selection import SelectRows
 
 

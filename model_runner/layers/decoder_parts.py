@@ -12,7 +12,7 @@ from .experts import build_mlp
 from .layer_norm import LayerNorm
 from .mlp import GatedMLP, PlainMLP
 from .norm import RMSNorm
-from .query_factors import QueryFactors
+from .query_key.query_factors import QueryFactors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

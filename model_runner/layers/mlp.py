@@ -39,7 +39,7 @@ class GatedMLP:
         """Take the weights from a checkpoint.
 
         Args:
-            fused: the checkpoint holds gate and up as one `gate_up_proj`.
+            fused: the checkpoint holds gate and up as one matrix.
             activation: an op of the context's `Ops`; None: `silu_and_mul`.
             is_summed: see `RowLinear`.
         """
@@ -51,7 +51,7 @@ class GatedMLP:
             outputs = [span, span.times(1, inner) if fused else span]
         if fused:
             num_parts = 1 if outputs is None else 2
-            names, sizes = [f"{name}.gate_up_proj"] * num_parts, [2 * inner] * num_parts
+            names, sizes = [f"{name}.{parts[0]}"] * num_parts, [2 * inner] * num_parts
         self.gate_up = Linear(context, names, size, sizes, bias=bias, outputs=outputs)
         self.down = RowLinear(context, f"{name}.{down}", inner, size, bias=bias, is_summed=is_summed)
         self.activation = activation or context.ops.silu_and_mul

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..states.state_runs import ZERO_SLOT, StateRuns
+from ..states.state_runs import ZERO_SLOT, StateLayout, StateRuns
 from .host_memory import reserve
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ class StatePool:
     Attributes:
         conv: for each state layer [S, L - 1, K] in the dtype of the model: the last inputs of its convolution, the
             oldest first.
-        num_rows: R: slots of requests.
+        layout: of the slots.
         num_bytes: memory reserved; on the CPU only slots that were used are resident.
     """
 
@@ -30,14 +30,13 @@ class StatePool:
         self,
         state: StateSpec,
         *,
-        num_rows: int,
-        num_checkpoints: int,
+        layout: StateLayout,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """Reserve the memory. `state`: of this rank."""
-        self.num_rows = num_rows
-        shape = (num_rows + 2 + num_checkpoints, *state.conv_shape)
+        self.layout = layout
+        shape = (layout.num_slots, *state.conv_shape)
         self.conv: list[Tensor] = []
         for _ in range(state.num_layers):
             slots = (

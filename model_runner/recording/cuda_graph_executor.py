@@ -23,7 +23,9 @@ from torch import Tensor
 from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
 from ..adapter_runs import AdapterBatch, AdapterRuns
 from ..forward_batch import ForwardBatch
+from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
+from ..states.state_runs import StateRuns
 from .decode_inputs import DecodeInputMemory, DecodeInputs
 from .executor import StepExecutor, StepOutput
 from .graph_device import Replay
@@ -86,6 +88,7 @@ class CudaGraphExecutor:
         sizes: Sequence[int],
         device: GraphDevice,
         records_adapters: bool = False,
+        state_pool: StatePool | None = None,
     ) -> None:
         """Record the decodes.
 
@@ -102,6 +105,7 @@ class CudaGraphExecutor:
         self._slot_table = slot_table.req_to_token.view(-1)
         self._sizes = list(sizes)
         self._records_adapters = records_adapters
+        self._state_pool = state_pool
         num_rows, width = slot_table.req_to_token.shape
         self._inputs = DecodeInputMemory(
             self._sizes,
@@ -110,6 +114,7 @@ class CudaGraphExecutor:
             device=slot_table.req_to_token.device,
             graph_device=device,
             has_adapters=records_adapters,
+            has_states=state_pool is not None,
         )
         self._has_told = False
         self._graphs, self.recorded_bytes = self._record(device)
@@ -127,7 +132,13 @@ class CudaGraphExecutor:
             return self.eager.run(batch)
         size = self._sizes[bisect_left(self._sizes, num)]
         self._inputs.upload(
-            size, batch.token_rows, batch.positions, batch.out_cache_loc, batch.input_ids, slots
+            size,
+            batch.token_rows,
+            batch.positions,
+            batch.out_cache_loc,
+            batch.input_ids,
+            slots,
+            batch.state_plan,
         )
         graph = self._graphs[size, slots is not None]
         graph.replay()
@@ -187,6 +198,9 @@ class CudaGraphExecutor:
             out_cache_loc=inputs.out_cache_loc,
             attention=self._attention.decode_step(inputs.rows, inputs.seq_lens),
             adapters=adapters,
+            states=None
+            if self._state_pool is None
+            else StateBatch(self._state_pool, StateRuns(inputs.state_plan)),
         )
         hidden = self._model.forward(batch)
         return logits_of(self._model, hidden, None if adapters is None else adapters.sampled)
@@ -210,6 +224,7 @@ def cuda_graph_executor(
     slot_table: SlotTable,
     make_device: Callable[[], GraphDevice],
     records_adapters: bool = False,
+    state_pool: StatePool | None = None,
 ) -> StepExecutor:
     """Record decodes of these batch sizes if the attention can be recorded; otherwise `eager` runs all steps."""
     attention = eager.attention.capturable()
@@ -233,4 +248,5 @@ def cuda_graph_executor(
         sizes=sizes,
         device=make_device(),
         records_adapters=records_adapters,
+        state_pool=state_pool,
     )

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..adapter_runs import write_plan
 from ..memory.io_buffers import layout, views
+from ..states.state_runs import write_padded_plan
 
 if TYPE_CHECKING:
     from .graph_device import GraphDevice
@@ -44,6 +45,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
         slots: int32, `out_cache_loc` in the table's dtype.
         seq_lens: int32, tokens of the request, including the new one.
         adapter_plan: [1 + 3 * n] int64, see `AdapterRuns`; empty in a server without adapters.
+        state_plan: [1 + 8 * n] int64, see `StateRuns`; empty for a model without state layers.
     """
 
     rows: _Column
@@ -54,15 +56,16 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
     slots: _Column
     seq_lens: _Column
     adapter_plan: _Column
+    state_plan: _Column
 
 
 class _Staging:
     """One of the two host buffers."""
 
-    def __init__(self, memory: Tensor, sizes: Sequence[int], *, has_adapters: bool) -> None:
+    def __init__(self, memory: Tensor, sizes: Sequence[int], *, has_adapters: bool, has_states: bool) -> None:
         self.memory = memory
         self.inputs: dict[int, DecodeInputs[npt.NDArray[Any]]] = {
-            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, has_adapters)))
+            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, has_adapters, has_states)))
             for size in sizes
         }
         self.wait_until_read: Callable[[], None] = lambda: None
@@ -84,6 +87,7 @@ class DecodeInputMemory:
         device: torch.device,
         graph_device: GraphDevice,
         has_adapters: bool = False,
+        has_states: bool = False,
     ) -> None:
         """Allocate the memory.
 
@@ -91,18 +95,23 @@ class DecodeInputMemory:
             dummy_row: the row for padding; its slots are in the dummy page.
             table_width: positions per row of the slot table.
             has_adapters: steps may have adapters.
+            has_states: the model has state layers.
         """
+        self._has_states = has_states
         self._dummy_row = dummy_row
         self._table_width = table_width
         self._graph_device = graph_device
-        self._num_bytes = {size: layout(_templates(size, has_adapters))[1] for size in sizes}
+        self._num_bytes = {size: layout(_templates(size, has_adapters, has_states))[1] for size in sizes}
         most_bytes = max(self._num_bytes.values())
         self._memory = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
         self._staging = [
-            _Staging(graph_device.staging(most_bytes), sizes, has_adapters=has_adapters) for _ in range(2)
+            _Staging(
+                graph_device.staging(most_bytes), sizes, has_adapters=has_adapters, has_states=has_states
+            )
+            for _ in range(2)
         ]
         self.on_device: dict[int, DecodeInputs[Tensor]] = {
-            size: DecodeInputs(*_views(self._memory, size, has_adapters)) for size in sizes
+            size: DecodeInputs(*_views(self._memory, size, has_adapters, has_states)) for size in sizes
         }
 
     def upload(
@@ -113,11 +122,13 @@ class DecodeInputMemory:
         out_cache_loc: Int64s,
         known_ids: Int64s,
         adapter_slots: Int64s | None = None,
+        state_plan: Int64s | None = None,
     ) -> DecodeInputs[Tensor]:
         """Queue the upload of a step's inputs, [B] each; returns the device tensors, padded to `size`.
 
         Args:
             adapter_slots: see `InputBatch`; padding uses the base model.
+            state_plan: see `InputBatch`; None: there is only padding, or the model has no state layers.
         """
         staging = self._staging.pop(0)
         self._staging.append(staging)
@@ -138,6 +149,9 @@ class DecodeInputMemory:
             padded = np.zeros(size, dtype=np.int64)
             padded[:num] = adapter_slots
             write_plan(host.adapter_plan, padded)
+        if self._has_states:
+            plan = np.zeros(1, dtype=np.int64) if state_plan is None else state_plan
+            write_padded_plan(host.state_plan, plan, num, size, self._dummy_row)
         num_bytes = self._num_bytes[size]
         staging.wait_until_read = self._graph_device.upload(
             self._memory[:num_bytes], staging.memory[:num_bytes]
@@ -152,13 +166,14 @@ class DecodeInputMemory:
         )
 
 
-def _templates(size: int, has_adapters: bool) -> list[npt.NDArray[Any]]:
+def _templates(size: int, has_adapters: bool, has_states: bool) -> list[npt.NDArray[Any]]:
     """Arrays with the dtypes and shapes of `DecodeInputs`; their values are not read."""
     plan = np.empty(1 + 3 * size if has_adapters else 0, dtype=np.int64)
-    return [*(np.empty(size, dtype=dtype) for dtype in _DTYPES), plan]
+    states = np.empty(1 + 8 * size if has_states else 0, dtype=np.int64)  # see `recorded_state_plan`
+    return [*(np.empty(size, dtype=dtype) for dtype in _DTYPES), plan, states]
 
 
-def _views(memory: Tensor, size: int, has_adapters: bool) -> list[Tensor]:
-    templates = _templates(size, has_adapters)
+def _views(memory: Tensor, size: int, has_adapters: bool, has_states: bool) -> list[Tensor]:
+    templates = _templates(size, has_adapters, has_states)
     starts, num_bytes = layout(templates)
     return views(memory[:num_bytes], templates, starts)

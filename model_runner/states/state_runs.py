@@ -1,12 +1,13 @@
 """`StateRuns`: from which state slot each piece of a step's tokens starts, and where its state goes.
 
 A state slot holds what the state layers keep of a request: the state after its last computed token. Slots of a pool for
-R rows and the scheduler's C checkpoints:
+R rows, the scheduler's C checkpoints and K drafts of a row:
 
-    0               the state before the first token: zeros; never written
-    1..R            of the rows
-    R + 1           of padding
-    R + 2..R + 1 + C   checkpoints 1..C
+    0                   the state before the first token: zeros; never written
+    1..R                of the rows
+    R + 1               of padding
+    R + 2..R + 1 + C    checkpoints 1..C
+    ...                 of each row, after the token before its drafts, after the first draft, and so on: K
 
 The tokens of a request are one run, or several, if the state within them is kept, too: one run for each checkpoint. A
 run starts from the state of its `load` slot and writes the state after its last token to its `store` slot. Runs are
@@ -44,11 +45,36 @@ class StateRun(NamedTuple):
 
 
 class StateSave(NamedTuple):
-    """Keep the state of a request after its first `position` tokens in a checkpoint, 1..C."""
+    """Keep the state of a request after its first `position` tokens in another slot than its own."""
 
     row: int
     position: int
-    checkpoint: int
+    slot: int
+
+
+class StateLayout(NamedTuple):
+    """The slots of a pool: R rows, C checkpoints, K drafts of a row."""
+
+    num_rows: int
+    num_checkpoints: int = 0
+    max_drafts: int = 0
+
+    @property
+    def num_slots(self) -> int:
+        """All slots."""
+        return self._first_of_drafts + self.num_rows * self.max_drafts
+
+    @property
+    def _first_of_drafts(self) -> int:
+        return self.num_rows + 2 + self.num_checkpoints
+
+    def of_checkpoint(self, checkpoint: int) -> int:
+        """The slot of a checkpoint, 1..C."""
+        return self.num_rows + 1 + checkpoint
+
+    def of_draft(self, row: int, accepted: int) -> int:
+        """The slot of a row's state after 0..K-1 accepted drafts."""
+        return self._first_of_drafts + row * self.max_drafts + accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +111,6 @@ def plan_states(
     prefix_lens: Int64s,
     extend_lens: Int64s,
     *,
-    num_rows: int,
     loads: Mapping[int, int],
     saves: Sequence[StateSave],
 ) -> Int64s:
@@ -93,8 +118,7 @@ def plan_states(
 
     Args:
         rows, prefix_lens, extend_lens: [B], see `BatchLayout`.
-        num_rows: R.
-        loads: row -> checkpoint from which it starts in this step.
+        loads: row -> slot from which it starts in this step, if that is not its own.
         saves: those of the step; a save of another row or outside of a request's new tokens is not of this step.
     """
     lasts = np.cumsum(extend_lens)
@@ -102,15 +126,25 @@ def plan_states(
     own = rows + 1
     load = np.where(prefix_lens > 0, own, ZERO_SLOT)
     if loads:
-        load = _with_loads(load, rows, loads, num_rows)
+        load = _with_loads(load, rows, loads)
     if saves:
         kept = _saves_by_request(rows, prefix_lens, extend_lens, saves)
         if kept:
-            return _with_saves(load, firsts, lasts, own, prefix_lens, kept, num_rows)
+            return _with_saves(load, firsts, lasts, own, prefix_lens, kept)
     plan = np.empty(1 + _WORDS * len(rows), dtype=np.int64)
     plan[0] = len(rows)
     plan[1::4], plan[2::4], plan[3::4], plan[4::4] = load, firsts, lasts, own
     return plan
+
+
+def write_padded_plan(memory: Int64s, plan: Int64s, num_tokens: int, size: int, num_rows: int) -> None:
+    """Write the plan of `num_tokens` decodes to the memory of a recording of `size`; padding has a slot of its own."""
+    num_words = 1 + _WORDS * int(plan[0])
+    memory[:num_words] = plan[:num_words]
+    padding = np.arange(num_tokens, size)
+    memory[0] += len(padding)
+    runs = memory[num_words : num_words + _WORDS * len(padding)].reshape(-1, _WORDS)
+    runs[:, 0], runs[:, 1], runs[:, 2], runs[:, 3] = ZERO_SLOT, padding, padding + 1, num_rows + 1
 
 
 def recorded_state_plan(num_tokens: int) -> Tensor:
@@ -118,16 +152,11 @@ def recorded_state_plan(num_tokens: int) -> Tensor:
     return torch.zeros(1 + 2 * _WORDS * num_tokens, dtype=torch.int64)
 
 
-def checkpoint_slot(checkpoint: int, num_rows: int) -> int:
-    """The slot of a checkpoint, 1..C."""
-    return num_rows + 1 + checkpoint
-
-
-def _with_loads(load: Int64s, rows: Int64s, loads: Mapping[int, int], num_rows: int) -> Int64s:
+def _with_loads(load: Int64s, rows: Int64s, loads: Mapping[int, int]) -> Int64s:
     load = load.copy()
     for idx, row in enumerate(rows.tolist()):
         if row in loads:
-            load[idx] = checkpoint_slot(loads[row], num_rows)
+            load[idx] = loads[row]
     return load
 
 
@@ -153,15 +182,14 @@ def _with_saves(
     own: Int64s,
     prefix_lens: Int64s,
     kept: Mapping[int, Sequence[StateSave]],
-    num_rows: int,
 ) -> Int64s:
     runs: list[int] = []
     columns = (column.tolist() for column in (load, firsts, lasts, own, prefix_lens))
     for idx, (from_slot, first, last, store, start) in enumerate(zip(*columns, strict=True)):
         at, slot = first, from_slot
         for save in kept.get(idx, ()):
-            middle, saved = first + save.position - start, checkpoint_slot(save.checkpoint, num_rows)
-            runs += (slot, at, middle, saved)
-            at, slot = middle, saved
+            middle = first + save.position - start
+            runs += (slot, at, middle, save.slot)
+            at, slot = middle, save.slot
         runs += (slot, at, last, store)
     return np.array([len(runs) // _WORDS, *runs], dtype=np.int64)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.gguf.ggml_types import dequantize
+from ...runtime.model_files.weight_files.header_entry import HeaderEntry
 from ...runtime.model_files.weight_files.safetensors_header import (
     INDEX_FILE,
     SAFE_TO_IGNORE,
-    HeaderEntry,
     read_headers,
 )
 from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES

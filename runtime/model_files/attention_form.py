@@ -14,10 +14,13 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
         score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
         sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
             of the softmax. Sinks are neither scaled nor capped.
+        chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
+            layer attends to itself and to those before it in its chunk.
     """
 
     score_cap: float | None = None
     sinks: bool = False
+    chunked: bool = False
 
 
 class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):

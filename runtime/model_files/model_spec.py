@@ -49,6 +49,8 @@ SUPPORTED_MODEL_TYPES: Final = (
     "exaone4",
     "seed_oss",
     "ernie4_5",
+    "granite",
+    "granitemoehybrid",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -92,10 +94,14 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
 
 class LayerView(NamedTuple):
-    """What attention must know of a layer: its window, see `ModelSpec.window_of`, and its heads."""
+    """What attention must know of a layer: its window, see `ModelSpec.window_of`, and its heads.
+
+    `chunked`: see `AttentionForm`; False without a window.
+    """
 
     window: int | None
     heads: LayerHeads
+    chunked: bool = False
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,7 +203,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def view_of(self, layer_id: int) -> LayerView:
         """What attention must know of one layer; layers with equal views share the plan of a step."""
-        return LayerView(self.window_of(layer_id), self.heads_of(layer_id))
+        window = self.window_of(layer_id)
+        return LayerView(window, self.heads_of(layer_id), self.attention.chunked and window is not None)
 
     @property
     def score_scale(self) -> float:

@@ -13,7 +13,7 @@ from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..feasibility import pages_for
 from ..kv_size import BYTES_OF_DTYPE, GIB
-from ..state_size import CHECKPOINT_SHARE, row_states_bytes
+from ..state_size import CHECKPOINT_SHARE, max_drafts_of, row_states_bytes
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
 from .swap_space import SwapSpace
@@ -172,9 +172,9 @@ class PoolSize:
 
     def _beside_states(self, budget: MemoryBudget) -> MemoryBudget:
         """The budget with the states of running requests, and for each token its share of the checkpoints."""
-        states = (
-            row_states_bytes(self._spec, self._device.dtype, self._most_running) // self._config.parallel.tp
-        )
+        drafts = max_drafts_of(self._config.scheduler)
+        states = row_states_bytes(self._spec, self._device.dtype, self._most_running, drafts)
+        states //= self._config.parallel.tp
         share = CHECKPOINT_SHARE if self._config.cache.radix_cache else 0.0
         return replace(
             budget,

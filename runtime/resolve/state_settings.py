@@ -1,8 +1,8 @@
 """`state_settings`: the settings that serve a model with state layers; a part of `resolve`.
 
-Such a layer keeps one state of a request, which is exact at the last computed token only. Drafts that are rejected, and
-KV that returns from the host, would need the state at an earlier token. Settings for those are refused if a user gave
-them; defaults are changed with a note.
+Such a layer keeps one state of a request, which is exact at the last computed token only. KV that returns from the host
+would need the state at its end, which is not copied. Settings for that are refused if a user gave them; defaults are
+changed with a note.
 """
 
 from __future__ import annotations
@@ -27,12 +27,6 @@ def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig,
     assert spec.state is not None
     scheduler, cache = config.scheduler, config.cache
     for name, contradicts, why, way_out in (
-        (
-            f"speculative is {scheduler.speculative}",
-            scheduler.speculative != "off",
-            "the state before a rejected draft is not kept",
-            "omit --speculative",
-        ),
         (
             "preemption_mode is swap",
             scheduler.preemption_mode == "swap",

@@ -42,12 +42,21 @@ class Checkpoints:
             self._drop(node)
 
     def drop_oldest(self, keep: Collection[int]) -> bool:
-        """Free the checkpoint that was not used for the longest time, except those in `keep`; False: there is none."""
-        for checkpoint, node in self._nodes.items():
-            if checkpoint not in keep:
+        """Free the checkpoint that was not used for the longest time, except those in `keep`; False: there is none.
+
+        Those of pinned nodes go when there are no others.
+        """
+        may_go = (node for checkpoint, node in self._nodes.items() if checkpoint not in keep)
+        pinned: RadixNode | None = None
+        for node in may_go:
+            if not node.pin_ref:
                 self._drop(node)
                 return True
-        return False
+            pinned = pinned or node
+        if pinned is None:
+            return False
+        self._drop(pinned)
+        return True
 
     def _drop(self, node: RadixNode) -> None:
         del self._nodes[node.checkpoint]

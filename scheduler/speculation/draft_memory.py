@@ -10,14 +10,17 @@ from ..requests.req import Req
 class DraftMemory:
     """How many drafts a request can have, and the pages for them."""
 
-    __slots__ = ("_kv", "_pool", "_states")
+    __slots__ = ("_kv", "_most_drafts", "_pool", "_states")
 
-    def __init__(self, memory: RowMemory) -> None:
+    def __init__(self, memory: RowMemory, most_drafts: int | None = None) -> None:
+        """`most_drafts`: of one request in a step; None: no such limit."""
+        self._most_drafts = most_drafts
         self._states, self._pool, self._kv = memory.states, memory.pool, memory.kv
 
     def room(self, req: Req) -> int:
         """The most drafts of a request: the last token of an answer is never an input, so none can follow it."""
-        return int(self._states.max_kv_len[req.row]) - int(self._states.known_len[req.row])
+        room = int(self._states.max_kv_len[req.row]) - int(self._states.known_len[req.row])
+        return room if self._most_drafts is None else min(room, self._most_drafts)
 
     def take_pages(self, reqs: list[Req], counts: list[int]) -> list[int]:
         """Take pages for as many of the drafts as possible; returns the drafts per request."""

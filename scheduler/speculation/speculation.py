@@ -119,17 +119,23 @@ class NgramSpeculation:
         self,
         *,
         max_drafts: int,
+        most_drafts: int | None = None,
         limits: StepLimits,
         memory: RowMemory,
         caps: StepCaps,
         grammar_drafts: GrammarDrafts,
     ) -> None:
-        """`max_drafts`: the most n-gram drafts of one request in one step."""
+        """Take the parts.
+
+        Args:
+            max_drafts: the most n-gram drafts of one request in one step.
+            most_drafts: the most drafts of any kind; None: no such limit.
+        """
         self._max_step_tokens = min(MAX_TOKENS, limits.max_num_batched_tokens or MAX_TOKENS)
         self._max_drafts = min(
             max_drafts, self._max_step_tokens
         )  # each step computes this many probabilities per request
-        self._states, self._memory = memory.states, DraftMemory(memory)
+        self._states, self._memory = memory.states, DraftMemory(memory, most_drafts)
         self._caps = caps
         self._grammar_drafts = grammar_drafts
         self._guided: dict[Req, list[int]] = {}  # the possible drafts of requests with a matcher in this step
@@ -253,14 +259,20 @@ def make_speculation(
     memory: RowMemory,
     caps: StepCaps,
     grammar_drafts: GrammarDrafts,
+    keeps_states: bool = False,
 ) -> Speculation:
-    """The class that `--speculative` and `--overlap` name."""
+    """The class that `--speculative` and `--overlap` name.
+
+    `keeps_states`: the model has state layers, and as many states of a request as `--speculative` has drafts. So it
+    drafts no forced tokens without that setting, and with it at most as many as other drafts.
+    """
     if config.speculative == "off":
-        if config.overlap:
+        if config.overlap or keeps_states:
             return NoSpeculation()
         return ForcedSpeculation(limits=limits, memory=memory, caps=caps, grammar_drafts=grammar_drafts)
     return NgramSpeculation(
         max_drafts=config.speculative_num_draft_tokens,
+        most_drafts=config.speculative_num_draft_tokens if keeps_states else None,
         limits=limits,
         memory=memory,
         caps=caps,

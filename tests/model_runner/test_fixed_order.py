@@ -42,6 +42,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, **MIXTURE},
     "qwen3_moe in 8 bits": {"head_dim": 16, **MIXTURE},
     "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
+    "gemma2": {
+        "head_dim": 16,
+        "sliding_window": 40,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+    },
     "gemma3_text": {
         "head_dim": 16,
         "sliding_window": 40,

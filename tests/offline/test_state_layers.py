@@ -104,10 +104,19 @@ def test_a_second_turn_starts_from_a_checkpoint(tiny_lfm2):
     assert alone.usage.cached_tokens == 0
 
 
+def test_drafts_change_no_text(tiny_lfm2):
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=150, ignore_eos=True)
+    prompts = [prompt + "a b c a b c a b c a b" for prompt in PROMPTS[:2]]
+    with LLM(str(tiny_lfm2), **SETTINGS) as llm:
+        alone = [llm.generate([prompt], greedy)[0].text for prompt in prompts]
+    with LLM(str(tiny_lfm2), **SETTINGS, speculative="ngram") as llm:
+        outputs = llm.generate(prompts, greedy)
+    assert [output.text for output in outputs] == alone
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative": "ngram"}, "speculative is ngram, but lfm2 has layers with a state"),
         ({"preemption_mode": "swap"}, "preemption_mode is swap, but lfm2 has layers with a state"),
         ({"swap_space": 1.0}, "swap_space is 1.0, but lfm2 has layers with a state"),
         ({"model_impl": "transformers"}, "only the engine's own model keeps its states"),

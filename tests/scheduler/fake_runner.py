@@ -154,7 +154,7 @@ class Row:
     store_id: int = 0
     pooling: PoolingParams | None = None
     num_pooled: int = 0  # tokens of the prompt that were computed here, in steps that had memory
-    state_at: int = 0  # the position of its state
+    state_at: tuple[int, int] = (0, 0)  # the first and last position that its next step may begin at
 
 
 class FakeRunner:
@@ -184,6 +184,7 @@ class FakeRunner:
         self.adapters: dict[int, int] = {}  # slot -> store id
         self.no_memory: Callable[[StepPlan], bool] = lambda plan: False  # for which steps there is none
         self.has_states = False
+        self.max_drafts = 0  # of a request with a state
         self.checkpoints: dict[int, int] = {}  # what the states in them have seen
         self.steps = 0
         self.step_s: Callable[[StepPlan], float] = lambda plan: 0.01
@@ -249,7 +250,7 @@ class FakeRunner:
     def start_state(self, new: NewReq, prefix_len: int) -> None:
         """A row begins with the state after its prefix."""
         row = self.rows[new.row]
-        row.state_at = prefix_len
+        row.state_at = prefix_len, prefix_len
         if not self.has_states:
             assert not new.checkpoint
             return
@@ -272,11 +273,12 @@ class FakeRunner:
             assert start < position <= start + length + plan.num_rounds - 1
             assert position % self.page_size == 0
 
-    def save_states(self, plan: StepPlan, row_id: int, start: int, stop: int) -> None:
-        """Move a row's state over the tokens of a step."""
+    def save_states(self, plan: StepPlan, row_id: int, start: int, stop: int, num_drafts: int) -> None:
+        """Move a row's state over the tokens of a step; the one after each draft is kept until the next step."""
         row = self.rows[row_id]
-        assert row.state_at == start, f"the state is that after {row.state_at} tokens, not {start}"
-        row.state_at = stop
+        first, last = row.state_at
+        assert first <= start <= last, f"there is a state after {first} to {last} tokens, not after {start}"
+        row.state_at = stop, stop + num_drafts
         for saved_row, position, checkpoint in triples(plan.state_saves):
             if saved_row == row_id and start < position <= stop:
                 self.checkpoints[checkpoint] = row.states[position - 1]
@@ -353,8 +355,8 @@ class FakeRunner:
                 offset += 1
             self.check_prefix(row_id, start + length)
             if self.has_states:
-                assert not drafts
-                self.save_states(plan, row_id, start, start + length)
+                assert len(drafts) <= self.max_drafts
+                self.save_states(plan, row_id, start, start + length, len(drafts))
             assert samples[idx] or not drafts
             assert not samples[idx] or start + length == len(row.tokens), "samples before the end"
             row.num_pooled += length

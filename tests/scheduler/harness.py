@@ -159,6 +159,8 @@ class Harness:
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory
         )
         self.runner.has_states = checkpoint_pages > 0
+        if config.get("speculative", "off") != "off":
+            self.runner.max_drafts = config.get("speculative_num_draft_tokens", 8)
         self._fake_runner = self.runner  # `runner` may become one around it
         self.runner.grammars = self.matchers.grammars
         self.mask_meter = MaskMeter(lambda: self.now_s)

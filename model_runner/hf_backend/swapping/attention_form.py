@@ -127,8 +127,8 @@ class _Recognition:
             own = torch.arange(starts[linear], starts[linear] + linear.out_features).float()
             return Probe(linear.out_features, lambda x: own.expand(*x.shape[:-1], -1).clone())
 
-        probes = {linear: number(linear) for linear in self._linears}
-        copied = probed_copy(self._call.module, {**probes, **{norm: nn.Identity() for norm in self._norms}})
+        probes: dict[Any, Any] = {linear: number(linear) for linear in self._linears}
+        copied = probed_copy(self._call.module, probes | {norm: nn.Identity() for norm in self._norms})
         unturned = (
             None
             if self._angles is None
@@ -177,12 +177,12 @@ class _Recognition:
 
     def _num_results(self, form: AttentionForm, scale: float) -> int | None:
         """See `AttentionForm`; None: the module does not compute what the form says, at this size of numbers."""
-        probes = {linear: Probe(linear.out_features) for linear in self._linears}
+        probes: dict[Any, Any] = {linear: Probe(linear.out_features) for linear in self._linears}
         for probe in probes.values():
             probe.begin(scale)
         norms = {norm: probed_copy(norm, {}) for norm in self._norms}
         randomize(parameter for norm in norms.values() for parameter in norm.parameters())
-        copied = probed_copy(self._call.module, {**probes, **norms})
+        copied = probed_copy(self._call.module, probes | norms)
         seen, hidden, operations = Seen(), self._random_hidden(scale), Operations()
         with operations:
             result = self._call.run(copied, hidden, self._angles, seen)

@@ -37,7 +37,7 @@ class NormForm(NamedTuple):
         weight: Tensor | None = getattr(module, "weight", None)
         if weight is None:
             return torch.ones(self.size)
-        return weight.detach().float() + self.offset
+        return self.offset + weight.detach().float()
 
     def bias_of(self, module: nn.Module) -> Tensor | None:
         """The bias of a module of this form, [size] float32."""
@@ -83,11 +83,12 @@ def _candidates(module: nn.Module) -> list[NormForm]:
     parameters = dict(module.named_parameters())
     if any(True for _ in module.children()) or not parameters.keys() <= {"weight", "bias"}:
         return []
-    sizes = {tuple(parameter.shape) for parameter in parameters.values()}
+    sizes: set[tuple[int, ...]] = {tuple(parameter.shape) for parameter in parameters.values()}
     if not sizes and "norm" in type(module).__name__.lower():
         declared = getattr(module, "normalized_shape", None)
         sizes = {tuple(declared)} if isinstance(declared, (tuple, list)) else set()
-    if len(sizes) != 1 or len(shape := sizes.pop()) != 1:
+    shape = next(iter(sizes), ())
+    if len(sizes) != 1 or len(shape) != 1:
         return []
     has_weight, has_bias = "weight" in parameters, "bias" in parameters
     named = [

@@ -104,7 +104,7 @@ class Operations(TorchDispatchMode):
 
 
 def probed_copy(module: nn.Module, replaced: Mapping[Any, nn.Module]) -> Any:
-    """A copy in float32, with some submodules replaced; configurations are shared."""
+    """A copy in float32; `replaced`: submodules, and what stands for each. Configurations are shared."""
     memo: dict[int, Any] = {id(original): probe for original, probe in replaced.items()}
     for part in module.modules():
         config = getattr(part, "config", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -56,8 +56,8 @@ def swap_modules(causal_lm: Any, decoder: Any, spec: ModelSpec, ops: Ops, max_mo
     calls = observe(decoder, spec)
     swapper = _Swapper(causal_lm, spec, ops)
     swapper.rotary(calls, max_model_len)
-    for module in calls.modules:
-        swapper.attention(calls.by_module[module])
+    while calls.modules:  # without the calls so far, the replaced modules are freed
+        swapper.attention(calls.by_module.pop(calls.modules.pop(0)))
     swapper.mlps()
     swapper.norms()
     swapper.head_and_embedding()
@@ -94,10 +94,6 @@ class _Swapper:
         self._ops = ops
         self._dtype: torch.dtype = causal_lm.dtype
         self._tabled: list[Any] = []  # results of replaced rotary modules
-        self._places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
-        for parent in causal_lm.modules():
-            for name, child in parent.named_children():
-                self._places.setdefault(child, []).append((parent, name))
         self._generator = torch.Generator().manual_seed(2)
 
     # ------------------------------------------------------------ whole blocks
@@ -203,7 +199,7 @@ class _Swapper:
 
     def mlps(self) -> None:
         """Replace feed-forward blocks."""
-        for module in list(self._model.modules()):
+        for module in self._modules():
             form = mlp_form_of(module)
             if form is None or not self._are_served([*form.gate_up, form.down]):
                 continue
@@ -220,7 +216,7 @@ class _Swapper:
 
     def norms(self) -> None:
         """Replace norms."""
-        for module in list(self._model.modules()):
+        for module in self._modules():
             form = norm_form_of(module)
             if form is None:
                 continue
@@ -281,7 +277,7 @@ class _Swapper:
 
     def linears(self) -> None:
         """Replace the linear layers and tables that are left."""
-        for module in list(self._model.modules()):
+        for module in self._modules():
             if (
                 type(module) is nn.Embedding
                 and module.weight.dtype == self._dtype
@@ -299,6 +295,12 @@ class _Swapper:
 
     # ------------------------------------------------------------ tests and replacement
 
+    def _modules(self) -> Iterator[nn.Module]:
+        """The modules of the model at this time. Only those to come are kept: a replaced one is freed at once."""
+        left = [*self._model.modules()][::-1]
+        while left:
+            yield left.pop()
+
     def _are_served(self, linears: Iterable[nn.Linear]) -> bool:
         """Whether weights have the serving dtype; some models keep a few in float32."""
         return all(linear.weight.dtype == self._dtype for linear in linears)
@@ -313,7 +315,13 @@ class _Swapper:
         return is_close(new(x), expected, _TOLERANCE[self._dtype])
 
     def _replace(self, old: nn.Module, new: nn.Module, kind: str) -> None:
-        for parent, name in self._places[old]:
+        places = [
+            (parent, name)
+            for parent in self._model.modules()
+            for name, child in parent.named_children()
+            if child is old
+        ]
+        for parent, name in places:
             setattr(parent, name, new)
         self.counts[kind] += 1
 
@@ -325,15 +333,11 @@ def _bias_of(linear: nn.Linear) -> Tensor | None:
 
 def _stacked_bias(linears: Iterable[nn.Linear]) -> Tensor | None:
     """The biases of layers, one after the other; zeros for those without; None: none has any."""
-    linears = list(linears)
-    biases: list[Tensor | None] = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
+    pairs = [(linear, _bias_of(linear)) for linear in linears]
+    if all(bias is None for _, bias in pairs):
         return None
     return torch.cat(
-        [
-            linear.weight.new_zeros(linear.out_features) if bias is None else bias
-            for linear, bias in zip(linears, biases, strict=True)
-        ]
+        [linear.weight.new_zeros(linear.out_features) if bias is None else bias for linear, bias in pairs]
     )
 
 

@@ -45,10 +45,11 @@ class Plan {
     Step step = {};  // first member: the address of a plan is that of its step
 
     Plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads, int64_t group, int64_t head_dim,
-         int64_t window, bool causal, bool fixed_order, float score_scale, float score_cap)
+         int64_t window, bool chunked, bool causal, bool fixed_order, float score_scale, float score_cap)
         : width_(width),
           page_size_(page_size),
           window_(window),
+          chunked_(chunked),
           causal_(causal),
           fixed_order_(fixed_order) {
         step.slots = table;
@@ -75,7 +76,7 @@ class Plan {
         for (int64_t n = 0; n < extend_len; ++n) {
             int64_t to = prefix_len + n + 1 + ahead;
             seen_to_.push_back(std::min(to, prefix_len + extend_len));
-            seen_from_.push_back(window_ ? std::max<int64_t>(to - window_, 0) : 0);
+            seen_from_.push_back(first_seen(to));
             tokens_.push_back(first + n);
             partials_.push_back(-1);
         }
@@ -125,6 +126,12 @@ class Plan {
         int64_t own_from;         // the first key that it does not share
         int64_t num_shared;       // partial results from shared prefixes
     };
+
+    // The first key that a token sees, of those before `to`.
+    int64_t first_seen(int64_t to) const {
+        if (window_ == 0) return 0;
+        return chunked_ ? (to - 1) / window_ * window_ : std::max<int64_t>(to - window_, 0);
+    }
 
     int64_t block() const { return std::max<int64_t>(1, TILE_HEADS / step.group); }  // tokens of a tile item
 
@@ -273,7 +280,7 @@ class Plan {
     }
 
     int64_t width_, page_size_, window_;
-    bool causal_, fixed_order_;
+    bool chunked_, causal_, fixed_order_;
     std::vector<Item> items_;
     std::vector<PackedBlock> blocks_;
     std::vector<int64_t> tokens_, partials_, seen_from_, seen_to_, merges_;
@@ -287,13 +294,13 @@ class Plan {
 }  // namespace
 }  // namespace engine
 
-// Creates a plan for the layers of one window (0: none) over a slot table of `width` positions per row; it begins with
+// Creates a plan for the layers of one window (0: none; or of chunks of that size, if `chunked`) over a slot table of `width` positions per row; it begins with
 // a `Step`. causal: a token sees keys up to its own; else all keys of its request, or an odd window around its own.
 // fixed_order: see the top of this file; decodes take longer. score_scale, score_cap (0: none): see `AttentionForm`.
 EXPORT void* new_attention_plan(const int32_t* table, int64_t width, int64_t page_size, int64_t num_kv_heads,
-                                int64_t group, int64_t head_dim, int64_t window, int causal, int fixed_order,
-                                float score_scale, float score_cap) {
-    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, causal, fixed_order,
+                                int64_t group, int64_t head_dim, int64_t window, int chunked, int causal,
+                                int fixed_order, float score_scale, float score_cap) {
+    return new engine::Plan(table, width, page_size, num_kv_heads, group, head_dim, window, chunked, causal, fixed_order,
                             score_scale, score_cap);
 }
 

@@ -18,6 +18,17 @@
 
 namespace engine {
 
+// Caps the scores of some rows; cap: in the unit of these scores. A cold function, because a part of the callers'
+// inlining depends on their size: the loops of models without a cap stay as they are.
+__attribute__((noinline, cold)) inline void cap_scores(float* scores, int64_t rows, int64_t num_keys, float cap) {
+    SoftCap capped(cap);
+    for (int64_t row = 0; row < rows; ++row)
+        for (int64_t n = 0; n < num_keys; n += LANES) {
+            float* at = scores + row * TILE_KEYS + n;
+            store(at, capped(load(at)));
+        }
+}
+
 template <class T, class KV>
 class Tile {
   public:
@@ -171,7 +182,8 @@ class Tile {
                 float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;
                 store(at, load(at) * load(block.key_scales + n));
             }
-        if (step_.score_cap > 0.0f) cap_scores(row_tile, num_keys, room);
+        if (step_.score_cap > 0.0f) [[unlikely]]
+            cap_scores(room.scores, row_tile.end - row_tile.first, num_keys, step_.score_cap / scale_);
         for (int64_t row = row_tile.first; !all_seen && row < row_tile.end; ++row)
             hide(room.from[row] - key, room.to[row] - key, num_keys, room.scores + (row - row_tile.first) * TILE_KEYS);
         // Cauchy-Schwarz: no score exceeds the product of the norms; caps only make scores smaller.
@@ -179,16 +191,6 @@ class Tile {
         if (!fits) raise(row_tile, num_keys, room);
         num_keys == TILE_KEYS ? weigh(row_tile, TILE_KEYS, block, room) : weigh(row_tile, num_keys, block, room);
         products.add_values(room.weights, block.values, num_keys, room.values + row_tile.first * step_.head_dim);
-    }
-
-    // Scores stay without the softmax scale.
-    __attribute__((noinline)) void cap_scores(const RowTile& row_tile, int64_t num_keys, Room& room) const {
-        SoftCap cap(step_.score_cap / scale_);
-        for (int64_t row = row_tile.first; row < row_tile.end; ++row)
-            for (int64_t n = 0; n < num_keys; n += LANES) {
-                float* at = room.scores + (row - row_tile.first) * TILE_KEYS + n;
-                store(at, cap(load(at)));
-            }
     }
 
     // Masks the block's keys outside [from, to) for one row.

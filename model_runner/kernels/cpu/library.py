@@ -69,7 +69,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "rotate_and_store": ("", "ppppppppppnnnnnfiiiiip"),
     "head_matmul": ("", "pnnpnpnnnnnn"),
     "store_latent": ("", "pnnpnnppppppnnnnfiiii"),
-    "new_attention_plan": ("p", "pnnnnnniiff"),
+    "new_attention_plan": ("p", "pnnnnnniiiff"),
     "free_attention_plan": ("", "p"),
     "plan_attention": ("", "pppppn"),
     "attend": ("", "ppnppppppi"),

@@ -74,6 +74,7 @@ def _plan_kernel(
     num_items,
     target,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PLAN_ITEMS: tl.constexpr,
     PLAN_REQUESTS: tl.constexpr,
@@ -83,7 +84,7 @@ def _plan_kernel(
     total = 0
     for start in range(0, num_requests, PLAN_REQUESTS):
         length = tl.load(seq_lens_ptr + start + lane, mask=start + lane < num_requests, other=0)
-        total += tl.sum(_num_tiles(length, WINDOW, BLOCK_N), axis=0)
+        total += tl.sum(_num_tiles(length, WINDOW, CHUNKED, BLOCK_N), axis=0)
     total = tl.maximum(total, 1)
 
     # The request of an item = number of requests that end at or before it. Also find the first item of that request.
@@ -93,7 +94,7 @@ def _plan_kernel(
     for start in range(0, num_requests, PLAN_REQUESTS):
         inside = start + lane < num_requests
         length = tl.load(seq_lens_ptr + start + lane, mask=inside, other=0)
-        parts = _num_parts(_num_tiles(length, WINDOW, BLOCK_N), total, target)
+        parts = _num_parts(_num_tiles(length, WINDOW, CHUNKED, BLOCK_N), total, target)
         ends = taken + tl.cumsum(parts, axis=0)
         before = (ends[None, :] <= item[:, None]) & inside[None, :]
         request += tl.sum(before.to(tl.int32), axis=1)
@@ -107,9 +108,9 @@ def _plan_kernel(
     used = item < taken
     length = tl.load(seq_lens_ptr + request, mask=used, other=0)
     row = tl.load(rows_ptr + request, mask=used, other=0).to(tl.int32)
-    tiles = _num_tiles(length, WINDOW, BLOCK_N)
+    tiles = _num_tiles(length, WINDOW, CHUNKED, BLOCK_N)
     parts = tl.maximum(_num_parts(tiles, total, target), 1)
-    first = _first_key(length, WINDOW)
+    first = _first_key(length, WINDOW, CHUNKED)
     part = item - first_item
     begin = tl.maximum((first // BLOCK_N + part * tiles // parts) * BLOCK_N, first)
     end = tl.minimum((first // BLOCK_N + (part + 1) * tiles // parts) * BLOCK_N, length)
@@ -123,17 +124,19 @@ def _plan_kernel(
 
 
 @triton.jit
-def _first_key(length, WINDOW: tl.constexpr):
+def _first_key(length, WINDOW: tl.constexpr, CHUNKED: tl.constexpr):
     """The first key that the last query sees."""
     if WINDOW == 0:
         return length * 0
+    if CHUNKED:
+        return tl.maximum(length - 1, 0) // WINDOW * WINDOW
     return tl.maximum(length - WINDOW, 0)
 
 
 @triton.jit
-def _num_tiles(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+def _num_tiles(length, WINDOW: tl.constexpr, CHUNKED: tl.constexpr, BLOCK_N: tl.constexpr):
     """Tiles of keys that the query sees, in whole or in part."""
-    return (length + BLOCK_N - 1) // BLOCK_N - _first_key(length, WINDOW) // BLOCK_N
+    return (length + BLOCK_N - 1) // BLOCK_N - _first_key(length, WINDOW, CHUNKED) // BLOCK_N
 
 
 @triton.jit
@@ -253,6 +256,8 @@ def plan_decodes(
     windows: Sequence[int | None],
     kv_dtype: torch.dtype,
     num_sms: int,
+    *,
+    chunked: bool = False,
 ) -> dict[int | None, DecodePlan]:
     """Split the requests of a step so that all multiprocessors get equal work, for each window of the layers.
 
@@ -260,6 +265,7 @@ def plan_decodes(
         rows: [B] int32 or int64, device; B at least 1.
         seq_lens: [B] int32, device, at least 1.
         num_sms: multiprocessors of the GPU.
+        chunked: windows are chunks, see `AttentionForm`.
     """
     num_requests, device = len(rows), rows.device
     # A batch that fills the GPU needs no more parts, but a request far longer than the others must still be split.
@@ -281,6 +287,7 @@ def plan_decodes(
             num_items,
             target,
             WINDOW=window or 0,
+            CHUNKED=chunked,
             BLOCK_N=keys,
             PLAN_ITEMS=_PLAN_ITEMS,
             PLAN_REQUESTS=_PLAN_REQUESTS,
@@ -347,7 +354,13 @@ def variants() -> list[KernelVariant]:
                 "num_items": "i32",
                 "target": "i32",
             },
-            {"WINDOW": 512, "BLOCK_N": 64, "PLAN_ITEMS": _PLAN_ITEMS, "PLAN_REQUESTS": _PLAN_REQUESTS},
+            {
+                "WINDOW": 512,
+                "CHUNKED": False,
+                "BLOCK_N": 64,
+                "PLAN_ITEMS": _PLAN_ITEMS,
+                "PLAN_REQUESTS": _PLAN_REQUESTS,
+            },
         ),
     ]
     for variant in VARIANTS:

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ....runtime.model_files.model_spec import LayerView
 from ...ops import LayerKV
 from .attention_combine import combine
 from .attention_tiles import (
@@ -82,6 +83,7 @@ def _extend_tile(
     mixed,
     CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     MASKED: tl.constexpr,
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,7 +106,8 @@ def _extend_tile(
     if MASKED:
         seen = position[None, :] <= q_position[:, None]
         if WINDOW > 0:
-            seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+            first = q_position // WINDOW * WINDOW if CHUNKED else q_position - (WINDOW - 1)
+            seen = seen & (position[None, :] >= first[:, None])
         scores = tl.where(seen, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, axis=1))
     shift = new_highest
@@ -136,6 +139,7 @@ def _extend_kernel(
     CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     NUM_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -192,6 +196,7 @@ def _extend_kernel(
                 mixed,
                 CAP,
                 WINDOW,
+                CHUNKED,
                 False,
                 NUM_KV,
                 HEAD_DIM,
@@ -218,6 +223,7 @@ def _extend_kernel(
             mixed,
             CAP,
             WINDOW,
+            CHUNKED,
             True,
             NUM_KV,
             HEAD_DIM,
@@ -249,6 +255,7 @@ class ExtendPlan:
         lse: [P, Hq] float32: the partial results; every layer overwrites them.
         tile_rows: rows per tile of a program.
         window: window of the layers.
+        chunked: the window is a chunk, see `AttentionForm`.
     """
 
     blocks: Tensor
@@ -257,6 +264,7 @@ class ExtendPlan:
     lse: Tensor
     tile_rows: int
     window: int | None
+    chunked: bool
 
 
 def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
@@ -291,12 +299,12 @@ def tiling(shape: HeadShape, dtype: torch.dtype, rows: int) -> Tiling:
 
 
 def make_plan(
-    shape: HeadShape, cut: ExtendCut, blocks: Tensor, spans: Tensor, tile_rows: int, window: int | None
+    shape: HeadShape, cut: ExtendCut, blocks: Tensor, spans: Tensor, tile_rows: int, view: LayerView
 ) -> ExtendPlan:
     """The plan for `cut`, with its arrays on the device."""
     partial = blocks.new_empty((cut.num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32)
     lse = blocks.new_empty((cut.num_parts, shape.num_heads), dtype=torch.float32)
-    return ExtendPlan(blocks, spans, partial, lse, tile_rows, window)
+    return ExtendPlan(blocks, spans, partial, lse, tile_rows, view.window, view.chunked)
 
 
 def attend_extend(
@@ -335,6 +343,7 @@ def attend_extend(
         **scores.arguments,
         HAS_SINKS=sinks is not None,
         WINDOW=plan.window or 0,
+        CHUNKED=plan.chunked,
         BLOCK_M=tile.rows,
         **shape.constants(tile.keys, kv.k.dtype, by_hand),
         num_warps=tile.num_warps,
@@ -358,7 +367,12 @@ def variants() -> list[KernelVariant]:
                     f"attend_extend {variant.name} window {window}",
                     _extend_kernel,
                     variant.pointers | {"blocks_ptr": "*i32"} | STRIDES,
-                    {"WINDOW": window or 0, "BLOCK_M": tile.rows, **variant.constants(tile.keys)},
+                    {
+                        "WINDOW": window or 0,
+                        "CHUNKED": False,
+                        "BLOCK_M": tile.rows,
+                        **variant.constants(tile.keys),
+                    },
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
                     max_stack_bytes=64,  # sm_80 spills some registers, sm_100 a few, sm_90 none

@@ -38,6 +38,8 @@ def cut_extends(
     tokens_per_block: int,
     window: int | None,
     num_blocks_wanted: int,
+    *,
+    chunked: bool = False,
 ) -> ExtendCut:
     """Cut the tokens of the requests into blocks; if the blocks are too few, split their keys into parts.
 
@@ -46,6 +48,7 @@ def cut_extends(
     Args:
         starts, rows, prefix_lens, extend_lens: [n], of the requests with several new tokens.
         num_blocks_wanted: number of blocks that fills the GPU.
+        chunked: the window is a chunk, see `AttentionForm`.
     """
     counts = -(-extend_lens // tokens_per_block)
     request = np.repeat(np.arange(len(rows)), counts)
@@ -54,7 +57,9 @@ def cut_extends(
     num_tokens = np.minimum(extend_lens[request] - offset, tokens_per_block)
     position = prefix_lens[request] + offset
     end = position + num_tokens
-    begin = np.zeros_like(end) if window is None else np.maximum(position - window + 1, 0)
+    begin = np.zeros_like(end)
+    if window is not None:
+        begin = position // window * window if chunked else np.maximum(position - window + 1, 0)
 
     # Number of parts of each block; parts are measured in units that begin at multiples of `_PART_KEYS`.
     first_unit = begin // _PART_KEYS

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final
 from ...errors import ConfigError
 from ..fields import Fields
 from ..json_file import read_json
-from ..weight_files.safetensors_header import HeaderEntry, read_header
+from ..weight_files.header_entry import HeaderEntry
+from ..weight_files.safetensors_header import read_header
 from .adapter_module import AdapterModule, check_shapes
 from .base_modules import EMBEDDING
 from .target_modules import Targets, compiled_patterns, pattern_value

@@ -18,8 +18,9 @@ from msgspec import structs
 from ...errors import ConfigError
 from ..model_spec import SUPPORTED_MODEL_TYPES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
+from .header_entry import HeaderEntry
 from .needed_tensors import Module, is_of_mtp_layer, needed_modules
-from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, HeaderEntry, SafetensorsFile, read_headers
+from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
 from .stacked_experts import BLOCKS, SCALES
 
 if TYPE_CHECKING:

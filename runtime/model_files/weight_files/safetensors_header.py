@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ...errors import ConfigError
 from ..hf.language_part import MULTIMODAL
 from ..stand_in import damage
+from .header_entry import HeaderEntry
 from .stacked_experts import unstacked
 
 if TYPE_CHECKING:
@@ -38,16 +39,6 @@ _OWN_TABLE: Final = "embed_tokens.weight"
 _MAX_HEADER_BYTES: Final = 100 << 20
 _ITEM_BYTES: Final = {"F32": 4, "I32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "U8": 1}
 """Of the dtypes that are read."""
-
-
-class HeaderEntry(NamedTuple):
-    """One tensor."""
-
-    dtype_name: str  # as in the header
-    shape: tuple[int, ...]
-    offset: int  # bytes from the start of the file
-    num_bytes: int
-    strides: tuple[int, ...] = ()  # in numbers; empty: contiguous
 
 
 class SafetensorsFile(NamedTuple):

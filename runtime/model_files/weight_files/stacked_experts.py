@@ -26,7 +26,7 @@ from .needed_tensors import needed_modules
 if TYPE_CHECKING:
     from ..experts_spec import ExpertsSpec
     from ..model_spec import ModelSpec
-    from .safetensors_header import HeaderEntry
+    from .header_entry import HeaderEntry
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 BLOCKS, SCALES = "_blocks", "_scales"

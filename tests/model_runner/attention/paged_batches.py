@@ -132,7 +132,9 @@ class Pages:
             k.append(keys[len(keys) - new :].to(self.dtype))
             window, form = self.spec.window_of(layer_id), self.spec.attention
             scores = (self.spec.score_scale, form.score_cap, self.sinks)
-            expected.append(dense(q[-1], keys, values, window, *scores, causal=self.spec.causal))
+            expected.append(
+                dense(q[-1], keys, values, window, *scores, chunked=form.chunked, causal=self.spec.causal)
+            )
         # As the model makes it: q is a view into a tensor with q and k.
         self.q = torch.cat((torch.cat(q), torch.cat(k)), dim=1)[:, : self.spec.num_heads]
         return expected
@@ -212,6 +214,7 @@ def dense(
     cap: float | None = None,
     sinks: Tensor | None = None,
     *,
+    chunked: bool = False,
     causal: bool = True,
 ) -> Tensor:
     """Attention of the last len(q) of len(k) tokens, in float64: [n, Hq * D]."""
@@ -223,7 +226,9 @@ def dense(
     key = torch.arange(k.shape[0], device=q.device)
     query = key[k.shape[0] - q.shape[0] :, None]
     visible = key <= query if causal else torch.ones_like(query >= key)
-    if window is not None:
+    if window is not None and chunked:
+        visible &= key // window == query // window
+    elif window is not None:
         visible &= key > query - window if causal else (key - query).abs() <= window // 2
     scores = scores.masked_fill(~visible, -torch.inf)
     if sinks is not None:

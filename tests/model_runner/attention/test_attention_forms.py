@@ -37,6 +37,7 @@ FORMS = {
     "scale": (0.6, AttentionForm()),
     "cap": (1.0, AttentionForm(score_cap=2.0)),
     "sinks": (1.0, AttentionForm(sinks=True)),
+    "chunks": (1.0, AttentionForm(chunked=True)),
     "all": (0.6, AttentionForm(score_cap=5.0, sinks=True)),
 }
 forms = pytest.mark.parametrize(("scale", "form"), FORMS.values(), ids=FORMS.keys())
@@ -122,6 +123,10 @@ def test_triton_steps_planned_on_the_device(scale, form, window):
 @windows
 @pytest.mark.parametrize("version", ["0.4.10"])
 def test_fa3(monkeypatch, scale, form, window, version):
+    if form.chunked:
+        found = FlashAttention3.reasons_against(spec_of(4, 2, 64, form=form), torch.device("cpu"), BF16, BF16)
+        assert "attends to windows, not to chunks" in found
+        return
     fake = FakeFlashAttention(version)
     monkeypatch.setitem(sys.modules, "sgl_kernel", fake)
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", fake.module)

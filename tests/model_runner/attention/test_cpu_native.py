@@ -430,7 +430,7 @@ def table_of(rows: list[list[int]], page_size: int) -> Any:
 def shared_prefixes(library: Any, table: Any, lens: Any, page_size: int) -> list[tuple[list[int], int, int]]:
     """(members, start, stop) of what decodes of these lengths have in common, read off the items."""
     plan = library.new_attention_plan(
-        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 1, 0, 0.25, 0.0
+        table.ctypes.data, table.shape[1], page_size, 1, 1, 16, 0, 0, 1, 0, 0.25, 0.0
     )
     columns = np.stack((np.arange(len(lens)), np.asarray(lens) - 1, np.ones(len(lens), dtype=np.int64)))
     library.plan_attention(plan, *(column.ctypes.data for column in columns), None, len(lens))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -213,7 +215,7 @@ def test_a_model_whose_code_reads_weights_runs_unchanged(
 
     assert swapped(driver) == {}
     assert (
-        "its modules cannot be replaced by the engine's kernels, so it runs more slowly (AttributeError"
+        "Starcoder2ForCausalLM cannot run with the engine's kernels in it, so it runs more slowly: AttributeError"
         in caplog.text
     )
     prompt = tokens_of(30)
@@ -238,3 +240,28 @@ def test_attention_that_does_more_stays(make_tiny_model, make_driver, monkeypatc
     prompt = tokens_of(30)
     found = logprobs_of(driver, unpack, prompt, [30])
     np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(29), prompt[1:]], atol=1e-4)
+
+
+def test_replaced_modules_are_freed_one_by_one(make_tiny_model, make_driver, monkeypatch):
+    from engine.model_runner.hf_backend.swapping import swap
+
+    kept: list[int] = []
+    alive: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
+    replace = swap._Swapper._replace
+
+    def counted(self: Any, old: nn.Module, new: nn.Module, kind: str) -> None:
+        if not kept:
+            alive.update(each for each in self._model.modules() if type(each) is nn.Linear)
+        gc.collect()
+        kept.append(len(alive))
+        replace(self, old, new, kind)
+
+    monkeypatch.setattr(swap._Swapper, "_replace", counted)
+    tiny = make_tiny_model("phi", num_hidden_layers=4, **ALL_HEADS)
+    make_driver(tiny.spec, tiny.folder, model_impl="transformers")
+
+    assert kept[0] == 4 * 6 + 1  # four in attention, two in the MLP, and the head
+    assert kept[4] <= kept[0] - 2 * 4  # when the fourth layer's attention is replaced, two layers' are gone
+    assert kept[8] <= kept[0] - 4 * 4 - 2 * 2
+    gc.collect()
+    assert not alive

@@ -24,7 +24,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss sinks": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "gemma2 capped scores": (
         "gemma2",
-        {"head_dim": 16, "sliding_window": 20, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 9},
+        {"head_dim": 16, "sliding_window": 20, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 9},
     ),
     "gpt_neox": ("gpt_neox", ALL_HEADS),
     "gpt2, learned positions": ("gpt2", {"n_inner": 80, **ALL_HEADS}),

@@ -15,9 +15,8 @@ from engine.model_runner import load
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
-from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route
+from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
-from engine.model_runner.states import plain_short_conv
 from engine.model_runner.weights import dummy
 from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
 from engine.runtime.model_files.layer_form import FOUR_NORMS
@@ -135,13 +134,13 @@ def launches(monkeypatch) -> Counter[str]:
         rotate_and_store=rotary_store.rotate_and_store,
         pack_heads=plain_latent.pack_heads,
         store_latent=plain_latent.store_latent,
-        short_conv=plain_short_conv.short_conv,
         scale=plain.scale,
         soft_cap=plain.soft_cap,
         add=plain.add,
         add_gated=plain.add_gated,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,
+        short_conv=short_conv.short_conv,
         deltas=PlainDeltas(),
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)

@@ -30,6 +30,20 @@ FULL_YARN = {
 }
 GROWING = {**YARN, "original_max_position_embeddings": 40, "llama_4_scaling_beta": 0.3}
 GLM = {"head_dim": 16, "num_attention_heads": 4, "pad_token_id": 0}
+GRANITE = {
+    "attention_multiplier": 0.05,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "rms_norm_eps": 1e-3,
+}
+GRANITE4 = {
+    **GRANITE,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+    "layer_types": ["full_attention"] * 2,
+    "mamba_n_heads": 8,
+}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
@@ -118,6 +132,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "exaone4",
         {"sliding_window": None, "layer_types": FULL, "tie_word_embeddings": True},
     ),
+    "granite": ("granite", GRANITE),
+    "granite tied, biases, scaled rope": (
+        "granite",
+        {
+            **GRANITE,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": YARN,
+        },
+    ),
+    "granite 4, dense": ("granitemoehybrid", {**GRANITE4, "position_embedding_type": "rope"}),
+    "granite 4, dense, without rotary, tied": ("granitemoehybrid", {**GRANITE4, "tie_word_embeddings": True}),
     "seed_oss": ("seed_oss", {"head_dim": 16, "attention_out_bias": True}),
     "ernie4_5": ("ernie4_5", {"head_dim": 16, "tie_word_embeddings": True, "use_bias": True}),
 }
@@ -132,6 +159,7 @@ one_of_each = pytest.mark.parametrize(
         "glm4",
         "starcoder2",
         "cohere2",
+        "granite",
     ],
 )
 
@@ -159,6 +187,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {**WIDE, "head_dim": 16, "rope_parameters": GROWING}),
     "glm4": ("glm4", {**WIDE, "head_dim": 32}),
     "starcoder2": ("starcoder2", {**WIDE, "tie_word_embeddings": True}),
+    "granite": ("granite", {**WIDE, **GRANITE}),
     "cohere2": ("cohere2", {**WIDE, **WINDOWS, "logit_scale": 0.3, "tie_word_embeddings": True}),
 }
 
@@ -199,6 +228,9 @@ def test_keys_and_values_in_8_bits(make_tiny_model, make_driver, unpack, variant
             "rope_parameters is None, which transformers takes for yarn",
         ),
         ("glm4", {"partial_rotary_factor": 0.01, "rope_parameters": None}, "a part of each head must rotate"),
+        ("granite 4, dense", {"num_local_experts": 4}, "experts of Granite are not supported"),
+        ("granite 4, dense", {"layer_types": ["mamba", "attention"]}, "not those with a state"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0, expected a number"),
         ("starcoder2", {"hidden_act": "relu"}, "hidden_act is 'relu', only 'gelu_pytorch_tanh'"),
         (
             "cohere",

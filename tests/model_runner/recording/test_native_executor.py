@@ -31,9 +31,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": MIXTURE,
     "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
     "phi3": {"num_attention_heads": 3, "num_key_value_heads": 1},
+    "gemma2": {"sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
     "gemma3_text": {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
 }
-WITH_HEAD_DIM = ("mistral", "qwen3", "qwen3_moe", "gemma3_text")
+WITH_HEAD_DIM = ("mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 
 
 @pytest.fixture(autouse=True)

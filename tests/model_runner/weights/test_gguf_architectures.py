@@ -40,6 +40,8 @@ GEMMA3 = {"head_dim": 16, "num_hidden_layers": 7, "sliding_window": 16, "query_p
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architecture in GGUF, options
     "mistral": ("mistral", "llama", {"sliding_window": None}),
+    "mistral wide heads": ("mistral", "llama", {"sliding_window": None, "head_dim": 16}),
+    "llama biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2": ("qwen2", "qwen2", {}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 16, "num_attention_heads": 9, "num_key_value_heads": 3}),
     "qwen3 yarn": (
@@ -75,8 +77,8 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
             "head_dim": 16,
             "sliding_window": 16,
             "query_pre_attn_scalar": 16,
-            "attn_logit_softcapping": 0.5,
-            "final_logit_softcapping": 0.4,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
             "tie_word_embeddings": True,
         },
     ),
@@ -160,6 +162,7 @@ def _neighbors(name: str, array: np.ndarray[Any, Any], config: Any) -> np.ndarra
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    """The keys that llama.cpp's converter (that of llama-cpp-python 0.3.36) writes for them, except the tokenizer's."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_context_length(config.max_position_embeddings)
@@ -171,12 +174,17 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_eos_token_id(2)
-    if arch in ("qwen3", "qwen3moe", "gemma2", "gemma3"):
+    if arch in ("llama", "qwen3", "qwen3moe", "gemma2", "gemma3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
+    if arch == "llama":
+        writer.add_vocab_size(config.vocab_size)
     if arch in ("llama", "phi3"):
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
-    if getattr(config, "sliding_window", None):
+    if arch == "phi3":  # also of models that are not scaled or have no window
+        writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings", 4096))
+        writer.add_sliding_window(config.sliding_window or 0)
+    elif getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -188,7 +196,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
-    if rope["rope_type"] in ("yarn", "longrope"):
+    if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope["rope_type"] == "longrope":
         for key, tensor in ((("long_factor"), "rope_factors_long"), ("short_factor", "rope_factors_short")):

@@ -36,7 +36,14 @@ OLMO3_YARN = {
 GLM = {"head_dim": 8, "num_attention_heads": 6}
 GPT_J = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
 
-NEIGHBORS = ("smollm3", "mistral3")
+GRANITE = {
+    "attention_multiplier": 0.05,
+    "embedding_multiplier": 2.5,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+
+NEIGHBORS = ("smollm3", "mistral3", "granite")
 """Their rows of q and k are stored with rotary pairs side by side."""
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architecture in GGUF, options
@@ -51,6 +58,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
     "cohere": ("cohere", "command-r", GPT_J),
     "cohere2": ("cohere2", "cohere2", {**GPT_J, **WINDOWS, "logit_scale": 0.3}),
     "exaone4": ("exaone4", "exaone4", WINDOWS),
+    "granite": ("granite", "granite", GRANITE),
     "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 16}),
     "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
 }
@@ -124,6 +132,11 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if arch in ("command-r", "cohere2"):
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+    if arch == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
@@ -164,6 +177,7 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
             "expected a truth value for each of 5",
         ),
         ("ministral3", "mistral3.attention.scale", 0.5, "another scale of the scores is not supported"),
+        ("granite", "granite.rope.scaling.finetuned", False, "a model without rotary is not supported"),
         ("smollm3", "smollm3.expert_count", 4, "expert_count is 4, experts are not supported"),
     ],
 )

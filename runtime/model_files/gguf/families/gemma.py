@@ -47,6 +47,9 @@ def _scale_of_27b(fields: Fields, arch: str, is_27b: bool) -> Facts:
 
 
 def _gemma3(fields: Fields, arch: str) -> Facts:
+    key = "gemma3.attn_logit_softcapping"
+    if fields.number(key, 0.0, 1e9, default=0.0):
+        raise fields.error(key, fields.get(key), "scores of Gemma 3 are not capped")
     num_layers = fields.integer("gemma3.block_count", 1, 1 << 12)
     pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
     return {

@@ -13,6 +13,7 @@ from . import (
     gemma,
     glm,
     gpt_oss,
+    granite,
     lfm,
     llama,
     ministral,
@@ -41,6 +42,7 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
     **deepseek.FAMILIES,
 }
 

@@ -66,6 +66,11 @@ def _refuse_bidirectional(fields: Fields) -> None:
 
 def _gemma3(fields: Fields) -> Facts:
     _refuse_bidirectional(fields)
+    cap = fields.get("attn_logit_softcapping")
+    if cap is not None:
+        raise fields.error(
+            "attn_logit_softcapping", cap, "scores of Gemma 3 are not capped; remove the field"
+        )
     rope, local_theta = read_two_ropes(fields, 1_000_000.0, "rope_local_base_freq", 10_000.0)
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, rope) | {

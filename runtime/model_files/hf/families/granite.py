@@ -1,13 +1,17 @@
-"""Granite 3."""
+"""Granite 3 (`granite`), and Granite 4 without experts and state layers (`granitemoehybrid`)."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from msgspec import structs
+
 from ...fields import Fields
-from ...layer_form import LayerForm
+from ...layer_form import LayerForm, ModuleNames
 from ..hf_rope import read_rope
 from .family import Facts, Family, rope_facts
+
+_ATTENTION: Final = ("attention", "full_attention")
 
 
 def _granite(fields: Fields) -> Facts:
@@ -28,4 +32,32 @@ def _granite(fields: Fields) -> Facts:
     }
 
 
-FAMILIES: Final[dict[str, Family]] = {"granite": Family("GraniteForCausalLM", _granite)}
+def _granite_hybrid(fields: Fields) -> Facts:
+    """The dense models of the line; they have rotary or, as those with state layers, none."""
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    kinds = fields.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(one not in _ATTENTION for one in kinds):
+        raise fields.error(
+            "layer_types", kinds, "only layers with attention are supported, not those with a state"
+        )
+    if num_experts := fields.integer("num_local_experts", 0, 1 << 16, default=8):
+        raise fields.error("num_local_experts", num_experts, "experts of Granite are not supported")
+    position = fields.get("position_embedding_type")
+    if position not in (None, "nope", "rope"):
+        raise fields.error("position_embedding_type", position, "expected rope, nope or null")
+    facts = _granite(fields)
+    form = structs.replace(
+        facts["form"], names=ModuleNames(mlp="shared_mlp"), mlp_names=("input_linear", "output_linear")
+    )
+    return facts | {
+        "form": form,
+        "mlp_bias": False,
+        "intermediate_size": fields.integer("shared_intermediate_size", 1, 1 << 22, default=1024),
+        "rope_layers": () if position == "rope" else (False,) * num_layers,
+    }
+
+
+FAMILIES: Final[dict[str, Family]] = {
+    "granite": Family("GraniteForCausalLM", _granite),
+    "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", _granite_hybrid),
+}

@@ -97,7 +97,7 @@ def _conv_layers(fields: Fields) -> tuple[bool, ...]:
         return tuple(kind == "conv" for kind in kinds)
     if fields.get("full_attn_idxs") is None:
         return (False,) * num_layers
-    attention = fields.integers("full_attn_idxs", 0, num_layers - 1)
+    attention = fields.integers("full_attn_idxs", 0, 1 << 12)
     return tuple(layer not in attention for layer in range(num_layers))
 
 

@@ -16,6 +16,7 @@ from . import (
     gemma,
     glm,
     gpt_oss,
+    granite,
     lfm,
     llama,
     ministral,
@@ -47,4 +48,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **exaone.FAMILIES,
     **seed.FAMILIES,
     **ernie.FAMILIES,
+    **granite.FAMILIES,
 }

@@ -19,7 +19,7 @@ from engine.model_runner.weights.gguf_blocks import block_weight as read_blocks
 from engine.runtime.model_files.block_forms import IQ4, MXFP4, BlockForm
 from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
 
-from .test_native_blocks import block_weight, check, check_tiles, guarded, tiles  # noqa: F401
+from .test_native_blocks import block_weight, check, guarded, tiles  # noqa: F401
 from .test_native_experts import routed
 
 BF16 = torch.bfloat16
@@ -103,11 +103,18 @@ def test_a_token_gets_the_same_bits_in_every_batch(library, form):
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_tiles_give_the_product(tiles: ctypes.CDLL, form, inputs, outputs):  # noqa: F811
+def test_tiles_give_the_product_with_rounded_weights(tiles: ctypes.CDLL, form, inputs, outputs):  # noqa: F811
     weight = table_weight(form, outputs, inputs)
     linear = NativeBlockLinear(tiles, weight, 1)
+    exact = weight.dequantized(torch.float64)
+    rounded = linear.to_float32(torch.eye(inputs, dtype=BF16)).T.double()
+    half_a_step = torch.ldexp(torch.ones_like(exact), exact.frexp().exponent - 9)
+    assert ((rounded - exact).abs() <= half_a_step).all()
     for num_tokens in (1, 16, TILES_FROM, 65, 130):
-        check_tiles(linear, weight.widened(), guarded((num_tokens, inputs), 2))
+        x = guarded((num_tokens, inputs), 2)
+        bound = x.double().abs() @ rounded.abs().T * 4e-6
+        assert ((linear.to_float32(x).double() - x.double() @ rounded.T).abs() <= bound).all()
+        assert torch.equal(linear(x), linear.to_float32(x).to(BF16))
 
 
 def test_a_weight_with_others_has_the_values_of_each():

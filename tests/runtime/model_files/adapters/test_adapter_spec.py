@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.layer_form import FUSED
 from engine.runtime.model_files.model_spec import ModelSpec
 
 BASE = ModelSpec(
@@ -195,7 +196,7 @@ def test_tensors_that_are_refused(tmp_path, case):
 
 def test_modules_of_fused_models(tmp_path):
     assert "this model has qkv_proj" in refusal(
-        write(tmp_path / "a"), ModelSpec(**{**fields(BASE), "model_type": "phi3"})
+        write(tmp_path / "a"), ModelSpec(**{**fields(BASE), "model_type": "phi3", "form": FUSED})
     )
 
 

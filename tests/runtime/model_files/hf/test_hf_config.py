@@ -268,6 +268,7 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object or null"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a different rope for some"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, only 1.0"),
+        ({**GEMMA3, "attn_logit_softcapping": 50.0}, "scores of Gemma 3 are not capped"),
         ({**GEMMA3, "final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0, expected a number"),
         ({**GEMMA3, "use_bidirectional_attention": True}, "only attention to earlier tokens"),
         ({**GEMMA3, "layer_types": ["full_attention"]}, "1 layer types for 2 layers"),

@@ -110,10 +110,6 @@ def test_plain_modules_have_the_folder_s_names(tmp_path: Path, plain: list[str])
             r"text_config.hidden_size is 0, expected a whole number",
         ),
         (
-            {"text_config": TEXT | {"final_logit_softcapping": 30.0}},
-            "text_config.final_logit_softcapping is 30.0",
-        ),
-        (
             {"text_config": TEXT | {"use_bidirectional_attention": True}},
             "text_config.use_bidirectional_attention is True, only attention to earlier tokens",
         ),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops import HeadNorms
-from ..weights.reader import Slice
-from .spans import Span, equal_span, kv_head_span
+from ...ops import HeadNorms
+from ...weights.reader import Slice
+from ..spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
-    from ..model_context import ModelContext
+    from ...model_context import ModelContext
 
 
 def joint_norms(context: ModelContext, name: str) -> HeadNorms:

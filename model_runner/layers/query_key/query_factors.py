@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..model_context import ModelContext
+    from ...model_context import ModelContext
 
 
 class QueryFactors:

@@ -1,0 +1,1 @@
+"""What queries and keys get between their projections and attention, besides rotary."""

@@ -1,0 +1,40 @@
+"""Several ranks against one, for models with state layers: each rank has a part of the channels of every state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.runtime.errors import ConfigError
+from engine.runtime.resolve.rank_spec import check_tp
+from tests.model_runner.models.test_lfm2 import MOE, VARIANTS
+
+from .test_tensor_parallel import GREEDY, SEEDED, generate
+from .thread_group import ThreadGroup, on_ranks
+
+ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "lfm2": ("lfm2", 2, VARIANTS["lfm2"]),
+    "biases": ("lfm2", 3, VARIANTS["four taps, biases, 9/3"] | {"block_multiple_of": 12}),
+    "lfm2_moe": ("lfm2_moe", 2, MOE),
+}
+
+
+@pytest.mark.parametrize(("model_type", "size", "options"), ON_RANKS.values(), ids=ON_RANKS.keys())
+def test_ranks_together_say_what_one_says(make_tiny_model, model_type, size, options):
+    tiny = make_tiny_model(model_type, **options)
+    check_tp(tiny.spec, size)
+    for params in (GREEDY, SEEDED):
+        expected, _ = generate(tiny, params)
+
+        def tokens(group: ThreadGroup, params: Any = params) -> list[list[int]]:
+            return generate(tiny, params, group)[0]
+
+        assert on_ranks(size, tokens) == [expected] * size
+
+
+def test_channels_that_do_not_divide_are_refused(make_tiny_model):
+    options = {"hidden_size": 90, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
+    tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"] | options)
+    with pytest.raises(ConfigError, match="the 90 channels of its convolutions cannot be divided by it"):
+        check_tp(tiny.spec, 4)

@@ -1,0 +1,28 @@
+"""Decodes of a model with state layers, recorded as on a GPU: states move as without, also beside padding."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.model_runner.models.test_lfm2 import VARIANTS
+from tests.triton_interpreter import repair_interpreter
+
+from .recording_device import RerunningDevice
+from .test_cuda_graph_executor import make
+
+repair_interpreter()
+
+
+@pytest.mark.parametrize("num", [2, 9])  # 9 run as 10
+def test_recorded_decodes_give_the_same_tokens(make_tiny_model, num):
+    tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"])
+    device = RerunningDevice()
+    driver = make(tiny, device)
+    prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(num)]
+
+    outputs = driver.generate(prompts, num=5)
+
+    assert device.num_replayed == 4
+    assert outputs == [tiny.greedy(prompt, 5) for prompt in prompts]
+    pool = driver.runner.executor.eager._state_pool
+    assert not any(slots[0].any() for slots in pool.conv)
