@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+KV_UP: Final = "self_attn.kv_b_proj"
+"""Keys and values from latents; held per head in the serving dtype, whatever the form of linear layers."""
 
 
 class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .gguf.ggml_types import GGML_TYPES
+from .latent_spec import KV_UP
 from .quantization import BLOCK_METHODS, unnumbered
-from .weight_files.needed_tensors import KV_UP, attention_modules, needed_modules
+from .weight_files.needed_tensors import attention_modules, needed_modules
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..hf.language_part import MULTIMODAL
-from ..weight_files.needed_tensors import KV_UP, needed_modules
+from ..latent_spec import KV_UP
+from ..weight_files.needed_tensors import needed_modules
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...errors import ConfigError
-from ..weight_files.needed_tensors import KV_UP
+from ..latent_spec import KV_UP
 from .gguf_file import GGUFFile, TensorInfo, dequantize
 
 if TYPE_CHECKING:

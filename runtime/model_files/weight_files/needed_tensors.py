@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..latent_spec import KV_UP
 
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
-
-
-KV_UP: Final = "self_attn.kv_b_proj"
-"""Keys and values from latents; held per head in the serving dtype, whatever the form of linear layers."""
 
 
 class Module(NamedTuple):
