@@ -138,6 +138,8 @@ class _Recognition:
         self._call.run(copied, x, unturned, seen)
         before = [linear for linear, probe in probes.items() if _was_given(probe, x)]
         after = [linear for linear in probes if linear not in before]
+        if seen.has_sinks:
+            return None
         numbers = (self._num_q, self._num_kv, self._num_kv)
         for found, count in zip((seen.query, seen.key, seen.value), numbers, strict=True):
             shape = (self._num_tokens, count, self._head_dim)

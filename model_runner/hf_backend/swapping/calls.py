@@ -55,6 +55,7 @@ class Seen:
         modules: that called it.
         query, key, value: [T, heads, D] of the last call.
         scaling: of the last call; None: not given.
+        has_sinks: whether the last call brought attention sinks.
         out: [1, T, Hq, D], what it returned.
     """
 
@@ -62,6 +63,7 @@ class Seen:
         self.modules: list[nn.Module] = []
         self.query = self.key = self.value = self.out = torch.empty(0)
         self.scaling: float | None = None
+        self.has_sinks = False
 
     def look(
         self,
@@ -76,6 +78,7 @@ class Seen:
         self.modules.append(module)
         self.query, self.key, self.value = (x[0].transpose(0, 1).clone() for x in (query, key, value))
         self.scaling = options.get("scaling")
+        self.has_sinks = options.get("s_aux") is not None
         self.out = torch.randn(1, query.shape[2], query.shape[1], value.shape[3])
         return self.out.to(query.dtype), None
 
