@@ -82,10 +82,10 @@ def test_the_last_one_runs_everywhere():
 
 def test_reasons_against_triton():
     cpu = torch.device("cpu")
-    assert TritonAttention.reasons_against(spec_of(128, 1, 320), cpu, torch.float64, torch.int8) == [
+    assert TritonAttention.reasons_against(spec_of(128, 1, 576), cpu, torch.float64, torch.int8) == [
         "needs a CUDA device, not cpu",
-        "head_dim is 320, at most 256 fits",
-        "128 query heads share a KV head, at most 64 fit",
+        "head_dim is 576, at most 512 fits",
+        "128 query heads share a KV head, at most 32 fit",
         "has no kernels for torch.float64",
         "reads no KV pool of torch.int8",
     ]

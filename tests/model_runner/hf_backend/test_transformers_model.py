@@ -259,7 +259,7 @@ def test_heads_that_reach_into_their_decoder_are_refused(make_tiny_model, monkey
 
 
 def test_rotary_that_depends_on_the_batch_is_refused(make_tiny_model):
-    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 1.0}
     tiny = make_tiny_model("gpt_neox", rope_parameters=dynamic, **ALL_HEADS)
     with pytest.raises(ConfigError, match="rope_type 'dynamic'; .* cached keys would not fit"):
         load(tiny)
