@@ -18,6 +18,7 @@ from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
 from .test_architectures import YARN, tokens_of
+from .test_dense_families import GRANITE4
 
 TABLE: Any = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "reference" / "families.py"))
 FAMILIES = {row.model_type: row for row in TABLE["FAMILIES"]}
@@ -29,8 +30,8 @@ LATENT = {
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
-    "first_k_dense_replace": 8,
 }
+DENSE_LATENT = {**LATENT, "first_k_dense_replace": 8}
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_MOE = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
@@ -49,12 +50,17 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3_text": GEMMA,
     "lfm2": HYBRID,
     "lfm2_moe": {**HYBRID, **MOE, "num_dense_layers": 1},
+    "granitemoehybrid": {**GRANITE4, "shared_intermediate_size": 128},
     "glm": {"head_dim": 16, "pad_token_id": 0},
     "glm4": {"head_dim": 16, "pad_token_id": 0},
-    "ministral": {"sliding_window": None},
+    "ministral": {
+        "head_dim": 16,
+        "sliding_window": 17,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "ministral3": {"head_dim": 16, "rope_parameters": YARN},
-    "deepseek_v2": LATENT,
-    "deepseek_v3": LATENT,
+    "deepseek_v2": DENSE_LATENT,
+    "deepseek_v3": DENSE_LATENT,
     "glm4_moe_lite": {**LATENT, "mlp_layer_types": ["dense", "dense"]},
 }
 NO_CLASS = {"kimi_k2": "deepseek_v3"}
