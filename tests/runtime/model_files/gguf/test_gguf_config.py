@@ -136,7 +136,7 @@ def test_divisors_of_one_are_no_scaling(make_gguf: MakeGGUF) -> None:
             {"arch": "mamba"},
             "general.architecture is 'mamba', which is not supported; supported are: llama.*; give the model's folder",
         ),
-        ({"llama__expert_count": 8}, "llama.expert_count is 8, experts are not supported"),
+        ({"llama__expert_count": 8}, "the field llama.expert_used_count is missing"),
         ({"llama__block_count": ...}, "the field llama.block_count is missing"),
         (
             {"llama__attention__head_count": 0},
