@@ -88,7 +88,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral",
         {"sliding_window": 17, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16},
     ),
-    "ministral without windows": ("ministral", {"sliding_window": None, "head_dim": 8}),
+    "ministral, window beyond the text": ("ministral", {"sliding_window": 400, "head_dim": 8}),
     "ministral3": ("ministral3", {"head_dim": 16, "rope_parameters": GROWING}),
     "ministral3 window, tied": (
         "ministral3",
