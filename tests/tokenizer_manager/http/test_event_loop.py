@@ -24,6 +24,8 @@ from engine.tokenizer_manager.http.body_reader import BodyReader
 from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 from .calling import Reply, call
 
+ATTEMPTS = 4
+"""A neighbor on the same core makes CPU time longer, never shorter: the best attempt counts."""
 LONGEST_PAUSE_S = 0.2
 """The largest share is that of 2,048 prompts in one request, the scripted scheduler's part included."""
 
@@ -190,10 +192,12 @@ def test_no_request_stalls_the_event_loop(monkeypatch, name):
     path, body, status = REQUESTS[name]
     if status == 400:
         monkeypatch.setattr(template_sandbox, "MAX_RENDER_CPU_S", 0.5)
-    served = serve(path, body)
-
-    assert served.reply.status == status, served.reply.body[:300]
-    assert served.pause_s < LONGEST_PAUSE_S
+    for _ in range(ATTEMPTS):
+        served = serve(path, body)
+        assert served.reply.status == status, served.reply.body[:300]
+        if served.pause_s < LONGEST_PAUSE_S:
+            return
+    pytest.fail(f"the event loop paused for {served.pause_s:.3f} s, {ATTEMPTS} times above {LONGEST_PAUSE_S}")
 
 
 def test_a_pause_would_be_noticed(monkeypatch):
