@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
-from ...runtime.model_files.gguf.families.registry import pairs_are_neighbors
+from ...runtime.model_files.gguf.families.registry import family_of
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...runtime.model_files.gguf.gguf_names import full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
@@ -59,8 +59,9 @@ class GGUFStore:
         """
         self._file = GGUFFile(path)
         self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
-        self._pairs_are_neighbors = pairs_are_neighbors(spec.model_type)
-        self._norms_are_offset = spec.model_type in ("gemma2", "gemma3_text")
+        family = family_of(spec.model_type)
+        self._pairs_are_neighbors = family is not None and family.neighbors
+        self._norms_are_offset = family is not None and family.offset_norms
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
             for hf, gguf, expert in stored_names(spec)

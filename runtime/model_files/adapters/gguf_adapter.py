@@ -3,7 +3,7 @@
     general.type = adapter, adapter.type = lora, adapter.lora.alpha = number, general.architecture
     <tensor>.lora_a [rank, inputs], <tensor>.lora_b [outputs, rank]; the embedding's A is [tokens, rank]
 
-The rows of B for Llama's q and k are in llama.cpp's order, as those of its weights.
+The rows of B for q and k are in llama.cpp's order, as those of the weights (`GGUFFamily.neighbors`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..model_spec import ModelSpec
     from .base_modules import BaseModules
 
-_OTHER_TYPES: Final = {"llama": ("mistral",)}
+_OTHER_TYPES: Final = {"llama": ("mistral", "ministral")}
 """Types of base models whose GGUF files name the architecture of another type."""
 _DTYPES: Final = ("F32", "F16", "BF16", "Q8_0")
 _MAX_ALPHA: Final = 1e9
@@ -53,7 +53,9 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
         raise fields.error("adapter.alora.invocation_tokens", tokens, "activated LoRA is not supported")
     alpha = fields.number("adapter.lora.alpha", 0.0, _MAX_ALPHA)
     names = {gguf: hf.removesuffix(".weight") for hf, gguf, _ in stored_names(spec) if hf.endswith(".weight")}
-    heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
+    heads = {}
+    if GGUF_FAMILIES[architecture].neighbors:
+        heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
 
     modules = []
     for stored, info in file.tensors.items():
@@ -84,7 +86,7 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
                 alpha / rank if alpha else 1.0,
                 stored,
                 other,
-                heads.get(suffix, 0) if architecture == "llama" else 0,
+                heads.get(suffix, 0),
                 is_embedding,
             )
         )
@@ -96,4 +98,4 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
 def _model_types(architecture: str) -> tuple[str, ...]:
     """Hugging Face's `model_type` of the base models that files with this architecture adapt."""
     family = GGUF_FAMILIES.get(architecture)
-    return () if family is None else (family.model_type, *_OTHER_TYPES.get(architecture, ()))
+    return () if family is None else (family.model_type, *family.also, *_OTHER_TYPES.get(architecture, ()))

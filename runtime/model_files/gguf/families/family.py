@@ -47,6 +47,7 @@ class GGUFFamily(NamedTuple):
         has_experts: the keys of experts are read.
         has_own_heads: `facts` reads the shape of heads, too.
         neighbors: the rows of q and k are ordered so that rotary pairs are adjacent; Hugging Face pairs the halves.
+        offset_norms: 1 was added to the weights of norms.
         norm_eps: the key of the norms' eps.
         also: further values of `model_type` that the facts may have.
     """
@@ -58,6 +59,7 @@ class GGUFFamily(NamedTuple):
     has_experts: bool = False
     has_own_heads: bool = False
     neighbors: bool = False
+    offset_norms: bool = False
     norm_eps: str = RMS_NORM_EPS
     also: tuple[str, ...] = ()
 

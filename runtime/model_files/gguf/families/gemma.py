@@ -72,6 +72,6 @@ _GEMMA2_NAMES: Final = {
 _GEMMA3_NAMES: Final = {**_GEMMA2_NAMES, **QK_NORM_NAMES}
 
 FAMILIES: Final[dict[str, GGUFFamily]] = {
-    "gemma2": GGUFFamily("gemma2", _gemma2, _GEMMA2_NAMES),
-    "gemma3": GGUFFamily("gemma3_text", _gemma3, _GEMMA3_NAMES),
+    "gemma2": GGUFFamily("gemma2", _gemma2, _GEMMA2_NAMES, offset_norms=True),
+    "gemma3": GGUFFamily("gemma3_text", _gemma3, _GEMMA3_NAMES, offset_norms=True),
 }

@@ -53,13 +53,12 @@ _BY_MODEL_TYPE: Final = {
 }
 
 
+def family_of(model_type: str) -> GGUFFamily | None:
+    """The family whose files hold models of this `model_type`; None: there is none."""
+    return _BY_MODEL_TYPE.get(model_type)
+
+
 def layer_names(model_type: str) -> Mapping[str, str]:
     """Modules of a layer of this `model_type`, and their names in a file; Llama's if there is no such file."""
-    family = _BY_MODEL_TYPE.get(model_type)
+    family = family_of(model_type)
     return LAYER_NAMES if family is None else family.names
-
-
-def pairs_are_neighbors(model_type: str) -> bool:
-    """See `GGUFFamily.neighbors`."""
-    family = _BY_MODEL_TYPE.get(model_type)
-    return family is not None and family.neighbors

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from safetensors.torch import save_file
 
 from engine.runtime.errors import ConfigError
@@ -307,6 +308,18 @@ def test_a_gguf_adapter(write_gguf, tmp_path):
         (Q, 4, 2.0, 4),
     ]
     assert spec.rank == 4
+
+
+@pytest.mark.parametrize(
+    ("arch", "model_type", "heads"),
+    [("llama", "mistral", 4), ("granite", "granite", 4), ("smollm3", "smollm3", 4), ("qwen2", "qwen2", 0)],
+)
+def test_the_order_of_rows_in_gguf_adapters_is_that_of_the_family_s_weights(
+    write_gguf, tmp_path, arch, model_type, heads
+):
+    path = write_gguf(tmp_path / "a.gguf", GGUF_FACTS, gguf_tensors(), arch=arch)
+    spec = read_adapter(path, "one", structs.replace(BASE, model_type=model_type))
+    assert [module.heads for module in spec.modules if module.name == Q] == [heads]
 
 
 @pytest.mark.parametrize(
