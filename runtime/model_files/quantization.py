@@ -32,7 +32,9 @@ MADE: Final[tuple[QuantMethod, ...]] = ("fp8", "int8", "int4")
 BLOCK_METHODS: Final[tuple[QuantMethod, ...]] = ("gguf", "int8", "int4")
 """Stored as integers in blocks of 32 inputs, which the CPU kernels multiply directly."""
 
-_ROUTER: Final = re.compile(r"\.(?:mlp|block_sparse_moe)\.(?:gate|router|router\.layer|shared_expert_gate)$")
+_ROUTER: Final = re.compile(
+    r"\.(?:mlp|block_sparse_moe|feed_forward)\.(?:gate|router|router\.layer|shared_expert_gate)$"
+)
 _EXPERT: Final = re.compile(r"\.experts\.\d+\.")
 _IN_8_BITS: Final = (".q_proj", ".k_proj", ".v_proj", ".qkv_proj", ".down_proj", ".c_proj")
 """Modules that int4 keeps in 8 bits, besides the head: two fifths of SmolLM2-135M's linear layers. Perplexity rises by

@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.experts_spec import LFM2_NAMES, MIXTRAL_NAMES, ExpertNames
+from engine.runtime.model_files.hf.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import QuantizationSpec, QuantMethod
 from engine.runtime.model_files.quantization_choice import with_quantization
@@ -48,6 +50,21 @@ def test_modules_that_stay_plain_are_matched_in_whole_components() -> None:
             "model.layers.0.mlp.gate_proj",
         )
     ] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [ExpertNames(), MIXTRAL_NAMES, LFM2_NAMES, GPT_OSS_NAMES],
+    ids=["usual", "mixtral", "lfm2", "gpt_oss"],
+)
+def test_routers_stay_plain(names: ExpertNames) -> None:
+    block = f"model.layers.0.{names.block}"
+    found = QuantizationSpec(method="int4", stored=False)
+
+    assert found.is_plain(f"{block}.{names.router}") and found.is_plain(
+        f"model.layers.0.mlp.{names.shared_gate}"
+    )
+    assert not found.is_plain(f"{block}.experts.0.{names.gate}")
 
 
 @pytest.mark.parametrize(
