@@ -196,9 +196,7 @@ class _Plans:
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _Step:
     attend: ctypes._NamedFuncPointer
-    addresses: Mapping[
-        int, tuple[int | None, ...]
-    ]  # addresses of each layer's keys, values, and their scales
+    addresses: Mapping[int, tuple[int | None, ...]]  # of each layer's keys, values, and their scales
     plans: _Plans
     kv_dtype: torch.dtype
     shape: tuple[int, int]  # of the queries: tokens, heads

@@ -70,7 +70,6 @@ class _View:
     extends: list[_Extend]
     groups: list[_DecodeGroup]
     extend_attention: ExtendAttention | EncoderAttention
-    num_kv_heads: int
 
 
 class TorchNativeAttention(AttentionBackend):
@@ -119,8 +118,7 @@ class TorchNativeAttention(AttentionBackend):
         )
 
     def _view(self, layout: BatchLayout, starts: Int64s, of: LayerView) -> _View:
-        window, num_kv_heads = of.window, of.heads.num_kv_heads
-        group_size = self._num_heads // num_kv_heads
+        window, group_size = of.window, self._num_heads // of.heads.num_kv_heads
         seq_lens = layout.prefix_lens + layout.extend_lens
         firsts = np.zeros_like(seq_lens)  # the first token to which a new token of each request attends
         if window is not None:
@@ -140,7 +138,7 @@ class TorchNativeAttention(AttentionBackend):
             self._decode_group(layout.rows, starts, firsts, seq_lens, decodes + members, group_size)
             for members in group_by_length((seq_lens - firsts)[decodes:])
         ]
-        return _View(extends, groups, self._extend_attention[window], num_kv_heads)
+        return _View(extends, groups, self._extend_attention[window])
 
     def _decode_group(
         self,
@@ -205,7 +203,7 @@ class _Step:
         kv = self.kv_pool.layer(layer_id)
         view = self.views[layer_id]
         if sinks is not None:
-            sinks = sinks.view(view.num_kv_heads, -1)
+            sinks = sinks.view(kv.k.shape[1], -1)
         if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
             return self._decode(q, kv, view.groups[0], sinks)
         out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))

@@ -62,6 +62,7 @@ SERVE_FLAGS = """
 --json-whitespace
 --keep-alive-timeout
 --kv-cache-dtype
+--language-model-only
 --length-ageing
 --length-estimate
 --load-format
@@ -125,6 +126,7 @@ SERVE_FLAGS = """
 --no-enable-prefix-caching
 --no-in-batch-prefix-caching
 --no-isolate-tenants
+--no-language-model-only
 --no-log-requests
 --no-matryoshka
 --no-overlap

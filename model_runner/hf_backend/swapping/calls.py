@@ -36,13 +36,20 @@ class AttentionCall(NamedTuple):
         return None
 
     def run(self, module: nn.Module, hidden: Tensor, angles: tuple[Tensor, Tensor] | None, check: Any) -> Any:
-        """Call a copy of the module with other values; `check`: gets its attention, see `Layers`."""
+        """Call a copy of the module with other values; `check`: gets its attention, see `Layers`.
+
+        Other numbers among the arguments are random: a factor of 1 in a short text may be another one later.
+        """
         old_hidden, old_angles = self.hidden_states(), self.angles()
 
         def new(value: Any) -> Any:
             if value is old_hidden:
                 return hidden
-            return angles if value is old_angles and angles is not None else value
+            if value is old_angles:
+                return value if angles is None else angles
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return torch.randn(value.shape)
+            return value
 
         kwargs = {name: new(value) for name, value in self.kwargs.items()}
         return module(*map(new, self.args), **{**kwargs, "engine_check": check})

@@ -23,7 +23,13 @@ _ACTIVATIONS: Final[Mapping[ActivationKind, Callable[[Tensor], Tensor]]] = {
 GATED: Final = ("silu", "gelu_tanh", "gelu")
 """Activations with an op for gated layers."""
 
-_OF_ACTIVATIONS: Final = ("silu", "gelu", "relu", "sigmoid", "tanh", "erf")
+_OPERATIONS: Final[Mapping[ActivationKind, tuple[str, ...]]] = {
+    "silu": ("silu", "sigmoid"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "gelu": ("gelu", "erf"),
+    "relu": ("relu",),
+}
+"""Operations that an activation may consist of; with more of them the block has another bend, too."""
 
 
 class MLPForm(NamedTuple):
@@ -61,9 +67,9 @@ def mlp_form_of(module: nn.Module) -> MLPForm | None:
                 out = copied(x)
         except Exception:  # any type: it is the code of some module
             return None
-        if operations.others(_OF_ACTIVATIONS):
-            return None
-        matching = list(_matching(probes, x, out))
+        matching = [
+            form for form in _matching(probes, x, out) if not operations.others(_OPERATIONS[form.activation])
+        ]
         found = matching if found is None else [form for form in found if form in matching]
     return found[0] if found else None
 

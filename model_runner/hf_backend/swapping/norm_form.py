@@ -81,7 +81,8 @@ def norm_form_of(module: nn.Module) -> NormForm | None:
 
 def _candidates(module: nn.Module) -> list[NormForm]:
     parameters = dict(module.named_parameters())
-    if any(True for _ in module.children()) or not parameters.keys() <= {"weight", "bias"}:
+    others = [*module.children(), *module.buffers()]  # a buffer may be a state, or depend on positions
+    if others or not parameters.keys() <= {"weight", "bias"}:
         return []
     sizes: set[tuple[int, ...]] = {tuple(parameter.shape) for parameter in parameters.values()}
     if not sizes and "norm" in type(module).__name__.lower():

@@ -42,22 +42,8 @@ def store_latent(
     """See `StoreLatent`."""
     weight, eps = norm
     latent, key = row.split((len(weight), cos.shape[-1]), dim=-1)
-    rotated = torch.cat((q, key.unsqueeze(1)), dim=1)
-    if interleaved:
-        rotated = _pairs_apart(rotated)
-    rotated = plain.rotate(rotated, cos.unsqueeze(1).to(q.dtype), sin.unsqueeze(1).to(q.dtype))
-    if interleaved:
-        rotated = _pairs_together(rotated)
+    heads, cos, sin = torch.cat((q, key.unsqueeze(1)), dim=1), cos.to(q.dtype), sin.to(q.dtype)
+    rotated = plain.rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=interleaved)
     q_out.copy_(rotated[:, :-1])
     whole = torch.cat((plain.rms_norm(latent.contiguous(), weight, eps), rotated[:, -1]), dim=-1)
     plain.store(kv.k, whole.unsqueeze(1), out_cache_loc)
-
-
-def _pairs_apart(x: Tensor) -> Tensor:
-    """[..., R]: the first elements of all pairs, then the second ones."""
-    return x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
-
-
-def _pairs_together(x: Tensor) -> Tensor:
-    """The inverse of `_pairs_apart`."""
-    return x.view(*x.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)

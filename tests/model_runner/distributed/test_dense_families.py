@@ -1,4 +1,4 @@
-"""Several ranks against one: norms over all heads, interleaved rotary, plain MLPs, parallel blocks."""
+"""Several ranks against one: norms over all heads, interleaved rotary, plain MLPs, parallel blocks, caps, factors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.resolve.rank_spec import check_tp
+from tests.model_runner.models.test_dense_families import GRANITE
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
@@ -24,6 +25,18 @@ VARIANTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "glm4": ("glm4", 2, GLM),
     "starcoder2 biases": ("starcoder2", 2, {"tie_word_embeddings": True}),
     "cohere2": ("cohere2", 2, {"sliding_window": 9, "logit_scale": 0.5, "attention_bias": True}),
+    "granite factors, tied": ("granite", 2, {**GRANITE, "tie_word_embeddings": True, "vocab_size": 97}),
+    "gemma2 caps, a vocabulary that does not divide": (
+        "gemma2",
+        2,
+        {
+            "head_dim": 16,
+            "sliding_window": 9,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+            "vocab_size": 97,
+        },
+    ),
 }
 
 

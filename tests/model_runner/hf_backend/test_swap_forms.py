@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.model_runner.hf_backend.swapping.attention_form import attention_form_of
+from engine.model_runner.hf_backend.swapping.calls import AttentionCall
 from engine.model_runner.hf_backend.swapping.mlp_form import mlp_form_of
 from engine.model_runner.hf_backend.swapping.norm_form import norm_form_of
 
@@ -72,6 +76,12 @@ def test_weights_of_two_dimensions_and_modules_that_fail_are_not_norms():
     assert norm_form_of(nn.Linear(SIZE, SIZE)) is None
 
 
+def test_a_norm_with_a_buffer_stays():
+    module = FakeNorm(lambda x, w: rms(x) * w * module.scale[: x.shape[1]], torch.ones(SIZE))
+    module.register_buffer("scale", torch.ones(9, 1))  # later positions may have another
+    assert norm_form_of(module) is None
+
+
 def test_a_layer_norm_has_its_bias():
     form = norm_form_of(nn.LayerNorm(SIZE, eps=1e-6))
     assert form is not None
@@ -125,6 +135,7 @@ def test_blocks_are_known_by_what_they_compute(compute, inner, activation, is_ga
         (lambda a: F.relu(a).square(), (40,)),
         (lambda a: F.silu(a[..., 40:]) * a[..., :40], (80,)),  # the ups first
         (lambda a: F.silu(a[..., ::2]) * a[..., 1::2], (80,)),
+        (lambda a, b: F.silu(1e5 * torch.tanh(a / 1e5)) * b, (40, 40)),  # a bend beyond the sizes tried
     ],
 )
 def test_blocks_that_differ_stay(compute, inner):
@@ -143,3 +154,50 @@ def test_blocks_with_more_in_them_stay():
 
     assert mlp_form_of(Scaled(F.relu, 40)) is None
     assert mlp_form_of(Weighted()) is None
+
+
+HEADS = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8)
+
+
+class FakeAttention(nn.Module):
+    """Attention as in transformers, without rotary, and any arithmetic before it."""
+
+    def __init__(self, compute: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.q = nn.Linear(SIZE, 32)
+        self.k = nn.Linear(SIZE, 16)
+        self.v = nn.Linear(SIZE, 16)
+        self.o = nn.Linear(32, SIZE)
+        self.compute = compute
+
+    def forward(self, hidden_states: Tensor, engine_check: Any = None, **options: Any) -> Tensor:
+        heads = [linear(hidden_states).unflatten(-1, (-1, 8)) for linear in (self.q, self.k, self.v)]
+        q, k, v = (x.transpose(1, 2) for x in self.compute(*heads, **options))
+        out: Tensor = self.o(engine_check.look(self, q, k, v, None, {"scaling": 0.5})[0].flatten(2))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("compute", "options", "is_known"),
+    [
+        (lambda q, k, v: (q, k, v), {}, True),
+        (lambda q, k, v, mask: (q, k, v), {"mask": torch.zeros(1, 1, 5, 5)}, True),
+        (lambda q, k, v, scale: (q * scale, k, v), {"scale": torch.ones(1, 5, 1, 1)}, False),  # more later
+        (lambda q, k, v, first: (q, k, v + first), {"first": torch.zeros(1, 5, 2, 8)}, False),
+        (
+            lambda q, k, v, ids: (q * (ids // 8192 + 1)[..., None, None], k, v),
+            {"ids": torch.arange(5)},
+            False,
+        ),
+        (lambda q, k, v: (q, k.clamp(-1e4, 1e4), v), {}, False),
+        (lambda q, k, v: (q, k, F.dropout(v, 1e-3, training=True)), {}, False),
+        (lambda q, k, v: (q.mul_(2), k, v), {}, False),
+        (lambda q, k, v: (q, k, v.roll(1, 1)), {}, False),
+    ],
+)
+def test_attention_is_known_by_what_it_computes(compute, options, is_known):
+    call = AttentionCall(FakeAttention(compute), (torch.randn(1, 5, SIZE),), options)
+    form = attention_form_of(call, HEADS)
+    assert (form is not None) == is_known
+    if form is not None:
+        assert (form.rotary_dim, form.factor, form.scaling) == (0, 1.0, 0.5)

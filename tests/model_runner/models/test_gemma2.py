@@ -11,6 +11,7 @@ import torch
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.models.test_architectures import GEMMA3, tokens_of
+from tests.model_runner.models.text_checks import check_int8_cache
 
 GEMMA2 = {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 16, "query_pre_attn_scalar": 16}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 4.0}
@@ -76,3 +77,9 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
     ours, _, _ = unpack(driver.step([(req, 120)]).prompt_logprobs[0])
 
     assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
+
+
+def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack):
+    model_type, options = VARIANTS["low caps"]
+    tiny = make_tiny_model(model_type, **options)
+    check_int8_cache(tiny, make_driver(tiny.spec, tiny.folder, kv_cache_dtype="int8"), unpack)

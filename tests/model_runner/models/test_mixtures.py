@@ -172,7 +172,7 @@ def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_dr
     assert driver.generate(prompts, num=8) == found
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"])
 def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, **options)

@@ -73,8 +73,9 @@ def test_numbers_arrive_with_padding_behind_them_in_one_copy():
     assert inputs.table_indices.tolist() == [307, 11, 500, DUMMY_ROW * WIDTH]
     assert inputs.slots.tolist() == [40, 41, 8, 0]
     assert inputs.seq_lens.tolist() == [8, 12, 1, 1]
-    assert [tensor.dtype for tensor in inputs] == [torch.int64] * 5 + [torch.int32] * 2 + [torch.int64]
+    assert [tensor.dtype for tensor in inputs] == [torch.int64] * 5 + [torch.int32] * 2 + [torch.int64] * 2
     assert not len(inputs.adapter_plan)
+    assert not len(inputs.state_plan)
 
 
 def test_padding_behind_adapters_uses_the_base_model():

@@ -25,6 +25,12 @@ NOTES = Path(os.environ["TMPDIR"])
 CAPACITY = Capacity(max_model_len=64, num_pages=8, page_size=16, max_running_requests=4, vocab_size=100)
 
 
+def leave_note(name: str, text: str) -> None:
+    """A note that is whole as soon as it is seen."""
+    (NOTES / f"{name}.new").write_text(text)
+    (NOTES / f"{name}.new").rename(NOTES / name)
+
+
 def main(child: Child) -> None:
     names = dict(pair.split("=") for pair in (child.settings.config.model.served_model_name or "").split())
     behavior = globals()[names.get(child.role, "works")]
@@ -163,7 +169,7 @@ def waits_for_others(child: Child) -> None:
 def starts_a_grandchild(child: Child) -> None:
     code = "import signal; signal.pause()"
     process = subprocess.Popen([sys.executable, "-c", code])
-    (NOTES / "grandchild").write_text(str(process.pid))
+    leave_note("grandchild", str(process.pid))
     child.ready(capacity=CAPACITY)
     _loop(child)
 
@@ -199,11 +205,11 @@ async def _manage(child: Child, capacity: Capacity, *, finishes: bool, hangs: bo
     while True:
         match await child.next_order():
             case PeersLost(message=message):
-                (NOTES / "peers-lost").write_text(message)
+                leave_note("peers-lost", message)
             case PeersReady(capacity=capacity):
-                (NOTES / "peers-back").write_text(str(capacity.num_pages))
+                leave_note("peers-back", str(capacity.num_pages))
             case PeerDied(message=message):
-                (NOTES / "clients-were-told").write_text(message)
+                leave_note("clients-were-told", message)
                 break
             case Stop(drain=drain):
                 (NOTES / "draining").touch()
