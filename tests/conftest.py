@@ -38,6 +38,11 @@ for name in (
 for name in ("NO_PROXY", "no_proxy"):
     os.environ[name] = ",".join(filter(None, (os.environ.get(name), "127.0.0.1", "localhost", "::1")))
 
+# Some images forbid bytecode. Then each of the engine's processes that tests start, and each worker, would compile all
+# sources again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # `nohup make test` has SIGHUP ignored, `make test &` in a script SIGINT, by the tests' engines too, which mean them.
 for signum, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(signum) is signal.SIG_IGN:

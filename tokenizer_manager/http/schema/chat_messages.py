@@ -191,8 +191,8 @@ def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, li
     for i, part in enumerate(parts):
         where = f"{at}[{i}]"
         kind = part.get("type")
-        check_is_no_media(kind, where)
         if kind != "text":
+            check_is_no_media(kind, where)
             raise RequestError(
                 f'{where}.type is {show(kind)}, but only "text" is supported yet',
                 param=f"{where}.type",

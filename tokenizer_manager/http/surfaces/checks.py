@@ -87,8 +87,8 @@ def part_text(part: Body, at: str, kinds: Collection[str]) -> str:
         RequestError: it is no text part.
     """
     kind = part.get("type")
-    check_is_no_media(kind, at)
     if kind not in kinds:
+        check_is_no_media(kind, at)
         raise RequestError(
             f"{at}.type is {show(kind)}, but only {', '.join(sorted(kinds))} can be read here; this model takes text",
             param=f"{at}.type",
