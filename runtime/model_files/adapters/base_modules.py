@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..hf.language_part import MULTIMODAL
+from ..hf.multimodal_types import MULTIMODAL
 from ..latent_spec import KV_UP
 from ..weight_files.needed_tensors import needed_modules
 

@@ -27,7 +27,8 @@ from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
 from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
-from .language_part import MULTIMODAL, LanguagePart, find_language_part
+from .language_part import LanguagePart, find_language_part
+from .multimodal_types import MULTIMODAL
 from .sentence_transformers import read_pooling, token_limit
 from .task import FoundTask, find_task
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...errors import ConfigError
-from ..hf.language_part import MULTIMODAL
+from ..hf.multimodal_types import MULTIMODAL
 from ..stand_in import damage
 from .header_entry import HeaderEntry
 from .stacked_experts import unstacked

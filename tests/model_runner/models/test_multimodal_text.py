@@ -18,7 +18,7 @@ from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.hf.language_part import MULTIMODAL
+from engine.runtime.model_files.hf.multimodal_types import MULTIMODAL
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams

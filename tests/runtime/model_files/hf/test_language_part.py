@@ -10,7 +10,7 @@ import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.hf.language_part import MULTIMODAL
+from engine.runtime.model_files.hf.multimodal_types import MULTIMODAL
 from engine.runtime.model_files.model_spec import ModelSpec, RopeScaling
 from engine.runtime.model_files.pooling_spec import TaskChoice
 from engine.runtime.model_files.weight_files.safetensors_header import usual_names

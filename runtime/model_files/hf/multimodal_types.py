@@ -1,0 +1,222 @@
+"""`MULTIMODAL`: the kinds of multimodal folders with a text that is served; `TEXT_TYPES`: their language models.
+
+A token of text attends to earlier tokens only and has the same position on all axes of M-RoPE, in each of these models;
+one of which that is not true is not in the table. `language_part` reads folders by it; `usual_names` (weight_files)
+takes the names of tensors from here for all that reads or counts weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+_BODY: Final = ("language_model.model.", "model.language_model.", "language_model.")
+"""What `model.` is called: by transformers before 4.52, since then, and in files without an output head."""
+_HEAD: Final = "language_model.lm_head."
+_VISION: Final = ("vision_tower.", "multi_modal_projector.")
+_AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
+_CONNECTED: Final = ("vision_model.", "connector.")
+_TEXT_MODEL: Final = ("model.text_model.", "text_model.")
+_GEMMA_TOWERS: Final = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
+
+
+class Multimodal(NamedTuple):
+    """A kind of multimodal folder, by the `model_type` of its config.json.
+
+    Attributes:
+        architecture: the class in transformers.
+        text_type: `model_type` of the language model, unless the folder names another one.
+        towers: prefixes of the tensors that are not read, also after `model.`: towers, and layers that only draft.
+        body: prefixes of the language model's tensors, in the place of `model.`.
+        is_fixed: transformers reads `text_config` as `text_type`, whatever it says.
+        is_flat: older folders have the language model's fields beside `vision_config`, and no `text_config`.
+        tied: the default of `tie_word_embeddings`.
+        defaults: of `text_config`, with precedence over those of its `model_type`.
+    """
+
+    architecture: str
+    text_type: str
+    towers: tuple[str, ...]
+    body: tuple[str, ...] = _BODY
+    is_fixed: bool = False
+    is_flat: bool = False
+    tied: bool = False
+    defaults: Mapping[str, object] = {}
+
+    def usual_name(self, name: str) -> str | None:
+        """The name of a tensor in a folder with the language model only; None: it belongs to a tower."""
+        if name.removeprefix("model.").startswith(self.towers):
+            return None
+        if name.startswith(_HEAD):
+            return "lm_head." + name.removeprefix(_HEAD)
+        prefix = next((prefix for prefix in self.body if name.startswith(prefix)), "model.")
+        return "model." + name.removeprefix(prefix) if name.startswith(prefix) else name
+
+    @property
+    def renamed(self) -> tuple[tuple[str, str], ...]:
+        """Beginnings of the usual names, and what the folder may have instead."""
+        return *(("model.", prefix) for prefix in self.body), ("lm_head", _HEAD.removesuffix("."))
+
+
+class TextType(NamedTuple):
+    """A `model_type` of language models: the family that computes it, and transformers' defaults of its fields."""
+
+    family: str
+    defaults: Mapping[str, object]
+    always: Mapping[str, object] = {}  # what its code does, whatever the file says
+
+
+MULTIMODAL: Final[dict[str, Multimodal]] = {
+    "gemma3": Multimodal("Gemma3ForConditionalGeneration", "gemma3_text", _VISION, is_fixed=True, tied=True),
+    "mistral3": Multimodal("Mistral3ForConditionalGeneration", "mistral", _VISION, tied=True),
+    "qwen2_vl": Multimodal(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl_text", ("visual.",), is_fixed=True, is_flat=True
+    ),
+    "qwen2_5_vl": Multimodal(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", ("visual.",), is_fixed=True, is_flat=True
+    ),
+    "qwen3_vl": Multimodal("Qwen3VLForConditionalGeneration", "qwen3_vl_text", ("visual.",), is_fixed=True),
+    "qwen3_vl_moe": Multimodal(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", ("visual.",), is_fixed=True
+    ),
+    "llava": Multimodal("LlavaForConditionalGeneration", "llama", _VISION),
+    "llava_next": Multimodal("LlavaNextForConditionalGeneration", "llama", (*_VISION, "image_newline")),
+    "llava_onevision": Multimodal(
+        "LlavaOnevisionForConditionalGeneration", "qwen2", (*_VISION, "image_newline")
+    ),
+    "vipllava": Multimodal("VipLlavaForConditionalGeneration", "llama", _VISION),
+    "internvl": Multimodal("InternVLForConditionalGeneration", "qwen2", _VISION, tied=True),
+    # transformers does not scale the logits of these two; they were trained, and are scaled here, as Cohere 2.
+    "cohere2_vision": Multimodal("Cohere2VisionForConditionalGeneration", "cohere2", _VISION, tied=True),
+    "aya_vision": Multimodal("AyaVisionForConditionalGeneration", "cohere2", _VISION, tied=True),
+    "idefics3": Multimodal("Idefics3ForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
+    "smolvlm": Multimodal("SmolVLMForConditionalGeneration", "llama", _CONNECTED, _TEXT_MODEL),
+    "llama4": Multimodal(
+        "Llama4ForConditionalGeneration",
+        "llama4_text",
+        ("vision_model.", "multi_modal_projector."),
+        is_fixed=True,
+    ),
+    "gemma3n": Multimodal(
+        "Gemma3nForConditionalGeneration", "gemma3n_text", _GEMMA_TOWERS, is_fixed=True, tied=True
+    ),
+    "gemma4": Multimodal(
+        "Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA_TOWERS, is_fixed=True, tied=True
+    ),
+    "qwen3_5": Multimodal(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.", "mtp."), is_fixed=True
+    ),
+    "qwen3_5_moe": Multimodal(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.", "mtp."), is_fixed=True
+    ),
+    "lfm2_vl": Multimodal("Lfm2VlForConditionalGeneration", "lfm2", _VISION, tied=True),
+    "qwen2_audio": Multimodal("Qwen2AudioForConditionalGeneration", "qwen2", _AUDIO),
+    "voxtral": Multimodal(
+        "VoxtralForConditionalGeneration",
+        "llama",
+        _AUDIO,
+        defaults={
+            "vocab_size": 131_072,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e8,
+            "head_dim": 128,
+        },
+    ),
+}
+"""The folders of which the text is served."""
+
+_QWEN: Final = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 22_016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+}
+_QWEN_VL: Final = {
+    "vocab_size": 152_064,
+    "hidden_size": 8192,
+    "intermediate_size": 29_568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": 4096,
+    "max_window_layers": 80,
+    "rope_theta": 1e6,
+}
+TEXT_TYPES: Final[dict[str, TextType]] = {
+    "llama": TextType(
+        "llama",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 11_008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "mistral": TextType(
+        "mistral",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 4096,
+        },
+    ),
+    "qwen2": TextType("qwen2", _QWEN | {"max_position_embeddings": 32_768}),
+    "qwen3": TextType("qwen3", _QWEN | {"max_position_embeddings": 32_768, "head_dim": 128}),
+    "gemma3_text": TextType(
+        "gemma3_text",
+        {
+            "vocab_size": 262_208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen3_vl_text": TextType(
+        "qwen3", _QWEN | {"max_position_embeddings": 128_000, "head_dim": 128, "rope_theta": 5e5}
+    ),
+    "qwen3_vl_moe_text": TextType(
+        "qwen3_moe",
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "rms_norm_eps": 1e-6,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+            "rope_theta": 5e5,
+        },
+        {"norm_topk_prob": True, "use_sliding_window": False},
+    ),
+}
+"""Older files have only the fields of `text_config` that differ from these defaults."""
