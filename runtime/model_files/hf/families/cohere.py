@@ -9,7 +9,7 @@ from msgspec import structs
 from ...fields import Fields
 from ...layer_form import PARALLEL
 from ..hf_rope import MAX_POSITIONS, read_rope
-from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+from .family import Facts, Family, rope_facts, windows_by_types
 
 
 def _cohere(fields: Fields) -> Facts:
@@ -22,11 +22,7 @@ def _cohere(fields: Fields) -> Facts:
 
 def _cohere2(fields: Fields) -> Facts:
     """Layers with a window rotate, the others do not."""
-    if fields.get("layer_types") is not None:
-        windowed = layer_types(fields)
-    else:
-        pattern = fields.integer("sliding_window_pattern", 1, 1 << 12, default=4)
-        windowed = windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
+    windowed = windows_by_types(fields, fields.integer("sliding_window_pattern", 1, 1 << 12, default=4))
     return _layers(fields, 10_000.0) | {
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
         "windowed_layers": windowed,

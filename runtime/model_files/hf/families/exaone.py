@@ -9,7 +9,7 @@ from msgspec import structs
 from ...fields import Fields
 from ...layer_form import POST_NORMS_OVER_HEADS
 from ..hf_rope import MAX_POSITIONS, read_rope
-from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+from .family import Facts, Family, rope_facts, windows_by_types
 
 FORM: Final = structs.replace(POST_NORMS_OVER_HEADS, qk_norm_over_heads=False)
 
@@ -19,11 +19,7 @@ def _exaone4(fields: Fields) -> Facts:
     facts = rope_facts(fields, read_rope(fields)) | {"qk_norm": True, "form": FORM}
     if fields.get("sliding_window") is None:
         return facts
-    if fields.get("layer_types") is not None:
-        windowed = layer_types(fields)
-    else:
-        pattern = fields.integer("sliding_window_pattern", 1, 1 << 12, default=4)
-        windowed = windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
+    windowed = windows_by_types(fields, fields.integer("sliding_window_pattern", 1, 1 << 12, default=4))
     return facts | {
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
         "windowed_layers": windowed,

@@ -69,6 +69,13 @@ def score_cap(fields: Fields) -> Facts:
     return {"attention": AttentionForm(score_cap=fields.number(name, 1e-3, 1e6))}
 
 
+def windows_by_types(fields: Fields, pattern: int) -> tuple[bool, ...]:
+    """From `layer_types`; without it, all layers have a window except every `pattern`th."""
+    if fields.get("layer_types") is not None:
+        return layer_types(fields)
+    return windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
+
+
 def layer_types(fields: Fields) -> tuple[bool, ...]:
     """Which layers have a window, from the field `layer_types`."""
     value = fields.get("layer_types")

@@ -10,7 +10,7 @@ from ...attention_form import AttentionForm
 from ...fields import Fields
 from ...layer_form import FOUR_NORMS
 from ..hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
-from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern, windows_by_types
 
 _GEMMA3_PATTERN: Final = 6  # every sixth layer has no window
 
@@ -18,17 +18,12 @@ _GEMMA3_PATTERN: Final = 6  # every sixth layer has no window
 def _gemma2(fields: Fields) -> Facts:
     _refuse_bidirectional(fields)
     bias = fields.boolean("attention_bias", default=False)
-    windows: tuple[bool, ...]
-    if fields.get("layer_types") is not None:
-        windows = layer_types(fields)
-    else:
-        windows = windows_by_pattern(2, fields.integer("num_hidden_layers", 1, 1 << 12))
     return rope_facts(fields, read_rope(fields)) | {
         "attention_bias": bias,
         "attention_out_bias": bias,
         "query_scale": _query_scale(fields),
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-        "windowed_layers": windows,
+        "windowed_layers": windows_by_types(fields, 2),
         "float32_norms": True,
         **_caps(fields, 50.0, 30.0),
     }

@@ -8,7 +8,7 @@ from ...attention_form import AttentionForm
 from ...experts_spec import ClampedSwiGLU, ExpertNames, ExpertsSpec, Routing
 from ...fields import Fields
 from ..hf_rope import MAX_POSITIONS, read_rope
-from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+from .family import Facts, Family, rope_facts, windows_by_types
 
 _THETA: Final = 150_000.0
 NAMES: Final = ExpertNames(router="router", stacks_in_turn=True)
@@ -18,14 +18,12 @@ def _gpt_oss(fields: Fields) -> Facts:
     if not fields.get("rope_parameters") and not fields.get("rope_scaling"):
         raise fields.error("rope_parameters", fields.get("rope_parameters"), "expected an object with yarn")
     bias = fields.boolean("attention_bias", default=True)
-    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    has_types = fields.get("layer_types") is not None
     return rope_facts(fields, read_rope(fields, _THETA)) | {
         "attention_bias": bias,
         "attention_out_bias": bias,
         "attention": AttentionForm(sinks=True),
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=128),
-        "windowed_layers": layer_types(fields) if has_types else windows_by_pattern(2, num_layers),
+        "windowed_layers": windows_by_types(fields, 2),
         "experts": _experts(fields),
     }
 

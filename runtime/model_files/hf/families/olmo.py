@@ -9,7 +9,7 @@ from ...fields import Fields
 from ...layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS
 from ...model_spec import RopeScaling
 from ..hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
-from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
+from .family import Facts, Family, rope_facts, windows_by_types
 
 _OLMO3_THETA: Final = 500_000.0
 _OLMO3_PATTERN: Final = 4  # every fourth layer has no window
@@ -21,17 +21,13 @@ def _olmo2(fields: Fields) -> Facts:
 
 def _olmo3(fields: Fields) -> Facts:
     rope, local_theta = read_two_ropes(fields, _OLMO3_THETA, "rope_theta", _OLMO3_THETA)
-    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    has_types = fields.get("layer_types") is not None
     same = rope.scaling == RopeScaling() and rope.theta == local_theta
     return (
         rope_facts(fields, rope)
         | _layers(fields)
         | {
             "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-            "windowed_layers": layer_types(fields)
-            if has_types
-            else windows_by_pattern(_OLMO3_PATTERN, num_layers),
+            "windowed_layers": windows_by_types(fields, _OLMO3_PATTERN),
             "local_rope_theta": None if same else local_theta,
         }
     )
