@@ -78,6 +78,8 @@ class ExpertWeights(Protocol):
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """Compute each token's experts; their outputs are weighted and summed in float32.
 
+        With `ExpertSource.scales_inputs` their inputs are weighted instead.
+
         Args:
             x: [T, K].
             shares: [T, k] float32.
@@ -95,6 +97,11 @@ class ExpertSource(Protocol):
     @property
     def clamp(self) -> ClampedSwiGLU | None:
         """The activation; None: silu(gate) * up."""
+        ...
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether shares are factors of the experts' inputs instead of their outputs."""
         ...
 
     def stacked(self) -> tuple[Tensor, Tensor]:

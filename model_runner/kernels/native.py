@@ -68,7 +68,12 @@ class NativeOps:
         if len(ours) == 2 * len(gate_up):
             biases = experts.biases()
             return NativeExperts(
-                self._library, ours[: len(gate_up)], ours[len(gate_up) :], experts.clamp, biases
+                self._library,
+                ours[: len(gate_up)],
+                ours[len(gate_up) :],
+                experts.clamp,
+                biases,
+                scales_inputs=experts.scales_inputs,
             )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True
@@ -76,7 +81,7 @@ class NativeOps:
                 "experts are computed one after the other, in steps that are not recorded: their gate and up weights "
                 "are stored in different formats, or have an odd number of inputs"
             )
-        return plain.LoopedExperts(gate_up, down, plain.ExpertActivation.of(experts))
+        return plain.LoopedExperts(gate_up, down, plain.ExpertForm.of(experts))
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Route`."""

@@ -83,15 +83,19 @@ class NativeExperts:
         down: Sequence[NativeMatmul],
         clamp: ClampedSwiGLU | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        *,
+        scales_inputs: bool = False,
     ) -> None:
         """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified.
 
         Args:
             clamp: see `ExpertSource`.
             biases: see `ExpertSource`.
+            scales_inputs: see `ExpertSource`.
         """
         self._library = library
         self._clamp = clamp
+        self._scales_inputs = scales_inputs
         self._gate_up_bias: Tensor | None = None
         self._down_bias: Tensor | None = None
         if biases is not None:
@@ -122,6 +126,7 @@ class NativeExperts:
         library.take_tokens(
             x.data_ptr(),
             x.stride(0),
+            shares.data_ptr() if self._scales_inputs else None,
             groups.data_ptr(),
             rows.data_ptr(),
             num_rows,
@@ -136,7 +141,7 @@ class NativeExperts:
         out = x.new_empty((num_tokens, size))
         library.add_shares(
             rows.data_ptr(),
-            shares.data_ptr(),
+            None if self._scales_inputs else shares.data_ptr(),
             None if self._down_bias is None else self._down_bias.data_ptr(),
             groups.data_ptr(),
             out.data_ptr(),

@@ -245,7 +245,9 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple
     if routing.scores == "mixer":
         return _mix(logits, routing.mixer_tolerance)
     scores = logits.sigmoid() if routing.scores == "sigmoid" else logits.softmax(dim=-1)
-    choice = scores if bias is None else scores + bias
+    choice = logits if bias is None and routing.group_best == 1 else scores  # of the same order, without ties
+    if bias is not None:
+        choice = scores + bias
     if routing.num_active_groups < routing.num_groups:
         by_group = choice.unflatten(-1, (routing.num_groups, choice.shape[1] // routing.num_groups))
         best = by_group.topk(routing.group_best, dim=-1).values.sum(dim=-1)
@@ -272,22 +274,33 @@ def _mix(logits: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     return torch.cat(shares, dim=1), torch.cat(ids, dim=1)
 
 
-class ExpertActivation:
-    """The activation of experts, and their biases; see `ExpertSource`."""
+class ExpertForm:
+    """The activation of experts, their biases, and the place of their shares; see `ExpertSource`."""
 
-    def __init__(self, clamp: ClampedSwiGLU | None, biases: tuple[Tensor, Tensor] | None) -> None:
+    def __init__(
+        self,
+        clamp: ClampedSwiGLU | None = None,
+        biases: tuple[Tensor, Tensor] | None = None,
+        scales_inputs: bool = False,
+    ) -> None:
         self._clamp = clamp
+        self._scales_inputs = scales_inputs
         self._gate_up_bias: Tensor | None = None
         self._down_bias: Tensor | None = None
         if biases is not None:
             self._gate_up_bias, self._down_bias = biases
 
     @classmethod
-    def of(cls, experts: ExpertSource) -> ExpertActivation:
+    def of(cls, experts: ExpertSource) -> ExpertForm:
         """Take the biases from the source."""
-        return cls(experts.clamp, experts.biases())
+        return cls(experts.clamp, experts.biases(), experts.scales_inputs)
 
-    def __call__(self, hidden: Tensor, expert_ids: Tensor) -> Tensor:
+    def rows(self, x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
+        """The experts' inputs in the order of experts: x [T, K], shares [T, k], order [R] -> [R, K]."""
+        rows = x.index_select(0, order // shares.shape[1])
+        return (rows * shares.flatten()[order].unsqueeze(1)).to(x.dtype) if self._scales_inputs else rows
+
+    def activate(self, hidden: Tensor, expert_ids: Tensor) -> Tensor:
         """[R, 2N], the expert of each row [R] -> [R, N]."""
         if self._gate_up_bias is not None:
             hidden = hidden + self._gate_up_bias[expert_ids]
@@ -297,25 +310,31 @@ class ExpertActivation:
         """The bias of down: [R, K], [R] -> [R, K]."""
         return out if self._down_bias is None else out.add_(self._down_bias[expert_ids])
 
+    def combine(self, out: Tensor, order: Tensor, shares: Tensor, x: Tensor) -> Tensor:
+        """Scatter the rows sorted by expert back and add up each token's rows, weighted."""
+        by_token = torch.empty_like(out).index_copy_(0, order, out).view(x.shape[0], shares.shape[1], -1)
+        sums = by_token.to(torch.float32)
+        return (sums if self._scales_inputs else sums * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+
 
 class GroupedExperts:
     """One grouped matmul for all experts; the group ends stay on the device."""
 
-    def __init__(self, gate_up: Tensor, down: Tensor, activation: ExpertActivation) -> None:
+    def __init__(self, gate_up: Tensor, down: Tensor, form: ExpertForm) -> None:
         self._gate_up = gate_up
         self._down = down
-        self._activation = activation
+        self._form = form
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`. Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
-        rows = x.index_select(0, order // expert_ids.shape[1])
+        rows = self._form.rows(x, shares, order)
         expert_range = torch.arange(self._gate_up.shape[0], device=x.device)
         ends = torch.searchsorted(sorted_ids, expert_range, right=True).to(torch.int32)
         hidden = F.grouped_mm(rows, self._gate_up.transpose(1, 2), offs=ends)
-        hidden = self._activation(hidden, sorted_ids)
+        hidden = self._form.activate(hidden, sorted_ids)
         out = F.grouped_mm(hidden, self._down.transpose(1, 2), offs=ends)
-        return _combine(self._activation.add_bias(out, sorted_ids), order, shares, x)
+        return self._form.combine(self._form.add_bias(out, sorted_ids), order, shares, x)
 
 
 class LoopedExperts:
@@ -325,40 +344,34 @@ class LoopedExperts:
         self,
         gate_up: Sequence[LinearWeight],
         down: Sequence[LinearWeight],
-        activation: ExpertActivation | None = None,
+        form: ExpertForm | None = None,
     ) -> None:
         self._experts = list(zip(gate_up, down, strict=True))
-        self._activation = activation or ExpertActivation(None, None)
+        self._form = form or ExpertForm()
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
-        rows = x.index_select(0, order // expert_ids.shape[1])
+        rows = self._form.rows(x, shares, order)
         counts = torch.bincount(sorted_ids, minlength=len(self._experts)).tolist()
         out = torch.empty_like(rows)
         start = 0
         for count, (gate_up, down) in zip(counts, self._experts, strict=True):
             if count:
                 mine = slice(start, start + count)
-                out[mine] = down(self._activation(gate_up(rows[mine]), sorted_ids[mine]))
+                out[mine] = down(self._form.activate(gate_up(rows[mine]), sorted_ids[mine]))
                 start += count
-        return _combine(self._activation.add_bias(out, sorted_ids), order, shares, x)
-
-
-def _combine(out: Tensor, order: Tensor, shares: Tensor, x: Tensor) -> Tensor:
-    """Scatter the rows sorted by expert back and add up each token's rows, weighted."""
-    by_token = torch.empty_like(out).index_copy_(0, order, out).view(x.shape[0], shares.shape[1], -1)
-    return (by_token.to(torch.float32) * shares.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        return self._form.combine(self._form.add_bias(out, sorted_ids), order, shares, x)
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`."""
-    return GroupedExperts(*experts.stacked(), ExpertActivation.of(experts))
+    return GroupedExperts(*experts.stacked(), ExpertForm.of(experts))
 
 
 def loop_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`."""
-    return LoopedExperts(*experts.linears(), ExpertActivation.of(experts))
+    return LoopedExperts(*experts.linears(), ExpertForm.of(experts))
 
 
 # ---------------------------------------------------------------- sampling

@@ -13,6 +13,7 @@ from ..ops import HeadNorms
 from ..weights.reader import Slice
 from .linear import Linear, RowLinear
 from .query_key.joint_norms import NormsOverRanks, joint_norms
+from .query_key.unit_norms import unit_norms
 from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
@@ -56,6 +57,8 @@ class SelfAttention:
         if qk_norms is not None:
             q_norm, k_norm = qk_norms
             self.head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        elif spec.form.unit_qk_norm and spec.rotates(layer_id):
+            self.head_norms = unit_norms(context)
         self.norms_over_ranks: NormsOverRanks | None = None
         if spec.form.qk_norm_over_heads:
             self.head_norms = joint_norms(context, name)

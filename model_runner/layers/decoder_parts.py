@@ -51,7 +51,7 @@ class DecoderParts:
     def attention(self, layer_id: int) -> SelfAttention:
         """The attention of a layer."""
         spec, name = self._spec, f"model.layers.{layer_id}.self_attn"
-        qk_norms = None
+        factors, qk_norms = self._query_factors, None
         if spec.qk_norm and not self._form.qk_norm_over_heads:
             head_norm = partial(RMSNorm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
             names = self._form.names
@@ -62,7 +62,7 @@ class DecoderParts:
             layer_id,
             fused=self._form.fused_qkv,
             qk_norms=qk_norms,
-            query_factors=self._query_factors,
+            query_factors=factors and factors.for_layer(spec.rotates(layer_id)),
         )
 
     def gated_mlp(self, layer_id: int, activation: GatedActivation | None = None) -> MLP:

@@ -42,7 +42,7 @@ def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | Sp
 class SparseMLP:
     """sum over the active experts e of s_e(x) * down_e(silu(gate_e(x)) * up_e(x)), with s the router's shares.
 
-    A shared expert computes for every token.
+    In some models s_e(x) is a factor of the expert's input. A shared expert computes for every token.
     """
 
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
@@ -127,6 +127,7 @@ class _CheckpointExperts:
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self._format, self._weights = context.linear_format, context.weights
         self.clamp, self._has_bias = experts.clamp, experts.has_bias
+        self.scales_inputs = experts.scales_inputs
         self._adds_bias = context.group.rank == 0
         self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
         self._names = experts.names

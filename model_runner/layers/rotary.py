@@ -94,9 +94,8 @@ def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Stretch slow rotations by `factor`, keep fast ones, and blend in between (Llama 3.1)."""
     turns = scaling.original_max_position * frequencies / (2 * math.pi)  # within the original context
-    kept = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(
-        0.0, 1.0
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = (turns >= low).to(torch.float32) if low == high else ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies / scaling.factor * (1 - kept) + frequencies * kept
 
 

@@ -1,4 +1,7 @@
-"""`AttentionForm`: how scores become weights, where families differ from plain softmax attention; and `LayerHeads`."""
+"""`AttentionForm`: how scores become weights, where families differ from plain softmax attention.
+
+Beside it: `LayerHeads`, and `TemperatureTuning` of the queries.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,21 @@ class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
 
     head_dim: int
     num_kv_heads: int
+
+
+class TemperatureTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors of the rotated queries by position, which keep the scores of long contexts sharp (Nakanishi 2025).
+
+    A query is multiplied by 1 + scale * log(1 + floor((position + offset) / length)).
+
+    Attributes:
+        unrotated_only: only in layers that do not rotate.
+    """
+
+    scale: float
+    length: float
+    offset: int = 0
+    unrotated_only: bool = False
 
 
 PLAIN_ATTENTION: Final = AttentionForm()

@@ -85,6 +85,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         shared_gate: the gate of the shared expert in the block.
         gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
         stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stacked_experts`.
+        stacks_transposed: such stacks always have inputs before outputs, as in Llama 4.
     """
 
     block: str = "mlp"
@@ -98,6 +99,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     gate_up_stack: str = "experts.gate_up_proj"
     down_stack: str = "experts.down_proj"
     stacks_in_turn: bool = False
+    stacks_transposed: bool = False
 
 
 MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
@@ -117,6 +119,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_shared_gate: its result is multiplied by a number from 0 to 1 for each token.
         has_bias: the three modules of each expert and the router have biases.
         clamp: the activation of experts; None: silu(gate) * up.
+        scales_inputs: a share is a factor of the expert's input instead of its output.
     """
 
     num_experts: int
@@ -127,6 +130,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
     has_bias: bool = False
     clamp: ClampedSwiGLU | None = None
+    scales_inputs: bool = False
     names: ExpertNames = ExpertNames()
 
     @property

@@ -31,6 +31,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         qkv_names: modules of `self_attn` with q, k and v; one name: a matrix of all three.
         mlp_names: modules of `mlp`, down last; one name before it in a gated MLP: a matrix of gate and up.
         qk_norm_over_heads: q and k have one norm each over all of their heads together.
+        unit_qk_norm: in layers that rotate, heads of q and k are divided by their root mean squares, without weights.
         interleaved_rope: rotary turns neighboring elements of a head, (0, 1), (2, 3), ...; else the halves are paired.
         embedding_scale: a factor of the embedding's vectors.
         residual_scale: a factor of what each block adds to the residual stream.
@@ -47,6 +48,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     qk_norm_over_heads: bool = False
+    unit_qk_norm: bool = False
     interleaved_rope: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0

@@ -11,7 +11,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 from ..sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
-from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads
+from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads, TemperatureTuning
 from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
 from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
@@ -56,6 +56,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "glm4_moe_lite",
     "glm4_moe",
     "kimi_k2",
+    "llama4_text",
     *ENCODER_MODEL_TYPES,
 )
 """Hugging Face `model_type` values for which there is a model implementation."""
@@ -69,14 +70,12 @@ class RopeScaling(msgspec.Struct, frozen=True):
 
     `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
     original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
-    blends between. `yarn` (Peng et al. 2023) keeps those that turn more than `beta_fast` times within the original
-    context, divides those that turn less than `beta_slow` times, and blends between by dimension. `longrope` (Ding et
-    al. 2024) divides each frequency by its own factor: from `long_factor` if the engine serves more positions than the
-    original context, else from `short_factor`.
+    blends between; in Llama 4 the two factors are equal, so none is between. `yarn` (Peng et al. 2023) keeps those that
+    turn more than `beta_fast` times within the original context, divides those that turn less than `beta_slow` times,
+    and blends between by dimension. `longrope` (Ding et al. 2024) divides each frequency by its own factor: from
+    `long_factor` if the engine serves more positions than the original context, else from `short_factor`.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
-    `query_beta` does so by position: rotated queries are multiplied by
-    1 + query_beta * log(1 + floor(position / original_max_position)).
     """
 
     kind: RopeKind = "default"
@@ -90,7 +89,6 @@ class RopeScaling(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    query_beta: float = 0.0
 
 
 class LayerView(NamedTuple):
@@ -139,6 +137,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     attention: AttentionForm = PLAIN_ATTENTION
+    temperature: TemperatureTuning | None = None
     layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
     kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
@@ -288,10 +287,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def _rope_contradiction(self, num_frequencies: int) -> str | None:
         scaling = self.rope_scaling
-        if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        if scaling.kind == "llama3" and scaling.high_freq_factor < scaling.low_freq_factor:
             return (
                 f"llama3 rope scaling has high_freq_factor {scaling.high_freq_factor:g}, "
-                f"it must be above low_freq_factor {scaling.low_freq_factor:g}"
+                f"it must not be below low_freq_factor {scaling.low_freq_factor:g}"
             )
         if scaling.kind == "longrope":
             for name, factors in (

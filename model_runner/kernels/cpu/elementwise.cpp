@@ -166,14 +166,6 @@ void rotate_neighbors(T* head, const A* cos, const A* sin, int64_t rotary_dim) {
     }
 }
 
-// `to` may equal `from`.
-template <class T>
-void scale_row(const T* from, T* to, int64_t size, float factor) {
-    int64_t n = 0;
-    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
-    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
-}
-
 constexpr float MOST_INT8 = 127.0f, LEAST_TOP = 1e-35f;  // smaller values are stored as 0
 
 // Quantizes one head to int8; the scale is NaN if a value is not finite, so that NaN propagates.

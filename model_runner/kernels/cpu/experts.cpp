@@ -2,10 +2,10 @@
 //
 //   route             the experts of a token and their weights ("shares")
 //   group_tokens      one row per token and expert; the rows of an expert are contiguous
-//   take_tokens       x, row by row
+//   take_tokens       x, row by row, or times the shares
 //   multiply_experts  each row times a weight of its expert
 //   activate_experts  between two of them: biases and the activation, where the matmul does not apply it
-//   add_shares        each token's rows, weighted and added up
+//   add_shares        each token's rows, weighted and added up; without the weights if they were in take_tokens
 //
 // The work of all experts is divided as that of one matmul: few tokens go to few experts each, and each thread reads
 // one contiguous range of their weights, once. Every row is multiplied as in a matmul of its own, so the bits of a
@@ -22,12 +22,12 @@
 #include "parallel.h"
 #include "matmul_parts.h"
 #include "program.h"
+#include "rows.h"
 #include "simd.h"
 
 namespace engine {
 namespace {
 
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per thread that copies, quantizes or adds, at least
 constexpr int64_t MIN_LOGITS = 1 << 11;   // logits per thread that routes, at least
 constexpr int64_t MIN_BYTES = 1 << 16;    // weight per thread, at least: less does not pay for waking it
 constexpr int64_t ROW_TILE_ROWS = 6;         // rows that take about as long as one
@@ -321,16 +321,22 @@ EXPORT void group_tokens(const int64_t* ids, void* groups_, int64_t num_rows, in
     });
 }
 
-// x: [tokens][inputs] bfloat16, rows `x_stride` elements apart; out: [rows][inputs] bfloat16, contiguous.
-EXPORT void take_tokens(const void* x_, int64_t x_stride, void* groups_, void* out_, int64_t num_rows,
-                        int64_t num_experts, int64_t num_active, int64_t inputs) {
+// x: [tokens][inputs] bfloat16, rows `x_stride` elements apart; shares: [tokens][active], factors of the rows, or null;
+// out: [rows][inputs] bfloat16, contiguous.
+EXPORT void take_tokens(const void* x_, int64_t x_stride, const float* shares, void* groups_, void* out_,
+                        int64_t num_rows, int64_t num_experts, int64_t num_active, int64_t inputs) {
     using namespace engine;
     Groups groups(groups_, num_experts, num_rows);
     const bf16* x = static_cast<const bf16*>(x_);
     bf16* out = static_cast<bf16*>(out_);
     parallel_for(num_rows, divided_up(MIN_NUMBERS, inputs), [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row)
-            std::memcpy(out + row * inputs, x + groups.slots[row] / num_active * x_stride, inputs * sizeof(bf16));
+        for (int64_t row = begin; row < end; ++row) {
+            const bf16* from = x + groups.slots[row] / num_active * x_stride;
+            if (shares == nullptr)
+                std::memcpy(out + row * inputs, from, inputs * sizeof(bf16));
+            else
+                scale_row(from, out + row * inputs, inputs, shares[groups.slots[row]]);
+        }
     });
 }
 
@@ -380,8 +386,8 @@ EXPORT void activate_experts(const void* hidden_, const void* bias_, void* group
     });
 }
 
-// out[token] = sum of its rows times their shares, in float32; rows: [rows][size], out: [tokens][size]; bias: [experts]
-// [size], added to each row, or null; all bfloat16.
+// out[token] = sum of its rows times their shares (null: 1), in float32; rows: [rows][size], out: [tokens][size]; bias:
+// [experts][size], added to each row, or null; all bfloat16.
 EXPORT void add_shares(const void* rows_, const float* shares, const void* bias_, void* groups_, void* out_,
                        int64_t num_tokens, int64_t num_experts, int64_t num_active, int64_t size) {
     using namespace engine;
@@ -394,16 +400,16 @@ EXPORT void add_shares(const void* rows_, const float* shares, const void* bias_
         const bf16** biases = reinterpret_cast<const bf16**>(scratch.get(num_active * sizeof(bf16*)));
         for (int64_t token = begin; token < end; ++token) {
             const int32_t* mine = groups.rows + token * num_active;
-            const float* parts = shares + token * num_active;
+            auto share_of = [=](int64_t n) { return shares == nullptr ? 1.0f : shares[token * num_active + n]; };
             if (bias != nullptr)
                 for (int64_t n = 0; n < num_active; ++n) biases[n] = bias + groups.expert_of(mine[n], num_experts) * size;
             auto sum_at = [&](auto zero, auto number_at) {
                 auto sum = zero;
                 if (bias == nullptr)
-                    for (int64_t n = 0; n < num_active; ++n) sum += number_at(rows + mine[n] * size) * parts[n];
+                    for (int64_t n = 0; n < num_active; ++n) sum += number_at(rows + mine[n] * size) * share_of(n);
                 else
                     for (int64_t n = 0; n < num_active; ++n)
-                        sum += (number_at(rows + mine[n] * size) + number_at(biases[n])) * parts[n];
+                        sum += (number_at(rows + mine[n] * size) + number_at(biases[n])) * share_of(n);
                 return sum;
             };
             int64_t at = 0;

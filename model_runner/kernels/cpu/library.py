@@ -56,7 +56,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "route": ("", "ppppnnnnnniiffi"),
     "token_groups_bytes": ("n", "nn"),
     "group_tokens": ("", "ppnn"),
-    "take_tokens": ("", "pnppnnnn"),
+    "take_tokens": ("", "pnpppnnnn"),
     "multiply_experts": ("", "pppppnnnnin"),
     "activate_experts": ("", "ppppnnnfff"),
     "add_shares": ("", "pppppnnnn"),

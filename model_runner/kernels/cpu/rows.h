@@ -1,4 +1,5 @@
-// Work on rows of activations: how many of them a thread takes, and the root-mean-square norm of one.
+// Work on rows of activations: how many of them a thread takes, the product of one and a factor, and its
+// root-mean-square norm.
 
 #pragma once
 
@@ -22,6 +23,14 @@ float sum_of_squares(const T* x, int64_t size) {
     float total = sum(squares[0] + squares[1]);
     for (; n < size; ++n) total += to_float(x[n]) * to_float(x[n]);
     return total;
+}
+
+// `to` may equal `from`.
+template <class T>
+void scale_row(const T* from, T* to, int64_t size, float factor) {
+    int64_t n = 0;
+    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
+    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
 }
 
 template <class T, class W>

@@ -105,11 +105,13 @@ def _product_kernel(
     num_inputs,
     rows_per_x,
     bias_ptr,
+    shares_ptr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     CLAMPED: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    SCALES: tl.constexpr,
     EXACT: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -146,6 +148,10 @@ def _product_kernel(
         if GATED:
             up = tl.load(up_at + start, mask=in_weight, other=0.0)
             up_sums = tl.dot(x, up, up_sums, input_precision=precision)
+    if SCALES:  # a factor of the row of x, hence before the biases
+        share = tl.load(shares_ptr + row, mask=row_exists, other=0.0)[:, None]
+        sums *= share
+        up_sums *= share
     if HAS_BIAS:
         bias_at = bias_ptr + expert * ((2 if GATED else 1) * outputs) + output
         sums += tl.load(bias_at, mask=output_exists, other=0.0).to(tl.float32)[None, :]
@@ -162,16 +168,23 @@ def _product_kernel(
 
 
 @triton.jit
-def _combine_kernel(rows_ptr, shares_ptr, out_ptr, width, NUM_ACTIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _combine_kernel(
+    rows_ptr,
+    shares_ptr,
+    out_ptr,
+    width,
+    NUM_ACTIVE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for n in tl.static_range(NUM_ACTIVE):
         row = token * NUM_ACTIVE + n
-        total += tl.load(shares_ptr + row) * tl.load(
-            rows_ptr + row * width + column, mask=inside, other=0.0
-        ).to(tl.float32)
+        one = tl.load(rows_ptr + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(shares_ptr + row) * one if WEIGHTED else one
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -184,11 +197,14 @@ class TritonExperts:
         down: Tensor,
         clamp: ClampedSwiGLU | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
+        *,
+        scales_inputs: bool = False,
     ) -> None:
-        """Take the weights; `clamp`, `biases`: see `ExpertSource`."""
+        """Take the weights; `clamp`, `biases`, `scales_inputs`: see `ExpertSource`."""
         self._gate_up = gate_up.contiguous()
         self._down = down.contiguous()
         self._clamp = clamp
+        self._scales_inputs = scales_inputs
         self._gate_up_bias: Tensor | None = None
         self._down_bias: Tensor | None = None
         if biases is not None:
@@ -198,8 +214,9 @@ class TritonExperts:
         """Compile for every tile size (seconds on a new machine), so that no request waits for it later."""
         x = torch.zeros((1, self._down.shape[1]), dtype=self._down.dtype, device=self._down.device)
         expert_ids = torch.zeros((1, 1), dtype=torch.int64, device=x.device)
+        shares = torch.zeros((1, 1), device=x.device)
         for tile in _tiles(x.dtype.itemsize):
-            self._rows(x, expert_ids, tile)
+            self._rows(x, shares, expert_ids, tile)
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`."""
@@ -209,30 +226,42 @@ class TritonExperts:
         if not num_tokens:
             return out
         tile = _tile(num_tokens * num_active / len(self._down), x.dtype.itemsize)
-        rows = self._rows(x.contiguous(), expert_ids.contiguous(), tile)
+        shares = shares.contiguous()
+        rows = self._rows(x.contiguous(), shares, expert_ids.contiguous(), tile)
         _combine_kernel[(num_tokens, triton.cdiv(width, _COMBINE_BLOCK))](
-            rows, shares.contiguous(), out, width, NUM_ACTIVE=num_active, BLOCK=_COMBINE_BLOCK, num_warps=2
+            rows,
+            shares,
+            out,
+            width,
+            NUM_ACTIVE=num_active,
+            WEIGHTED=not self._scales_inputs,
+            BLOCK=_COMBINE_BLOCK,
+            num_warps=2,
         )
         return out
 
-    def _rows(self, x: Tensor, expert_ids: Tensor, tile: _Tile) -> Tensor:
+    def _rows(self, x: Tensor, shares: Tensor, expert_ids: Tensor, tile: _Tile) -> Tensor:
         """The output of each token's experts, one row per (token, expert): [M, K]."""
         blocks = _align(expert_ids, len(self._down), tile.rows)
         num_rows = expert_ids.numel()
         hidden = torch.empty((num_rows, self._down.shape[2]), dtype=x.dtype, device=x.device)
         rows = torch.empty((num_rows, x.shape[1]), dtype=x.dtype, device=x.device)
-        gated = _Epilogue(True, self._gate_up_bias, self._clamp)
+        gated = _Epilogue(True, self._gate_up_bias, self._clamp, shares if self._scales_inputs else None)
         _product(x, self._gate_up, hidden, blocks, tile, expert_ids.shape[1], gated)
         _product(hidden, self._down, rows, blocks, tile, 1, _Epilogue(False, self._down_bias))
         return rows
 
 
 class _Epilogue(NamedTuple):
-    """The part of a product after the sums: the bias of each expert, and the activation of gate and up."""
+    """The part of a product after the sums: the bias of each expert, and the activation of gate and up.
+
+    `shares`: [M] float32, factors of the rows of x; None: 1.
+    """
 
     gated: bool
     bias: Tensor | None = None
     clamp: ClampedSwiGLU | None = None
+    shares: Tensor | None = None
 
     def constants(self) -> dict[str, Any]:
         return {
@@ -241,6 +270,7 @@ class _Epilogue(NamedTuple):
             "CLAMPED": self.clamp is not None,
             "ALPHA": 1.0 if self.clamp is None else self.clamp.alpha,
             "LIMIT": 0.0 if self.clamp is None else self.clamp.limit,
+            "SCALES": self.shares is not None,
         }
 
 
@@ -304,6 +334,7 @@ def _product(
         x.shape[1],
         rows_per_x,
         out if epilogue.bias is None else epilogue.bias,
+        out if epilogue.shares is None else epilogue.shares,
         **epilogue.constants(),
         EXACT=x.dtype == torch.float32,
         ROWS=tile.rows,
@@ -331,7 +362,9 @@ def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
     """See `PackExperts`. Later layers of the same shapes find the kernels compiled."""
-    packed = TritonExperts(*experts.stacked(), experts.clamp, experts.biases())
+    packed = TritonExperts(
+        *experts.stacked(), experts.clamp, experts.biases(), scales_inputs=experts.scales_inputs
+    )
     packed.warm_up()
     return packed
 
@@ -343,10 +376,10 @@ def variants() -> list[KernelVariant]:
     constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "ROWS": 16, "CHUNK": _CHUNK}
     found = [KernelVariant("experts align", _align_kernel, align, constants)]
     combine = {"rows_ptr": "*bf16", "shares_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32:16"}
-    constants = {"NUM_ACTIVE": 8, "BLOCK": _COMBINE_BLOCK}
+    constants = {"NUM_ACTIVE": 8, "WEIGHTED": True, "BLOCK": _COMBINE_BLOCK}
     found.append(KernelVariant("experts combine", _combine_kernel, combine, constants, num_warps=2))
     for dtype, item_bytes in (("bf16", 2), ("fp32", 4)):
-        product = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
+        product = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr", "bias_ptr", "shares_ptr"), f"*{dtype}")
         product |= dict.fromkeys(("sorted_rows_ptr", "block_expert_ptr", "num_blocks_ptr"), "*i32")
         product |= dict.fromkeys(("max_blocks", "num_rows", "rows_per_x"), "i32")
         product |= dict.fromkeys(("x_stride", "num_outputs", "num_inputs"), "i32:16")

@@ -1,4 +1,4 @@
-"""`QueryFactors`: factors of the rotated queries by position, which keep the scores of long contexts sharp."""
+"""`QueryFactors`: factors of the queries by position, see `TemperatureTuning`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,31 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ....runtime.model_files.attention_form import TemperatureTuning
     from ...model_context import ModelContext
 
 
 class QueryFactors:
-    """1 + beta * log(1 + floor(position / original_max_position)), as in Ministral 3."""
+    """The factors of all positions."""
 
     @classmethod
     def of(cls, context: ModelContext) -> QueryFactors | None:
         """Those of the model; None: it has none."""
-        scaling = context.spec.rope_scaling
-        return cls(context, scaling.query_beta, scaling.original_max_position) if scaling.query_beta else None
+        tuning = context.spec.temperature
+        return None if tuning is None else cls(context, tuning)
 
-    def __init__(self, context: ModelContext, beta: float, original_max_position: int) -> None:
-        """Compute the factors of all positions."""
+    def __init__(self, context: ModelContext, tuning: TemperatureTuning) -> None:
+        """Compute the factors."""
         positions = torch.arange(context.max_model_len, dtype=torch.float32)
-        factors = 1 + beta * torch.log1p((positions / original_max_position).floor())
+        steps = ((positions + tuning.offset) / tuning.length).floor()
+        factors = 1 + tuning.scale * torch.log1p(steps)
         self._table = factors.unsqueeze(1).to(context.device)
         self._take_rows = context.ops.take_rows
+        self._unrotated_only = tuning.unrotated_only
+
+    def for_layer(self, rotates: bool) -> QueryFactors | None:
+        """These, or None for a layer of which the queries have none."""
+        return None if rotates and self._unrotated_only else self
 
     def at(self, positions: Tensor) -> Tensor:
         """[T] int64 -> [T, 1] float32."""

@@ -7,6 +7,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import structs
 
 from ...errors import ConfigError
 from ..fields import Fields
@@ -14,6 +15,8 @@ from ..model_spec import RopeScaling
 from .gguf_file import GGUFFile
 
 _LLAMA3: Final = "rope_freqs.weight"
+_HIGH_FACTORS: Final = (4.0, 1.0)
+"""`high_freq_factor` of Llama 3 and of Llama 4."""
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -54,7 +57,6 @@ def yarn_scaling(fields: Fields, arch: str) -> RopeScaling:
         beta_fast=fields.number(f"{key}.yarn_beta_fast", 1e-6, 1e6, default=32.0),
         beta_slow=fields.number(f"{key}.yarn_beta_slow", 1e-6, 1e6, default=1.0),
         attention_factor=0.1 * math.log(factor) + 1.0 if scales_angles else 1.0,
-        query_beta=fields.number(f"{arch}.attention.temperature_scale", 0.0, 1e3, default=0.0),
     )
 
 
@@ -88,8 +90,8 @@ def _divisors(file: GGUFFile, name: str, count: int) -> npt.NDArray[np.float32]:
 def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeScaling:
     """Recognize Llama 3 scaling by the tensor of frequency divisors, the only sign of it in GGUF.
 
-    The largest divisor is `factor`; all Llama 3 models share the other constants, which is verified by computing the
-    whole tensor from them.
+    The largest divisor is `factor`; all Llama 3 models share the other constants, and Llama 4 has one that differs,
+    which is verified by computing the whole tensor from them.
     """
     divisors = _divisors(file, _LLAMA3, rotary_dim // 2)
     if divisors.max(initial=0.0) < 1:
@@ -98,23 +100,27 @@ def _llama3_scaling(file: GGUFFile, rotary_dim: int, rope_theta: float) -> RopeS
         kind="llama3",
         factor=round(float(divisors.max()), 6),
         low_freq_factor=1.0,
-        high_freq_factor=4.0,
         original_max_position=8192,
     )
     if scaling.factor == 1.0:
         return RopeScaling()
-    if not np.allclose(divisors, _llama3_divisors(scaling, rotary_dim, rope_theta), rtol=1e-3):
-        raise ConfigError(
-            f"{file.path}: tensor 'rope_freqs.weight' is not the rope scaling of Llama 3; "
-            "other per-frequency scalings are not supported"
-        )
-    return scaling
+    for high in _HIGH_FACTORS:
+        scaling = structs.replace(scaling, high_freq_factor=high)
+        if np.allclose(divisors, _llama3_divisors(scaling, rotary_dim, rope_theta), rtol=1e-3):
+            return scaling
+    raise ConfigError(
+        f"{file.path}: tensor 'rope_freqs.weight' is not the rope scaling of Llama 3; "
+        "other per-frequency scalings are not supported"
+    )
 
 
 def _llama3_divisors(scaling: RopeScaling, rotary_dim: int, rope_theta: float) -> npt.NDArray[np.float64]:
     """The divisor of each rotary frequency, [rotary_dim / 2]; the formula is in `RopeScaling`."""
     wavelengths = 2 * math.pi * rope_theta ** (np.arange(0, rotary_dim, 2) / rotary_dim)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    smooth = np.clip((scaling.original_max_position / wavelengths - low) / (high - low), 0.0, 1.0)
+    turns = scaling.original_max_position / wavelengths
+    smooth = (
+        np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(np.float64)
+    )
     divisors: npt.NDArray[np.float64] = 1 / ((1 - smooth) / scaling.factor + smooth)
     return divisors

@@ -180,6 +180,19 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
             "sliding_window": 4096,
         },
     ),
+    "llama4_text": TextType(
+        "llama4_text",
+        {
+            "vocab_size": 202_048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5,
+        },
+    ),
     "qwen2": TextType("qwen2", _QWEN | {"max_position_embeddings": 32_768}),
     "qwen3": TextType("qwen3", _QWEN | {"max_position_embeddings": 32_768, "head_dim": 128}),
     "gemma3_text": TextType(

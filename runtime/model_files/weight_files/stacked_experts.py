@@ -5,8 +5,8 @@
 
 In the header each part becomes an entry of its own, `mlp.experts.3.up_proj.weight`, so that nothing else knows about
 stacks. As in transformers, a stack is transposed if it does not have the first shape. Some families have other names
-for the two (`ExpertNames`). Stacks of gpt-oss are always transposed, their gates and ups take turns, and each has a
-bias, `<stack>_bias`. In MXFP4 these stacks are two tensors each, which are not transposed:
+for the two (`ExpertNames`). Stacks of Llama 4 and gpt-oss are always transposed. Those of gpt-oss have gates and ups
+in turn, and a bias each, `<stack>_bias`. In MXFP4 these stacks are two tensors each, which are not transposed:
 
     <stack>_blocks   [E, outputs, inputs / 32, 16] bytes   -> `mlp.experts.3.up_proj.weight_blocks`
     <stack>_scales   [E, outputs, inputs / 32] bytes       -> `mlp.experts.3.up_proj.weight_scales`
@@ -34,12 +34,16 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 class _Stack(NamedTuple):
-    """The weights of all experts: the modules whose outputs it has, and their sizes; `in_turn`: as in gpt-oss."""
+    """The weights of all experts: the modules whose outputs it has, and their sizes.
+
+    `in_turn`, `transposed`: see `ExpertNames`.
+    """
 
     modules: tuple[str, ...]
     rows: int
     columns: int
     in_turn: bool
+    transposed: bool
 
 
 def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
@@ -60,10 +64,11 @@ def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, 
 def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
     """The stacks by the end of their names."""
     names, inner = experts.names, experts.intermediate_size
-    gate_up = _Stack((names.gate, names.up), inner, size, names.stacks_in_turn)
+    form = names.stacks_in_turn, names.stacks_in_turn or names.stacks_transposed
+    gate_up = _Stack((names.gate, names.up), inner, size, *form)
     return {
         f".{names.block}.{names.gate_up_stack}": gate_up,
-        f".{names.block}.{names.down_stack}": _Stack((names.down,), size, inner, names.stacks_in_turn),
+        f".{names.block}.{names.down_stack}": _Stack((names.down,), size, inner, *form),
     }
 
 
@@ -111,7 +116,7 @@ def _layout(entry: HeaderEntry, num: int, stack: _Stack, end: str) -> _Layout | 
     """The parts of a tensor; None: it has another shape."""
     rows, columns, num_modules = stack.rows, stack.columns, len(stack.modules)
     height = rows * num_modules  # of one expert's matrix
-    if end == "" and entry.shape == (num, height, columns) and not stack.in_turn:
+    if end == "" and entry.shape == (num, height, columns) and not stack.transposed:
         return _Layout((rows, columns), (columns, 1), height * columns, rows * columns)
     if end == "" and entry.shape == (num, columns, height):
         across, step = (num_modules, 1) if stack.in_turn else (1, rows)

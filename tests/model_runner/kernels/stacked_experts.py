@@ -29,6 +29,7 @@ class StackedExperts:
     pack: Callable[[Tensor], Any] = pack_linear_here
     clamp: ClampedSwiGLU | None = None
     bias: tuple[Tensor, Tensor] | None = None
+    scales_inputs: bool = False
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down

@@ -1,4 +1,4 @@
-"""Experts with biases and a clamped activation: every kernel against the sum in float64."""
+"""Experts with biases, a clamped activation, or weighted inputs: every kernel against the sum in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ repair_interpreter()
 
 CLAMP = ClampedSwiGLU(alpha=1.3, limit=1.5)  # a part of the values is beyond
 cases = pytest.mark.parametrize(
-    ("clamp", "has_bias"), [(CLAMP, True), (CLAMP, False), (None, True)], ids=["both", "clamp", "bias"]
+    ("clamp", "has_bias", "scales"),
+    [(CLAMP, True, False), (CLAMP, False, False), (None, True, False), (None, False, True)],
+    ids=["both", "clamp", "bias", "weighted inputs"],
 )
 NUM_EXPERTS, NUM_ACTIVE = 5, 2
 
@@ -40,7 +42,13 @@ def library() -> ctypes.CDLL:
 
 
 def source(
-    clamp: ClampedSwiGLU | None, has_bias: bool, dtype: torch.dtype, size: int, inner: int, pack: Any
+    clamp: ClampedSwiGLU | None,
+    has_bias: bool,
+    dtype: torch.dtype,
+    size: int,
+    inner: int,
+    pack: Any,
+    scales: bool = False,
 ) -> StackedExperts:
     random = torch.Generator().manual_seed(1)
 
@@ -54,6 +62,7 @@ def source(
         pack,
         clamp,
         biases if has_bias else None,
+        scales,
     )
 
 
@@ -61,7 +70,8 @@ def exact(experts: StackedExperts, x: Tensor, shares: Tensor, ids: Tensor) -> Te
     out = torch.zeros(x.shape, dtype=torch.float64)
     for token in range(len(x)):
         for share, expert in zip(shares[token], ids[token], strict=True):
-            hidden = experts.gate_up[expert].double() @ x[token].double()
+            factor = share.double() if experts.scales_inputs else 1.0
+            hidden = experts.gate_up[expert].double() @ (x[token].double() * factor)
             if experts.bias is not None:
                 hidden += experts.bias[0][expert]
             gate, up = hidden.chunk(2)
@@ -71,7 +81,8 @@ def exact(experts: StackedExperts, x: Tensor, shares: Tensor, ids: Tensor) -> Te
                 gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
                 hidden = (up + 1) * gate * (CLAMP.alpha * gate).sigmoid()
             row = experts.down[expert].double() @ hidden
-            out[token] += share.double() * (row if experts.bias is None else row + experts.bias[1][expert])
+            row = row if experts.bias is None else row + experts.bias[1][expert]
+            out[token] += row if experts.scales_inputs else share.double() * row
     return out
 
 
@@ -84,13 +95,13 @@ def routed(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("provider", ["grouped", "looped", "native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inner", [32, 24])
-def test_it_is_the_sum_that_it_stands_for(library, device, provider, dtype, inner, clamp, has_bias):
+def test_it_is_the_sum_that_it_stands_for(library, device, provider, dtype, inner, clamp, has_bias, scales):
     pack: Any = pack_linear_here
     if provider == "native":
         if dtype == torch.float32:
             pytest.skip("bfloat16 only")
         pack = lambda weight: pack_native_linear(library, weight, compress=True)  # noqa: E731
-    experts = source(clamp, has_bias, dtype, 48, inner, pack)
+    experts = source(clamp, has_bias, dtype, 48, inner, pack, scales)
     make = {
         "grouped": plain.pack_experts,
         "looped": plain.loop_experts,
@@ -104,6 +115,7 @@ def test_it_is_the_sum_that_it_stands_for(library, device, provider, dtype, inne
             pack,
             clamp,
             None if experts.bias is None else (experts.bias[0].to(device), experts.bias[1].to(device)),
+            scales,
         )
     packed = make(experts)
     assert provider != "native" or isinstance(packed, NativeExperts)
@@ -114,16 +126,16 @@ def test_it_is_the_sum_that_it_stands_for(library, device, provider, dtype, inne
         ours = packed(x.to(where), shares.to(where), ids.to(where)).cpu()
         assert ours.dtype == dtype
         tolerance = 2e-5 if dtype == torch.float32 else 5e-2
-        on_host = source(clamp, has_bias, dtype, 48, inner, pack)
+        on_host = source(clamp, has_bias, dtype, 48, inner, pack, scales)
         torch.testing.assert_close(
             ours.double(), exact(on_host, x, shares, ids), atol=tolerance, rtol=tolerance
         )
 
 
 @cases
-def test_a_recorded_call_goes_where_the_router_says_each_time(library, clamp, has_bias):
+def test_a_recorded_call_goes_where_the_router_says_each_time(library, clamp, has_bias, scales):
     pack = lambda weight: pack_native_linear(library, weight, compress=True)  # noqa: E731
-    experts = NativeOps(library).pack_experts(source(clamp, has_bias, torch.bfloat16, 64, 32, pack))
+    experts = NativeOps(library).pack_experts(source(clamp, has_bias, torch.bfloat16, 64, 32, pack, scales))
     x, logits = torch.randn(9, 64).to(torch.bfloat16), torch.zeros(9, NUM_EXPERTS)
 
     def compute() -> Tensor:

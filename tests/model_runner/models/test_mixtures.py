@@ -70,6 +70,25 @@ LONGROPE = {
     "original_max_position_embeddings": 256,
 }
 
+LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "num_local_experts": 6,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "attention_chunk_size": 45,
+    "floor_scale": 32,
+    "attn_scale": 0.4,
+}
+SCOUT_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 64,
+}
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", FEW),
     "mixtral window, wide heads, tied": (
@@ -118,6 +137,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "n_shared_experts": 2,
             "norm_topk_prob": False,
             "tie_word_embeddings": True,
+        },
+    ),
+    "llama4 as Scout": ("llama4_text", {**LLAMA4, "rope_parameters": SCOUT_ROPE}),
+    "llama4 as Maverick, two experts, stacks as wide as long": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "use_qk_norm": False,
+            "interleave_moe_layer_step": 2,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 48,
+            "no_rope_layers": [1, 0, 0, 1],
+            "attention_bias": True,
+            "attention_chunk_size": 64,
+        },
+    ),
+    "llama4 as MobileLLM, dense, tied": (
+        "llama4_text",
+        {
+            **LLAMA4,
+            "num_hidden_layers": 2,
+            "moe_layers": [],
+            "layer_types": ["chunked_attention", "full_attention"],
+            "no_rope_layers": [0, 1],
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 6,
+            "attention_chunk_size": 1,
         },
     ),
     "phimoe": ("phimoe", {**FEW, "attention_bias": True, "lm_head_bias": True}),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Final
 
+from ...attention_form import TemperatureTuning
 from ...fields import Fields
 from .family import Facts, GGUFFamily
 
 
 def _mistral3(fields: Fields, arch: str) -> Facts:
-    """`query_beta`: read with the scaling of rotary, see `gguf_rope`."""
     key = f"{arch}.attention.scale"
     if fields.number(key, 0.0, 1e9, default=0.0):
         raise fields.error(key, fields.get(key), "another scale of the scores is not supported")
-    return {}
+    scale = fields.number(f"{arch}.attention.temperature_scale", 0.0, 1e3, default=0.0)
+    if not scale or fields.get(f"{arch}.rope.scaling.type") != "yarn":
+        return {}
+    length = fields.integer(f"{arch}.rope.scaling.original_context_length", 2, 1 << 30)
+    return {"temperature": TemperatureTuning(scale=scale, length=length)}
 
 
 FAMILIES: Final[dict[str, GGUFFamily]] = {

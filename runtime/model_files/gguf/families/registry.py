@@ -16,6 +16,7 @@ from . import (
     granite,
     lfm,
     llama,
+    llama4,
     ministral,
     olmo,
     phi,
@@ -28,6 +29,7 @@ from .family import LAYER_NAMES, GGUFFamily
 
 GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **llama.FAMILIES,
+    **llama4.FAMILIES,
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,

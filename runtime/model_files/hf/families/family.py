@@ -76,13 +76,28 @@ def windows_by_types(fields: Fields, pattern: int) -> tuple[bool, ...]:
     return windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
 
 
-def layer_types(fields: Fields) -> tuple[bool, ...]:
-    """Which layers have a window, from the field `layer_types`."""
+def layer_types(fields: Fields, windowed: str = "sliding_attention") -> tuple[bool, ...]:
+    """Which layers have a window, from the field `layer_types`; `windowed`: the type of those."""
     value = fields.get("layer_types")
-    known = ("full_attention", "sliding_attention")
+    known = ("full_attention", windowed)
     if not isinstance(value, list) or any(kind not in known for kind in value):
         raise fields.error("layer_types", value, f"expected a list of {' and '.join(known)}")
-    return tuple(kind == "sliding_attention" for kind in value)
+    return tuple(kind == windowed for kind in value)
+
+
+def rope_layers(fields: Fields) -> tuple[bool, ...]:
+    """From `no_rope_layers`, which holds 1 for a layer with rotary and may be longer than the model, or empty."""
+    num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
+    name = "no_rope_layers"
+    value = fields.get(name)
+    if value is None or value == []:
+        interval = fields.integer("no_rope_layer_interval", 1, 1 << 12, default=4)
+        return windows_by_pattern(interval, num_layers)
+    if not isinstance(value, list) or len(value) < num_layers or any(one not in (0, 1) for one in value):
+        raise fields.error(
+            name, value, f"expected at least {num_layers} numbers, 1 for a layer with rotary, else 0"
+        )
+    return tuple(bool(one) for one in value[:num_layers])
 
 
 def partial_rope_facts(fields: Fields, rope: Rope, head_dim: int | None = None) -> Facts:

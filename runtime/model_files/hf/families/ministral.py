@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from msgspec import structs
-
+from ...attention_form import TemperatureTuning
 from ...fields import Fields
 from ..hf_rope import MAX_POSITIONS, read_rope
 from .family import Facts, Family, layer_types, rope_facts, window_everywhere
@@ -22,7 +21,6 @@ def _ministral(fields: Fields) -> Facts:
 
 
 def _ministral3(fields: Fields) -> Facts:
-    rope = read_rope(fields, 1_000_000.0)
     name = fields.given("rope_parameters", "rope_scaling")
     values = fields.get(name)
     if not isinstance(values, Mapping) or not values:
@@ -31,11 +29,12 @@ def _ministral3(fields: Fields) -> Facts:
         )
     inner = Fields(fields.path, values, prefix=f"{name}.")
     beta = inner.number(_BETA, 0.0, 1e3, default=0.0)
+    temperature = None
     if beta:
-        original = inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
-        scaling = structs.replace(rope.scaling, query_beta=beta, original_max_position=original)
-        rope = rope._replace(scaling=scaling)
-    return rope_facts(fields, rope) | window_everywhere(fields)
+        length = inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
+        temperature = TemperatureTuning(scale=beta, length=length)
+    facts = rope_facts(fields, read_rope(fields, 1_000_000.0)) | window_everywhere(fields)
+    return facts | {"temperature": temperature}
 
 
 FAMILIES: Final[dict[str, Family]] = {

@@ -19,6 +19,7 @@ from . import (
     granite,
     lfm,
     llama,
+    llama4,
     ministral,
     mixtral,
     olmo,
@@ -32,6 +33,7 @@ from .family import Family
 
 FAMILIES: Final[dict[str, Family]] = {
     **llama.FAMILIES,
+    **llama4.FAMILIES,
     **qwen.FAMILIES,
     **gemma.FAMILIES,
     **phi.FAMILIES,
