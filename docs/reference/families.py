@@ -26,6 +26,7 @@ WEIGHT_KINDS: Final = ("bf16", "int8", "int4", "fp8")
 
 FAMILIES: Final = (
     FamilyRow("Llama 2, 3, 3.1, 3.2, 3.3; SmolLM2, TinyLlama, Yi", "llama"),
+    FamilyRow("Llama 4 Scout, Llama 4 Maverick; MobileLLM-R1", "llama4_text"),
     FamilyRow("Mistral 7B, Mistral Nemo, Mistral Small, Codestral", "mistral", gguf="llama"),
     FamilyRow("Qwen2, Qwen2.5, QwQ", "qwen2"),
     FamilyRow("Qwen3", "qwen3"),

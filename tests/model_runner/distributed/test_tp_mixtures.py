@@ -9,13 +9,13 @@ import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.resolve.rank_spec import check_tp
-from tests.model_runner.models.test_mixtures import VARIANTS
+from tests.model_runner.models.test_mixtures import ONE_OF_EACH, VARIANTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_ranks_together_say_what_one_says(make_tiny_model, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, **options, vocab_size=97)

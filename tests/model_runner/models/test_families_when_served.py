@@ -18,7 +18,7 @@ from tests.model_runner.sampling.test_draft_bits import Seen, begin, check_draft
 from tests.model_runner.test_fixed_order import alone, in_company, params, tokens_of
 
 from .test_dense_families import GRANITE
-from .test_mixtures import GLM4, GPT_OSS
+from .test_mixtures import GLM4, GPT_OSS, LLAMA4
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**GPT_OSS, **HEADS, "sliding_window": 40},
     "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
     "glm4_moe": {**GLM4, **HEADS, "use_qk_norm": True, "n_group": 3, "topk_group": 2},
+    "llama4_text": {**LLAMA4, **HEADS, "attention_chunk_size": 40},
     "granite": {**GRANITE, **HEADS},
     "cohere2": {**HEADS, "sliding_window": 40, "logit_scale": 0.3, "num_hidden_layers": 4},
 }

@@ -173,6 +173,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
+ONE_OF_EACH = ("mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss", "llama4 as Scout")
 
 
 @variants
@@ -193,7 +194,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_dr
     check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
@@ -203,7 +204,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
 WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_driver, variant):
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))
@@ -218,7 +219,7 @@ def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_dr
     assert driver.generate(prompts, num=8) == found
 
 
-@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4 as Scout"])
 def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
     tiny = make_tiny_model(model_type, **options)
@@ -237,6 +238,26 @@ def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack, vari
         ),
         ("mixtral", {"num_experts_per_tok": 9}, "9 experts for each token, but there are only 6"),
         ("mixtral", {"hidden_act": "gelu"}, "only 'silu' is supported for mixtral"),
+        (
+            "llama4 as Scout",
+            {"attention_chunk_size": None},
+            "attention_chunk_size is None, expected a whole number",
+        ),
+        (
+            "llama4 as Scout",
+            {"layer_types": ["sliding_attention"] * 4},
+            "layer_types is .*expected a list of full_attention and chunked_attention",
+        ),
+        (
+            "llama4 as Scout",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type is 'yarn', which is not supported; supported are: default, linear, llama3",
+        ),
+        (
+            "llama4 as Scout",
+            {"moe_layers": None, "interleave_moe_layer_step": 0},
+            "interleave_moe_layer_step is 0, expected a whole number from 1",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(make_tiny_model, variant, change, message):
@@ -255,6 +276,7 @@ WHOLE_BLOCKS = {
     "phimoe": {"intermediate_size": 64},
     "gpt_oss": {"intermediate_size": 64},
     "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 96, "first_k_dense_replace": 0},
+    "llama4 as Scout": {"intermediate_size": 64},
 }
 
 

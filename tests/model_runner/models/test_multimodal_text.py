@@ -126,6 +126,30 @@ OF_EXPERTS: dict[str, Any] = {
     },
     "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0]},
 }
+LLAMA4 = {
+    "text_config": TEXT
+    | {
+        "head_dim": 8,
+        "num_hidden_layers": 4,
+        "num_local_experts": 6,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 40,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 45,
+        "floor_scale": 32,
+    },
+    "vision_config": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+        "vision_output_dim": 16,
+    },
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", GEMMA),
     "gemma3 untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False}),
@@ -239,6 +263,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "llama4": ("llama4", LLAMA4),
     "idefics3": ("idefics3", {"text_config": OF_LLAMA, "vision_config": IDEFICS}),
     "smolvlm tied": (
         "smolvlm",

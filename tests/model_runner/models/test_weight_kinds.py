@@ -46,6 +46,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": LOCAL_MOE,
     "phimoe": LOCAL_MOE,
+    "llama4_text": {**LOCAL_MOE, "head_dim": 16},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "lfm2": HYBRID,

@@ -20,10 +20,24 @@ from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.models.test_mixtures import VARIANTS
+from tests.model_runner.models.test_mixtures import LLAMA4, SCOUT_ROPE
+from tests.model_runner.models.test_mixtures import VARIANTS as OF_FOLDERS
 
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 
+FIXED = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+"""Of Llama 4: not in files."""
+VARIANTS = {
+    **OF_FOLDERS,
+    "llama4": (
+        "llama4_text",
+        {**LLAMA4, **FIXED, "rope_parameters": {**SCOUT_ROPE, "original_max_position_embeddings": 8192}},
+    ),
+    "llama4 dense layers": (
+        "llama4_text",
+        {**LLAMA4, **FIXED, "interleave_moe_layer_step": 2, "tie_word_embeddings": True},
+    ),
+}
 FILES = {  # name of a variant: architecture in GGUF
     "mixtral": "llama",
     "qwen2_moe": "qwen2moe",
@@ -32,12 +46,15 @@ FILES = {  # name of a variant: architecture in GGUF
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe norms of heads, groups, two shared": "glm4moe",
+    "llama4": "llama4",
+    "llama4 dense layers": "llama4",
 }
 NEIGHBORS = ("llama",)
+STACKED = ("gpt-oss", "llama4")
 
 
 def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """The parts of a stack of gpt-oss, or another tensor as it is."""
+    """The parts of a stack of gpt-oss or Llama 4, or another tensor as it is."""
     name, array = item
     head, _, part = name.partition(".experts.")
     if not part:
@@ -50,8 +67,10 @@ def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str
         if part.startswith("down"):
             yield f"{head}.experts.{expert}.down_proj.{kind}", matrix
             continue
-        yield f"{head}.experts.{expert}.gate_proj.{kind}", matrix[0::2]
-        yield f"{head}.experts.{expert}.up_proj.{kind}", matrix[1::2]
+        in_turn = head.endswith(".mlp")
+        gate, up = (matrix[0::2], matrix[1::2]) if in_turn else np.split(matrix, 2)
+        yield f"{head}.experts.{expert}.gate_proj.{kind}", gate
+        yield f"{head}.experts.{expert}.up_proj.{kind}", up
 
 
 def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> None:
@@ -62,7 +81,7 @@ def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> No
     names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
     stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     tensors = _checkpoint(tiny)
-    for name, array in tensors if arch != "gpt-oss" else itertools.chain(*map(single_experts, tensors)):
+    for name, array in tensors if arch not in STACKED else itertools.chain(*map(single_experts, tensors)):
         if ".experts." in name:
             head, _, rest = name.partition(".experts.")
             stacks.setdefault(f"{head}.experts.{rest.partition('.')[2]}", []).append(array)
@@ -97,7 +116,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size_mlp", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -129,9 +148,24 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "llama4":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_interleave_moe_layer_step(config.interleave_moe_layer_step)
+        if config.rope_parameters["rope_type"] == "llama3":
+            writer.add_tensor("rope_freqs.weight", divisors(config.rope_parameters, config.head_dim))
     if arch == "qwen2moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
+    """Of frequencies, as the converter computes them where no wavelength is between two limits."""
+    wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    is_long = wavelengths > rope["original_max_position_embeddings"] / rope["low_freq_factor"]
+    return np.where(is_long, rope["factor"], 1.0).astype(np.float32)
 
 
 @pytest.mark.parametrize("variant", FILES)
