@@ -262,8 +262,8 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
             "the field rope_scaling.low_freq_factor is missing",
         ),
         (
-            {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
-            "high_freq_factor 1, it must be above low_freq_factor 1",
+            {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 0.5}},
+            "high_freq_factor 0.5, it must not be below low_freq_factor 1",
         ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', expected an object or null"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "a different rope for some"),
