@@ -7,11 +7,14 @@ import os
 import pty
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from engine.cli import main as cli
 from tests.embedders import MAX_LEN, SIZE, make_embedder
 
 ENGINE = [sys.executable, "-m", "engine.cli.main"]
@@ -26,6 +29,25 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def run(*arguments: str, stdin: bytes = LINES) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([*ENGINE, *arguments], input=stdin, capture_output=True, timeout=100, check=False)
+
+
+@pytest.fixture
+def run_here(
+    capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., tuple[int, str, str]]]:
+    """Runs a command in this process, which has what a new one would first import: exit code, output, errors."""
+
+    def run_one(*arguments: str, stdin: bytes = LINES) -> tuple[int, str, str]:
+        (tmp_path / "stdin").write_bytes(stdin)
+        with open(tmp_path / "stdin", encoding="utf-8") as file, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", file)
+            code = cli.run(list(arguments))
+        out, error = capfdbinary.readouterr()
+        return code, out.decode(errors="replace"), error.decode()
+
+    threads = torch.get_num_threads()
+    yield run_one
+    torch.set_num_threads(threads)
 
 
 def test_lines_in_vectors_out(options):
@@ -58,29 +80,29 @@ def test_documents_are_sorted(options):
         (("--input-type", "title"), LINES, "input_type is 'title'"),
     ],
 )
-def test_what_the_model_refuses(options, arguments, stdin, message):
-    done = run("embed", *options, *arguments, stdin=stdin)
-    assert (done.returncode, done.stdout) == (2, b"")
-    error = done.stderr.decode()
+def test_what_the_model_refuses(run_here, options, arguments, stdin, message):
+    code, out, error = run_here("embed", *options, *arguments, stdin=stdin)
+    assert (code, out) == (2, "")
     assert error.startswith(f"engine: {message}") and error.count("\n") == 1
     assert "the server" not in error
 
 
-def test_a_model_that_generates_is_refused_unless_it_is_asked_to(tiny_model: Path):
-    done = run("embed", "--model", str(tiny_model))
-    assert done.returncode == 2
-    assert done.stderr.decode().endswith(
+def test_a_model_that_generates_is_refused_unless_it_is_asked_to(run_here, tiny_model: Path):
+    code, _, error = run_here("embed", "--model", str(tiny_model))
+    assert code == 2
+    assert error.endswith(
         "generates text and makes no vectors; name an embedder with --model, or pass --task embed\n"
     )
-    assert run("embed", "--model", str(tiny_model), "--task", "embed", "--num-threads", "1").returncode == 0
+    code, out, _ = run_here("embed", "--model", str(tiny_model), "--task", "embed", "--num-threads", "1")
+    assert code == 0 and out
 
 
-def test_a_chat_with_an_embedder_is_refused_in_a_sentence(options):
-    done = run("chat", "hello", *options, stdin=b"")
-    assert (done.returncode, done.stdout) == (2, b"")
-    assert done.stderr == (
-        b"engine: tiny-bert makes vectors of texts and cannot chat; use `engine embed` with it, or chat with another "
-        b"model\n"
+def test_a_chat_with_an_embedder_is_refused_in_a_sentence(run_here, options):
+    code, out, error = run_here("chat", "hello", *options, stdin=b"")
+    assert (code, out) == (2, "")
+    assert error == (
+        "engine: tiny-bert makes vectors of texts and cannot chat; use `engine embed` with it, or chat with another "
+        "model\n"
     )
 
 
