@@ -58,7 +58,10 @@ FAMILIES: Final = (
     FamilyRow("Command R7B, Command A, Tiny Aya", "cohere2"),
     FamilyRow("EXAONE 4.0", "exaone4"),
     FamilyRow("Seed-OSS", "seed_oss"),
-    FamilyRow("ERNIE 4.5 without experts", "ernie4_5"),
+    FamilyRow("ERNIE 4.5 0.3B", "ernie4_5"),
+    FamilyRow("ERNIE 4.5 21B-A3B, 300B-A47B", "ernie4_5_moe"),
     FamilyRow("Granite 3", "granite"),
-    FamilyRow("Granite 4 without experts and state layers", "granitemoehybrid", gguf="granite"),
+    FamilyRow("Granite 3 1B-A400M, 3B-A800M; PowerMoE", "granitemoe"),
+    FamilyRow("Granite with experts and a shared one", "granitemoeshared", gguf="granitemoe"),
+    FamilyRow("Granite 4 without state layers", "granitemoehybrid", gguf="granite"),
 )

@@ -33,10 +33,12 @@ def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | Sp
     """The MLP of a layer (`model.layers.<n>`): a mixture of experts, or a dense one where the configuration says so."""
     spec, experts = context.spec, context.spec.experts
     assert experts is not None
-    name = f"{layer}.{experts.names.block}"
     if layer_id in experts.dense_layers:
-        return GatedMLP(context, name, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
-    return SparseMLP(context, name, spec.hidden_size, experts)
+        name, fused = f"{layer}.{experts.names.block}", spec.form.fused_gate_up
+        return GatedMLP(
+            context, name, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, fused=fused
+        )
+    return SparseMLP(context, layer, spec.hidden_size, experts)
 
 
 class SparseMLP:
@@ -45,10 +47,11 @@ class SparseMLP:
     In some models s_e(x) is a factor of the expert's input. A shared expert computes for every token.
     """
 
-    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
+    def __init__(self, context: ModelContext, layer: str, size: int, experts: ExpertsSpec) -> None:
+        name = f"{layer}.{experts.names.block}"
         self.router = _Router(context, name, size, experts)
         self.experts = context.ops.pack_experts(_CheckpointExperts(context, name, size, experts))
-        self.shared = _SharedExpert(context, name, size, experts) if experts.shared_size else None
+        self.shared = _SharedExpert(context, layer, size, experts) if experts.shared_size else None
         self._all_reduce = context.group.all_reduce
 
     def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
@@ -74,7 +77,8 @@ class _Router:
         )
         self.bias: Tensor | None = None
         if self.routing.has_bias:
-            self.bias = context.weights.tensor(f"{name}.{names.bias}", (experts.num_experts,), torch.float32)
+            shape = (1, experts.num_experts) if names.bias_is_row else (experts.num_experts,)
+            self.bias = context.weights.tensor(f"{name}.{names.bias}", shape, torch.float32).view(-1)
         self.route = context.ops.route
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,13 +89,21 @@ class _Router:
 class _SharedExpert:
     """The MLP that computes for every token, with or without a gate for its whole result."""
 
-    def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
-        names, ops = experts.names, context.ops
-        self.mlp = GatedMLP(context, f"{name}.{names.shared}", size, experts.shared_size, is_summed=False)
+    def __init__(self, context: ModelContext, layer: str, size: int, experts: ExpertsSpec) -> None:
+        names, ops, spec = experts.names, context.ops, context.spec
+        self.mlp = GatedMLP(
+            context,
+            f"{layer}.{names.shared_module}",
+            size,
+            experts.shared_size,
+            bias=spec.mlp_bias,
+            fused=spec.form.fused_gate_up,
+            is_summed=False,
+        )
         self._add, self._add_gated, self._to_float32 = ops.add, ops.add_gated, ops.to_float32
         self.gate: Callable[[Tensor], Tensor] | None = None
         if experts.has_shared_gate:
-            self.gate = _logits(context, f"{name}.{names.shared_gate}", size, 1)
+            self.gate = _logits(context, f"{layer}.{names.block}.{names.shared_gate}", size, 1)
 
     def add(self, x: Tensor, y: Tensor, adapters: AdapterRuns | None) -> Tensor:
         """y + gate(x) * mlp(x), [T, size] all; `y` may be overwritten."""

@@ -80,8 +80,10 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         block: the MLP in its layer, also of dense layers.
         router: in the block.
         bias: `Routing.has_bias`: the tensor in the block.
+        bias_is_row: this tensor has a first axis of length 1.
         gate, up, down: of each expert.
         shared: the shared expert in the block.
+        shared_in_block: else it is beside the block, in the layer.
         shared_gate: the gate of the shared expert in the block.
         gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
         stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stacked_experts`.
@@ -91,19 +93,39 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
     block: str = "mlp"
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
+    bias_is_row: bool = False
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str = "shared_experts"
+    shared_in_block: bool = True
     shared_gate: str = "shared_expert_gate"
     gate_up_stack: str = "experts.gate_up_proj"
     down_stack: str = "experts.down_proj"
     stacks_in_turn: bool = False
     stacks_transposed: bool = False
 
+    @property
+    def shared_module(self) -> str:
+        """The shared expert in its layer."""
+        return f"{self.block}.{self.shared}" if self.shared_in_block else self.shared
+
 
 MIXTRAL_NAMES: Final = ExpertNames(block="block_sparse_moe", gate="w1", up="w3", down="w2")
 """Of Mixtral and Phi-3.5-MoE."""
+
+GRANITE_NAMES: Final = ExpertNames(
+    block="block_sparse_moe",
+    router="router.layer",
+    shared="shared_mlp",
+    shared_in_block=False,
+    gate_up_stack="input_linear.weight",
+    down_stack="output_linear.weight",
+)
+"""Of Granite."""
+
+ERNIE_NAMES: Final = ExpertNames(bias="moe_statics.e_score_correction_bias", bias_is_row=True)
+"""Of ERNIE 4.5."""
 
 LFM2_NAMES: Final = ExpertNames(block="feed_forward", bias="expert_bias", gate="w1", up="w3", down="w2")
 """Of LFM2-MoE."""

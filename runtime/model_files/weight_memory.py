@@ -132,7 +132,7 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         return [*linears, *_mlp_linears(block, size, inner, dense)]
     block, names = experts.names.block, experts.names
     if experts.shared_size:
-        linears += _mlp_linears(f"{block}.{names.shared}", size, experts.shared_size, dense)
+        linears += _mlp_linears(names.shared_module, size, experts.shared_size, dense)
     if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
         return linears
     parts, num = (names.gate, names.up, names.down), experts.num_experts

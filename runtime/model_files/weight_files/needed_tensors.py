@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..latent_spec import KV_UP
 
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
+
+
+_MTP: Final = "model.mtp_"
+"""ERNIE's name of such layers."""
 
 
 class Module(NamedTuple):
@@ -69,7 +73,7 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
 def is_of_mtp_layer(spec: ModelSpec, name: str) -> bool:
     """Whether a tensor belongs to a layer after the last one, see `ModelSpec.num_mtp_layers`."""
     prefixes = tuple(f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
-    return name.startswith(prefixes)
+    return name.startswith(prefixes) or (spec.num_mtp_layers > 0 and name.startswith(_MTP))
 
 
 def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -157,9 +161,10 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     yield Module(f"{block}.{names.router}", (experts.num_experts, size), has_bias=experts.has_bias)
     if experts.routing.has_bias:
         name, _, part = names.bias.rpartition(".")
-        yield Module(f"{block}.{name}" if name else block, (experts.num_experts,), part=part)
+        shape = (1, experts.num_experts) if names.bias_is_row else (experts.num_experts,)
+        yield Module(f"{block}.{name}" if name else block, shape, part=part)
     if experts.shared_size:
-        yield from _dense(f"{block}.{names.shared}", size, experts.shared_size, spec)
+        yield from _dense(names.shared_module, size, experts.shared_size, spec)
     if experts.has_shared_gate:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):

@@ -18,6 +18,7 @@ from engine.runtime.model_files.weight_files.check_weights import check_folder_w
 from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
+from .test_dense_families import GRANITE, GRANITE4
 from .text_checks import (
     check_bfloat16,
     check_chunks_and_prefixes,
@@ -79,6 +80,12 @@ LLAMA4 = {
     "attention_chunk_size": 45,
     "floor_scale": 32,
     "attn_scale": 0.4,
+}
+ERNIE = {
+    "num_hidden_layers": 3,
+    "moe_num_experts": 6,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
 }
 SCOUT_ROPE = {
     "rope_type": "llama3",
@@ -164,6 +171,35 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
             "num_key_value_heads": 6,
             "attention_chunk_size": 1,
+        },
+    ),
+    "granitemoe": ("granitemoe", {**FEW, **GRANITE}),
+    "granitemoeshared tied, biases": (
+        "granitemoeshared",
+        {
+            **FEW,
+            **GRANITE,
+            "shared_intermediate_size": 40,
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+        },
+    ),
+    "granite 4 with experts": (
+        "granitemoehybrid",
+        {**GRANITE4, **FEW, "shared_intermediate_size": 40, "position_embedding_type": "rope"},
+    ),
+    "ernie4_5_moe": ("ernie4_5_moe", ERNIE),
+    "ernie4_5_moe every other layer, without shared ones, biases": (
+        "ernie4_5_moe",
+        {
+            **ERNIE,
+            "num_hidden_layers": 4,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": 2,
+            "moe_layer_interval": 2,
+            "moe_num_shared_experts": 0,
+            "use_bias": True,
+            "tie_word_embeddings": True,
         },
     ),
     "phimoe": ("phimoe", {**FEW, "attention_bias": True, "lm_head_bias": True}),

@@ -46,16 +46,30 @@ FILES = {  # name of a variant: architecture in GGUF
     "gpt_oss": "gpt-oss",
     "glm4_moe": "glm4moe",
     "glm4_moe norms of heads, groups, two shared": "glm4moe",
+    "granitemoe": "granitemoe",
+    "granitemoeshared tied, biases": "granitemoe",
+    "ernie4_5_moe": "ernie4_5-moe",
     "llama4": "llama4",
     "llama4 dense layers": "llama4",
 }
-NEIGHBORS = ("llama",)
-STACKED = ("gpt-oss", "llama4")
+NEIGHBORS = ("llama", "granitemoe")
+STACKED = ("gpt-oss", "llama4", "granitemoe")
 
 
 def single_experts(item: tuple[str, np.ndarray[Any, Any]]) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """The parts of a stack of gpt-oss or Llama 4, or another tensor as it is."""
+    """The parts of a stack, and of Granite's shared expert, or another tensor as it is."""
     name, array = item
+    if name.endswith("input_linear.weight"):
+        gate, up = np.split(array, 2, axis=-2)
+        stem = name.removesuffix("input_linear.weight")
+        if stem.endswith(".shared_mlp."):
+            stem = stem.replace(".shared_mlp.", ".mlp.shared_expert.")
+            yield from ((f"{stem}gate_proj.weight", gate), (f"{stem}up_proj.weight", up))
+            return
+        for expert in range(len(array)):
+            yield f"{stem}experts.{expert}.w1.weight", gate[expert]
+            yield f"{stem}experts.{expert}.w3.weight", up[expert]
+        return
     head, _, part = name.partition(".experts.")
     if not part:
         yield item
@@ -94,6 +108,7 @@ def write(path: Path, tiny: Any, arch: str, experts_as: str | None = None) -> No
             name += ".weight"
         if name.endswith("e_score_correction_bias"):
             name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+            array = array.squeeze()
         if name.endswith("shared_expert_gate.weight"):
             array = array.squeeze()
         writer.add_tensor(
@@ -122,7 +137,7 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_eos_token_id(2)
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_used_count(config.moe_k if arch == "ernie4_5-moe" else config.num_experts_per_tok)
     writer.add_expert_count(
         config.num_local_experts if hasattr(config, "num_local_experts") else config.num_experts
     )
@@ -148,6 +163,17 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "granitemoe":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        writer.add_expert_shared_feed_forward_length(getattr(config, "shared_intermediate_size", 0))
+    if arch == "ernie4_5-moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_interleave_moe_layer_step(config.moe_layer_interval)
+        writer.add_leading_dense_block_count(config.moe_layer_start_index)
+        writer.add_expert_shared_count(config.moe_num_shared_experts)
     if arch == "llama4":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
@@ -180,7 +206,7 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
     check_gguf_weights(file, spec)
     driver = make_driver(spec, path, kind="gguf")
 
-    assert spec.model_type == model_type
+    assert spec.model_type == {"granitemoeshared": "granitemoe"}.get(model_type, model_type)
     assert num_parameters(spec) == num_parameters(tiny.spec)
     req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])

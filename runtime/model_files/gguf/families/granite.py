@@ -1,24 +1,28 @@
-"""Granite 3, and Granite 4 without experts and state layers."""
+"""Granite 3, and Granite 4 without state layers; `granitemoe` has experts."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from msgspec import structs
+
+from ...experts_spec import GRANITE_NAMES
 from ...fields import Fields
 from ...layer_form import LayerForm
 from .family import Facts, GGUFFamily
+from .mixtral import mixture_of
 
 
 def _granite(fields: Fields, arch: str) -> Facts:
-    """Factors that are missing or 0 are those of Llama."""
-    key = f"{arch}.rope.scaling.finetuned"
-    if not fields.boolean(key, default=True):
-        raise fields.error(key, False, "a model without rotary is not supported")
+    """Factors that are missing or 0 are those of Llama. A model is marked as not finetuned if it has no rotary."""
+    num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
+    rotates = fields.boolean(f"{arch}.rope.scaling.finetuned", default=True)
 
     def factor(name: str) -> float | None:
         return fields.number(f"{arch}.{name}", 0.0, 1e6, default=0.0) or None
 
     return {
+        "rope_layers": () if rotates else (False,) * num_layers,
         "query_scale": factor("attention.scale"),
         "form": LayerForm(
             embedding_scale=factor("embedding_scale") or 1.0,
@@ -28,4 +32,18 @@ def _granite(fields: Fields, arch: str) -> Facts:
     }
 
 
-FAMILIES: Final[dict[str, GGUFFamily]] = {"granite": GGUFFamily("granite", _granite, neighbors=True)}
+def _granite_moe(fields: Fields, arch: str) -> Facts:
+    """The file has the parts of the shared expert by themselves."""
+    shared = fields.integer(f"{arch}.expert_shared_feed_forward_length", 0, 1 << 22, default=0)
+    experts = structs.replace(mixture_of(fields, arch, _NAMES), shared_size=shared)
+    return _granite(fields, arch) | {"experts": experts}
+
+
+_NAMES: Final = structs.replace(GRANITE_NAMES, shared_in_block=True)
+
+FAMILIES: Final[dict[str, GGUFFamily]] = {
+    "granite": GGUFFamily("granite", _granite, neighbors=True),
+    "granitemoe": GGUFFamily(
+        "granitemoe", _granite_moe, has_experts=True, neighbors=True, also=("granitemoeshared",)
+    ),
+}

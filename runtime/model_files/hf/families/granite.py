@@ -1,4 +1,4 @@
-"""Granite 3 (`granite`), and Granite 4 without experts and state layers (`granitemoehybrid`)."""
+"""Granite 3 (`granite`; with experts `granitemoe`, `granitemoeshared`), and Granite 4 without layers with a state."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Final
 
 from msgspec import structs
 
+from ...experts_spec import GRANITE_NAMES, ExpertsSpec, Routing
 from ...fields import Fields
 from ...layer_form import LayerForm, ModuleNames
 from ..hf_rope import read_rope
@@ -32,32 +33,50 @@ def _granite(fields: Fields) -> Facts:
     }
 
 
+def _granite_moe(fields: Fields) -> Facts:
+    return _mixture(fields, 0)
+
+
+def _granite_moe_shared(fields: Fields) -> Facts:
+    return _mixture(fields, fields.integer("shared_intermediate_size", 0, 1 << 22, default=0))
+
+
+def _mixture(fields: Fields, shared_size: int) -> Facts:
+    """Layers with experts beside the shared MLP, which alone may be there instead."""
+    facts = _granite(fields)
+    names = ModuleNames(mlp=GRANITE_NAMES.shared)
+    experts = ExpertsSpec(
+        num_experts=fields.integer("num_local_experts", 0, 1 << 16, default=8),
+        intermediate_size=fields.integer("intermediate_size", 1, 1 << 22),
+        routing=Routing(num_active=fields.integer("num_experts_per_tok", 0, 1 << 16, default=2)),
+        shared_size=shared_size,
+        names=GRANITE_NAMES,
+    )
+    form = structs.replace(facts["form"], names=names, mlp_names=("input_linear", "output_linear"))
+    return facts | {"form": form, "mlp_bias": False, "experts": experts}
+
+
 def _granite_hybrid(fields: Fields) -> Facts:
-    """The dense models of the line; they have rotary or, as those with state layers, none."""
+    """The models of the line with attention only; they have rotary or, as those with state layers, none."""
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
     kinds = fields.get("layer_types")
     if not isinstance(kinds, list) or len(kinds) != num_layers or any(one not in _ATTENTION for one in kinds):
         raise fields.error(
             "layer_types", kinds, "only layers with attention are supported, not those with a state"
         )
-    if num_experts := fields.integer("num_local_experts", 0, 1 << 16, default=8):
-        raise fields.error("num_local_experts", num_experts, "experts of Granite are not supported")
     position = fields.get("position_embedding_type")
     if position not in (None, "nope", "rope"):
         raise fields.error("position_embedding_type", position, "expected rope, nope or null")
-    facts = _granite(fields)
-    form = structs.replace(
-        facts["form"], names=ModuleNames(mlp="shared_mlp"), mlp_names=("input_linear", "output_linear")
-    )
-    return facts | {
-        "form": form,
-        "mlp_bias": False,
-        "intermediate_size": fields.integer("shared_intermediate_size", 1, 1 << 22, default=1024),
-        "rope_layers": () if position == "rope" else (False,) * num_layers,
-    }
+    shared = fields.integer("shared_intermediate_size", 1, 1 << 22, default=1024)
+    facts = _mixture(fields, shared) | {"rope_layers": () if position == "rope" else (False,) * num_layers}
+    if fields.integer("num_local_experts", 0, 1 << 16, default=8) == 0:
+        facts |= {"experts": None, "intermediate_size": shared}
+    return facts
 
 
 FAMILIES: Final[dict[str, Family]] = {
     "granite": Family("GraniteForCausalLM", _granite),
+    "granitemoe": Family("GraniteMoeForCausalLM", _granite_moe),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", _granite_moe_shared),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", _granite_hybrid),
 }
