@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from msgspec import structs
+from safetensors.torch import load_file, save_file
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.runtime.errors import ConfigError
@@ -209,7 +210,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 variants = pytest.mark.parametrize("variant", VARIANTS)
-ONE_OF_EACH = ("mixtral", "qwen2_moe", "olmoe", "phimoe", "glm4_moe", "gpt_oss", "llama4 as Scout")
+ONE_OF_EACH = (
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "phimoe",
+    "glm4_moe",
+    "gpt_oss",
+    "llama4 as Scout",
+    "granitemoeshared tied, biases",
+    "ernie4_5_moe",
+)
 
 
 @variants
@@ -274,6 +285,12 @@ def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack, vari
         ),
         ("mixtral", {"num_experts_per_tok": 9}, "9 experts for each token, but there are only 6"),
         ("mixtral", {"hidden_act": "gelu"}, "only 'silu' is supported for mixtral"),
+        ("ernie4_5_moe", {"moe_norm_min": 1e-3}, "moe_norm_min is 0.001, only 1e-12 or less is supported"),
+        (
+            "granite 4 with experts",
+            {"num_experts_per_tok": 9},
+            "9 experts for each token, but there are only 6",
+        ),
         (
             "llama4 as Scout",
             {"attention_chunk_size": None},
@@ -313,6 +330,8 @@ WHOLE_BLOCKS = {
     "gpt_oss": {"intermediate_size": 64},
     "glm4_moe": {"moe_intermediate_size": 64, "intermediate_size": 96, "first_k_dense_replace": 0},
     "llama4 as Scout": {"intermediate_size": 64},
+    "granitemoeshared tied, biases": {"intermediate_size": 64, "shared_intermediate_size": 96},
+    "ernie4_5_moe": {"moe_intermediate_size": 64, "moe_layer_start_index": 0},
 }
 
 
@@ -342,6 +361,16 @@ def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_drive
         beside = 3 * (size + biases) * tiny.spec.num_layers * 2  # of the router, and biases
         assert weight_bytes(spec, 2) - weight_bytes(without, 2) - beside == held[method] // 2
     assert held["int4"] < held["int8"]
+
+
+def test_layers_of_ernie_that_predict_further_tokens_are_not_read(make_tiny_model, make_driver, unpack):
+    tiny = make_tiny_model("ernie4_5_moe", **ERNIE)
+    tensors = load_file(tiny.folder / "model.safetensors")
+    tensors["model.mtp_block.0.mlp.gate_proj.weight"] = torch.ones(2, 2)
+    tensors["model.mtp_emb_norm.0.weight"] = torch.ones(2)
+    save_file(tensors, tiny.folder / "model.safetensors")
+    check_folder_weights(tiny.folder, tiny.spec)
+    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, length=20)
 
 
 def test_weights_need_no_checkpoint(make_tiny_model, make_driver):

@@ -18,7 +18,7 @@ from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 
 from .test_architectures import YARN, tokens_of
-from .test_dense_families import GRANITE4
+from .test_dense_families import GRANITE, GRANITE4
 
 TABLE: Any = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "reference" / "families.py"))
 FAMILIES = {row.model_type: row for row in TABLE["FAMILIES"]}
@@ -46,8 +46,8 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": LOCAL_MOE,
     "phimoe": LOCAL_MOE,
-    "granitemoe": LOCAL_MOE,
-    "granitemoeshared": {**LOCAL_MOE, "shared_intermediate_size": 64},
+    "granitemoe": {**LOCAL_MOE, **GRANITE},
+    "granitemoeshared": {**LOCAL_MOE, **GRANITE, "shared_intermediate_size": 64},
     "ernie4_5_moe": {"moe_intermediate_size": 64, "moe_num_experts": 4, "moe_k": 2},
     "llama4_text": {**LOCAL_MOE, "head_dim": 16},
     "gemma2": GEMMA,

@@ -177,7 +177,6 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
             "expected a truth value for each of 5",
         ),
         ("ministral3", "mistral3.attention.scale", 0.5, "another scale of the scores is not supported"),
-        ("granite", "granite.rope.scaling.finetuned", False, "a model without rotary is not supported"),
         ("smollm3", "smollm3.expert_count", 4, "expert_count is 4, experts are not supported"),
     ],
 )
@@ -189,3 +188,13 @@ def test_what_is_not_supported_is_refused_by_name(make_tiny_model, tmp_path, var
     file.metadata = {**file.metadata, key: value}
     with pytest.raises(ConfigError, match=message):
         read_gguf_spec(file)
+
+
+def test_a_granite_that_is_marked_as_not_finetuned_has_no_rotary(make_tiny_model, tmp_path):
+    model_type, arch, options = VARIANTS["granite"]
+    path = tmp_path / "tiny.gguf"
+    write(path, make_tiny_model(model_type, **options), arch)
+    file = GGUFFile(path)
+    assert read_gguf_spec(file).rope_layers == ()
+    file.metadata = {**file.metadata, "granite.rope.scaling.finetuned": False}
+    assert read_gguf_spec(file).rope_layers == (False, False)
