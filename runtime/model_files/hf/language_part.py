@@ -75,7 +75,7 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
 def _check_architecture(fields: Fields, model_type: str, kind: Multimodal) -> None:
     value = fields.get("architectures")
     stem = kind.architecture.removesuffix("ForConditionalGeneration")
-    if value and value not in ([kind.architecture], [f"{stem}Model"]):
+    if value and value not in ([kind.architecture], [f"{stem}Model"], [kind.also]):
         raise fields.error(
             "architectures", value, f"only ['{kind.architecture}'] is supported for {model_type}"
         )
@@ -91,6 +91,9 @@ def _text_config(
     text = {**({} if known is None else known.defaults), **kind.defaults, **inner}
     if known is not None:
         text |= known.always
+    sizes = text.get("hidden_size"), text.get("num_attention_heads")
+    if known is not None and known.divides_hidden and all(isinstance(size, int) and size for size in sizes):
+        text["head_dim"] = sizes[0] // sizes[1]
     text["model_type"] = model_type if known is None else known.family
     text["eos_token_id"] = _both(config.get("eos_token_id"), inner.get("eos_token_id"))
     if text.get("bos_token_id") is None:

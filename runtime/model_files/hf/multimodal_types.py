@@ -32,6 +32,7 @@ class Multimodal(NamedTuple):
         is_flat: older folders have the language model's fields beside `vision_config`, and no `text_config`.
         tied: the default of `tie_word_embeddings`.
         defaults: of `text_config`, with precedence over those of its `model_type`.
+        also: another name of the class, by code that files bring along.
     """
 
     architecture: str
@@ -42,6 +43,7 @@ class Multimodal(NamedTuple):
     is_flat: bool = False
     tied: bool = False
     defaults: Mapping[str, object] = {}
+    also: str = ""
 
     def usual_name(self, name: str) -> str | None:
         """The name of a tensor in a folder with the language model only; None: it belongs to a tower."""
@@ -64,6 +66,7 @@ class TextType(NamedTuple):
     family: str
     defaults: Mapping[str, object]
     always: Mapping[str, object] = {}  # what its code does, whatever the file says
+    divides_hidden: bool = False  # so is the head size: the hidden size divided by the heads
 
 
 MULTIMODAL: Final[dict[str, Multimodal]] = {
@@ -109,6 +112,29 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     "qwen3_5_moe": Multimodal(
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", ("visual.", "mtp."), is_fixed=True
     ),
+    "kimi_k25": Multimodal(
+        "Kimi_K25ForConditionalGeneration",
+        "deepseek_v3",
+        (*_VISION, "mm_projector."),
+        tied=True,
+        also="KimiK25ForConditionalGeneration",
+    ),
+    "glm4v": Multimodal("Glm4vForConditionalGeneration", "glm4v_text", ("visual.",), is_fixed=True),
+    "glm46v": Multimodal("Glm46VForConditionalGeneration", "glm4v_text", ("visual.",)),
+    "glm4v_moe": Multimodal(
+        "Glm4vMoeForConditionalGeneration", "glm4v_moe_text", ("visual.",), is_fixed=True
+    ),
+    "exaone4_5": Multimodal("Exaone4_5_ForConditionalGeneration", "exaone4", ("visual.", "mtp.")),
+    "ovis2": Multimodal(
+        "Ovis2ForConditionalGeneration", "qwen2", ("vision_tower.", "visual_embeddings_table."), tied=True
+    ),
+    "video_llama_3": Multimodal(
+        "VideoLlama3ForConditionalGeneration", "qwen2", ("vision_model.", "projector.")
+    ),
+    "llava_next_video": Multimodal(
+        "LlavaNextVideoForConditionalGeneration", "llama", (*_VISION, "vision_resampler.", "image_newline")
+    ),
+    "idefics2": Multimodal("Idefics2ForConditionalGeneration", "mistral", _CONNECTED, _TEXT_MODEL),
     "lfm2_vl": Multimodal("Lfm2VlForConditionalGeneration", "lfm2", _VISION, tied=True),
     "qwen2_audio": Multimodal("Qwen2AudioForConditionalGeneration", "qwen2", _AUDIO),
     "voxtral": Multimodal(
@@ -209,6 +235,39 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
             "rms_norm_eps": 1e-6,
         },
     ),
+    "glm4v_text": TextType(
+        "glm4",
+        {
+            "vocab_size": 151_552,
+            "hidden_size": 4096,
+            "intermediate_size": 13_696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0,
+        },
+        {"attention_bias": True},
+        divides_hidden=True,
+    ),
+    "glm4v_moe_text": TextType(
+        "glm4_moe",
+        {
+            "vocab_size": 151_424,
+            "hidden_size": 4096,
+            "intermediate_size": 10_944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 65_536,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "moe_intermediate_size": 1408,
+        },
+        {"use_qk_norm": False},
+    ),
+    "exaone4_5_text": TextType("exaone4", {}),
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen3_vl_text": TextType(
