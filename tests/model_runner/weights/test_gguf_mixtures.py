@@ -240,6 +240,16 @@ def test_experts_of_gpt_oss_keep_the_codes_of_the_file(make_tiny_model, make_dri
     assert weight_bytes(spec, 2, dequantized=True) - weight_bytes(spec, 2) == 2 * numbers - kept
 
 
+def test_a_llama_4_without_chunks_is_refused(make_tiny_model, tmp_path):
+    model_type, options = VARIANTS["llama4"]
+    path = tmp_path / "tiny.gguf"
+    write(path, make_tiny_model(model_type, **options), "llama4")
+    file = GGUFFile(path)
+    file.metadata = {**file.metadata, "llama4.attention.sliding_window": 0}
+    with pytest.raises(ConfigError, match="sliding_window is 0, a model without chunks is not supported"):
+        read_gguf_spec(file)
+
+
 def test_a_file_with_more_active_experts_than_there_are_is_refused(make_tiny_model, tmp_path):
     model_type, options = VARIANTS["mixtral"]
     path = tmp_path / "tiny.gguf"

@@ -57,6 +57,42 @@ def test_fields_that_older_files_leave_out_have_the_defaults_of_transformers(tmp
     assert (spec.tie_word_embeddings, spec.torch_dtype, spec.eos_token_ids) == (True, "bfloat16", (1, 106))
 
 
+def test_a_folder_of_llama_4_scout(tmp_path: Path) -> None:
+    """What its `text_config` has beside the defaults, of which the sizes are left out here."""
+    inner = {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": 4,
+        "interleave_moe_layer_step": 1,
+        "no_rope_layers": [],
+        "num_experts_per_tok": 1,
+        "num_local_experts": 16,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 16.0,
+            "high_freq_factor": 1.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "use_qk_norm": True,
+    }
+    spec = read(tmp_path, "llama4", text_config=inner)
+
+    assert (spec.num_layers, spec.hidden_size, spec.head_dim, spec.vocab_size) == (48, 5120, 128, 202_048)
+    assert spec.rope_layers == spec.windowed_layers == (True, True, True, False) * 12
+    assert (spec.sliding_window, spec.attention.chunked, spec.form.unit_qk_norm) == (8192, True, True)
+    assert spec.temperature is not None
+    assert (spec.temperature.scale, spec.temperature.length, spec.temperature.offset) == (0.1, 8192, 1)
+    assert spec.experts is not None and spec.experts.dense_layers == ()
+    assert (spec.experts.num_experts, spec.experts.intermediate_size, spec.experts.shared_size) == (
+        16,
+        8192,
+        8192,
+    )
+    assert spec.rope_scaling.kind == "llama3" and spec.rope_scaling.high_freq_factor == 1.0
+
+
 def test_end_tokens_and_dtype_may_be_on_either_level(tmp_path: Path) -> None:
     inner = TEXT | {"eos_token_id": 5, "bos_token_id": 3, "dtype": "float16"}
 
