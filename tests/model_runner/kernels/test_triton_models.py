@@ -18,7 +18,9 @@ from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
 from engine.model_runner.weights import dummy
+from engine.runtime.model_files.attention_form import AttentionForm
 from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
+from engine.runtime.model_files.hf.families.llama4 import FORM, NAMES, TEMPERATURE, routing
 from engine.runtime.model_files.layer_form import FOUR_NORMS
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
@@ -68,6 +70,24 @@ SPECS = {
         query_scale=0.3,
     ),
     "phi3": msgspec.structs.replace(LLAMA, model_type="phi3", rotary_dim=12),
+    "llama4": msgspec.structs.replace(
+        LLAMA,
+        model_type="llama4_text",
+        form=msgspec.structs.replace(FORM, unit_qk_norm=True),
+        rope_layers=(True, False),
+        sliding_window=2,
+        windowed_layers=(True, False),
+        attention=AttentionForm(chunked=True),
+        temperature=msgspec.structs.replace(TEMPERATURE, length=2),
+        experts=ExpertsSpec(
+            num_experts=4,
+            intermediate_size=24,
+            routing=routing(2),
+            shared_size=24,
+            scales_inputs=True,
+            names=NAMES,
+        ),
+    ),
 }
 KERNELS = {
     norm: ("_rms_norm_kernel", "_add_rms_norm_kernel"),
