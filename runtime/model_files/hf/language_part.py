@@ -18,6 +18,8 @@ _TEXT: Final = "text_config"
 _TOWERS: Final = ("vision_config", "audio_config")
 _OUTER: Final = ("quantization_config", "compression_config", "quantization")
 """Fields that may stand beside `text_config` instead of inside of it."""
+_COMMON: Final = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id")
+"""The same where the model is a part of a larger one."""
 _ROPES: Final = ("rope_scaling", "rope_parameters")
 _AXES: Final = "mrope"
 
@@ -60,16 +62,36 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         )
     assert isinstance(model_type, str)
     _check_architecture(fields, model_type, kind)
+    place = _TEXT
+    if kind.part:
+        config, inner = _part_config(fields, config, kind)
+        place = f"{kind.part}_config.{_TEXT}"
     if isinstance(inner, Mapping):
-        prefix = f"{_TEXT}."
+        prefix = f"{place}."
     elif inner is None and kind.is_flat:
         inner, prefix = {name: value for name, value in config.items() if name not in _TOWERS}, ""
         inner["model_type"] = kind.text_type
     else:
         raise fields.error(
-            _TEXT, inner, "expected an object with the language model's fields; download it again"
+            place,
+            inner,
+            "expected an object with the language model's fields; download it again",
         )
     return LanguagePart(model_type, _text_config(config, inner, kind), prefix)
+
+
+def _part_config(
+    fields: Fields, config: Mapping[str, object], kind: Multimodal
+) -> tuple[Mapping[str, object], object]:
+    """The configuration of the part with the language model, and its `text_config`."""
+    name = f"{kind.part}_config"
+    part = config.get(name)
+    if not isinstance(part, Mapping):
+        raise fields.error(
+            name, part, "expected an object with the language model's fields; download it again"
+        )
+    common = {field: config[field] for field in (*_OUTER, *_COMMON) if config.get(field) is not None}
+    return {**common, **part}, part.get(_TEXT)
 
 
 def _check_architecture(fields: Fields, model_type: str, kind: Multimodal) -> None:

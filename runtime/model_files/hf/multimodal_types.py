@@ -17,6 +17,7 @@ _VISION: Final = ("vision_tower.", "multi_modal_projector.")
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")
 _CONNECTED: Final = ("vision_model.", "connector.")
 _TEXT_MODEL: Final = ("model.text_model.", "text_model.")
+_THINKER: Final = "thinker"
 _GEMMA_TOWERS: Final = ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.")
 
 
@@ -33,6 +34,7 @@ class Multimodal(NamedTuple):
         tied: the default of `tie_word_embeddings`.
         defaults: of `text_config`, with precedence over those of its `model_type`.
         also: another name of the class, by code that files bring along.
+        part: the model is a part of a larger one: its fields are in `<part>_config`, its tensors begin with `<part>.`.
     """
 
     architecture: str
@@ -44,9 +46,12 @@ class Multimodal(NamedTuple):
     tied: bool = False
     defaults: Mapping[str, object] = {}
     also: str = ""
+    part: str = ""
 
     def usual_name(self, name: str) -> str | None:
         """The name of a tensor in a folder with the language model only; None: it belongs to a tower."""
+        if self.part:
+            name = name.removeprefix(f"{self.part}.")
         if name.removeprefix("model.").startswith(self.towers):
             return None
         if name.startswith(_HEAD):
@@ -57,6 +62,8 @@ class Multimodal(NamedTuple):
     @property
     def renamed(self) -> tuple[tuple[str, str], ...]:
         """Beginnings of the usual names, and what the folder may have instead."""
+        if self.part:
+            return ("model.", f"{self.part}.model."), ("lm_head", f"{self.part}.lm_head")
         return *(("model.", prefix) for prefix in self.body), ("lm_head", _HEAD.removesuffix("."))
 
 
@@ -136,6 +143,20 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     ),
     "idefics2": Multimodal("Idefics2ForConditionalGeneration", "mistral", _CONNECTED, _TEXT_MODEL),
     "lfm2_vl": Multimodal("Lfm2VlForConditionalGeneration", "lfm2", _VISION, tied=True),
+    "qwen2_5_omni": Multimodal(
+        "Qwen2_5OmniForConditionalGeneration",
+        "qwen2_5_omni_text",
+        ("audio_tower.", "visual.", "talker.", "token2wav."),
+        is_fixed=True,
+        part=_THINKER,
+    ),
+    "qwen3_omni_moe": Multimodal(
+        "Qwen3OmniMoeForConditionalGeneration",
+        "qwen3_omni_moe_text",
+        ("audio_tower.", "visual.", "talker.", "code2wav."),
+        is_fixed=True,
+        part=_THINKER,
+    ),
     "qwen2_audio": Multimodal("Qwen2AudioForConditionalGeneration", "qwen2", _AUDIO),
     "voxtral": Multimodal(
         "VoxtralForConditionalGeneration",
@@ -270,6 +291,40 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
     "exaone4_5_text": TextType("exaone4", {}),
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
+    "qwen2_5_omni_text": TextType(
+        "qwen2",
+        {
+            "vocab_size": 152_064,
+            "hidden_size": 3584,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "sliding_window": 32_768,
+            "rope_theta": 1e6,
+        },
+    ),
+    "qwen3_omni_moe_text": TextType(
+        "qwen3_moe",
+        {
+            "vocab_size": 3584,
+            "hidden_size": 2048,
+            "intermediate_size": 18_944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": True,
+            "rope_theta": 1e6,
+        },
+        {"use_sliding_window": False},
+    ),
     "qwen3_vl_text": TextType(
         "qwen3", _QWEN | {"max_position_embeddings": 128_000, "head_dim": 128, "rope_theta": 5e5}
     ),

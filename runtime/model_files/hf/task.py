@@ -18,6 +18,8 @@ from .modules_json import MODULES, Modules, read_modules
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER: Final = "ForSequenceClassification"
 _BODY: Final = ("Model", "ForMaskedLM")
+_WHOLE: Final = ("Qwen2_5OmniModel",)
+"""Models that generate text, with heads, in spite of their names."""
 _RERANKER: Final = "rerank"
 
 
@@ -102,7 +104,7 @@ def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:
     model_type = fields.get("model_type")
     if model_type in ENCODER_MODEL_TYPES:  # older files have no architectures
         return FoundTask("embed", f"its model_type is {model_type}")
-    if architecture.endswith(_BODY) and not architecture.endswith(CAUSAL):
+    if architecture.endswith(_BODY) and not architecture.endswith(CAUSAL) and architecture not in _WHOLE:
         return FoundTask("embed", reason)
     return FoundTask("generate", reason if architecture else "its files do not say otherwise")
 

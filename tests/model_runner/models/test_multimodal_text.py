@@ -433,6 +433,59 @@ def test_logits_are_those_of_transformers(
     assert num_parameters(spec) == sum(numbers.values()) + biases - tower
 
 
+OMNI_AUDIO = {
+    "d_model": 16,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "num_mel_bins": 4,
+    "max_source_positions": 8,
+    "output_dim": 48,
+}
+OMNI = {
+    "qwen2_5_omni": ("Qwen2_5Omni", ["Qwen2_5OmniModel"], OF_QWEN),
+    "qwen3_omni_moe": (
+        "Qwen3OmniMoe",
+        ["Qwen3OmniMoeForConditionalGeneration"],
+        {**OF_EXPERTS["text_config"], "mlp_only_layers": None},
+    ),
+}
+
+
+@pytest.mark.parametrize("outer", OMNI)
+def test_the_thinker_of_a_model_that_speaks(
+    make_driver: Any, unpack: Any, tmp_path: Path, outer: str
+) -> None:
+    """`thinker_config` and the tensors `thinker.` are the model; the talker is not read."""
+    import transformers
+
+    torch.manual_seed(0)
+    stem, architectures, text = OMNI[outer]
+    vision = QWEN_VISION | {"deepstack_visual_indexes": [0]} if outer.startswith("qwen3") else QWEN_VISION
+    config = transformers.AutoConfig.for_model(
+        f"{outer}_thinker", text_config=text, vision_config=vision, audio_config=OMNI_AUDIO
+    )
+    config._attn_implementation = "eager"
+    thinker = getattr(transformers, f"{stem}ThinkerForConditionalGeneration")(config).eval()
+    thinker.save_pretrained(tmp_path)
+    tensors = {f"thinker.{name}": each for name, each in load_file(tmp_path / "model.safetensors").items()}
+    save_file(tensors | {"talker.model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    path = tmp_path / "config.json"
+    inner = json.loads(path.read_text())
+    whole = {
+        "model_type": outer,
+        "architectures": architectures,
+        "thinker_config": inner,
+        "talker_config": {},
+    }
+    path.write_text(json.dumps(whole | {"dtype": "float32"}))
+
+    spec, summary = check_folder_weights(tmp_path, read_hf_spec(tmp_path))
+
+    assert spec.language_of == outer and summary.num_ignored > 1
+    _check(TinyModel(thinker, tmp_path, spec), make_driver(spec, tmp_path), unpack)
+
+
 def _check(tiny: TinyModel, driver: Any, unpack: Any) -> None:
     """Check the logits of one prompt and the tokens after it."""
     prompt = tokens_of(60, vocab=90)

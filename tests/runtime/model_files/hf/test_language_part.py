@@ -93,6 +93,26 @@ def test_a_folder_of_llama_4_scout(tmp_path: Path) -> None:
     assert spec.rope_scaling.kind == "llama3" and spec.rope_scaling.high_freq_factor == 1.0
 
 
+def test_a_model_that_is_a_part_has_the_fields_of_its_part_and_of_the_whole(tmp_path: Path) -> None:
+    spec = read(
+        tmp_path,
+        "qwen2_5_omni",
+        architectures=["Qwen2_5OmniModel"],
+        thinker_config={"text_config": TEXT | {"model_type": "qwen2_5_omni_text"}},
+        text_config=...,
+        torch_dtype="bfloat16",
+        eos_token_id=7,
+    )
+    assert (spec.model_type, spec.torch_dtype, spec.eos_token_ids) == ("qwen2", "bfloat16", (7,))
+    with pytest.raises(ConfigError, match="thinker_config is None, expected an object"):
+        read(tmp_path, "qwen2_5_omni", text_config=...)
+    with pytest.raises(ConfigError, match=r"thinker_config\.text_config is 3, expected an object"):
+        read(tmp_path, "qwen2_5_omni", thinker_config={"text_config": 3}, text_config=...)
+    with pytest.raises(ConfigError, match=r"thinker_config\.text_config\.rms_norm_eps"):
+        text = TEXT | {"rms_norm_eps": "small"}
+        read(tmp_path, "qwen2_5_omni", thinker_config={"text_config": text}, text_config=...)
+
+
 def test_end_tokens_and_dtype_may_be_on_either_level(tmp_path: Path) -> None:
     inner = TEXT | {"eos_token_id": 5, "bos_token_id": 3, "dtype": "float16"}
 
