@@ -113,9 +113,8 @@ def _text_config(
     text = {**({} if known is None else known.defaults), **kind.defaults, **inner}
     if known is not None:
         text |= known.always
-    sizes = text.get("hidden_size"), text.get("num_attention_heads")
-    if known is not None and known.divides_hidden and all(isinstance(size, int) and size for size in sizes):
-        text["head_dim"] = sizes[0] // sizes[1]
+        if known.divides_hidden:
+            _divide_hidden(text)
     text["model_type"] = model_type if known is None else known.family
     text["eos_token_id"] = _both(config.get("eos_token_id"), inner.get("eos_token_id"))
     if text.get("bos_token_id") is None:
@@ -136,6 +135,13 @@ def _text_config(
         text[field] = _with_one_axis(text.get(field))
     text.pop("architectures", None)
     return text
+
+
+def _divide_hidden(text: dict[str, object]) -> None:
+    """Set the head size to the hidden size divided by the heads; wrong sizes are found by their reader."""
+    size, num_heads = text.get("hidden_size"), text.get("num_attention_heads")
+    if isinstance(size, int) and isinstance(num_heads, int) and num_heads:
+        text["head_dim"] = size // num_heads
 
 
 def _both(outer: object, inner: object) -> object:

@@ -108,8 +108,8 @@ def test_a_model_that_is_a_part_has_the_fields_of_its_part_and_of_the_whole(tmp_
         read(tmp_path, "qwen2_5_omni", text_config=...)
     with pytest.raises(ConfigError, match=r"thinker_config\.text_config is 3, expected an object"):
         read(tmp_path, "qwen2_5_omni", thinker_config={"text_config": 3}, text_config=...)
+    text = TEXT | {"rms_norm_eps": "small"}
     with pytest.raises(ConfigError, match=r"thinker_config\.text_config\.rms_norm_eps"):
-        text = TEXT | {"rms_norm_eps": "small"}
         read(tmp_path, "qwen2_5_omni", thinker_config={"text_config": text}, text_config=...)
 
 
