@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from engine.model_runner.hf_backend.swapping.attention_form import attention_for
 from engine.model_runner.hf_backend.swapping.calls import AttentionCall
 from engine.model_runner.hf_backend.swapping.mlp_form import mlp_form_of
 from engine.model_runner.hf_backend.swapping.norm_form import norm_form_of
+from engine.runtime.model_files.model_spec import ModelSpec
 
 SIZE = 24
 
@@ -77,8 +77,9 @@ def test_weights_of_two_dimensions_and_modules_that_fail_are_not_norms():
 
 
 def test_a_norm_with_a_buffer_stays():
-    module = FakeNorm(lambda x, w: rms(x) * w * module.scale[: x.shape[1]], torch.ones(SIZE))
-    module.register_buffer("scale", torch.ones(9, 1))  # later positions may have another
+    scale = torch.ones(9, 1)  # later positions may have another
+    module = FakeNorm(lambda x, w: rms(x) * w * scale[: x.shape[1]], torch.ones(SIZE))
+    module.register_buffer("scale", scale)
     assert norm_form_of(module) is None
 
 
@@ -156,7 +157,21 @@ def test_blocks_with_more_in_them_stay():
     assert mlp_form_of(Weighted()) is None
 
 
-HEADS = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=8)
+SPEC = ModelSpec(
+    model_type="llama",
+    vocab_size=8,
+    hidden_size=SIZE,
+    intermediate_size=40,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-6,
+    rope_theta=10_000.0,
+    max_position_embeddings=64,
+    tie_word_embeddings=True,
+    torch_dtype="float32",
+)
 
 
 class FakeAttention(nn.Module):
@@ -197,7 +212,7 @@ class FakeAttention(nn.Module):
 )
 def test_attention_is_known_by_what_it_computes(compute, options, is_known):
     call = AttentionCall(FakeAttention(compute), (torch.randn(1, 5, SIZE),), options)
-    form = attention_form_of(call, HEADS)
+    form = attention_form_of(call, SPEC)
     assert (form is not None) == is_known
     if form is not None:
         assert (form.rotary_dim, form.factor, form.scaling) == (0, 1.0, 0.5)
