@@ -125,6 +125,8 @@ def hub_name_of(model: str) -> HubName | None:
 
 def is_same_model(name: str, served: str) -> bool:
     """Whether `name`, as a user writes it, is the model that is served as `served`: built-in names are other names."""
+    if name == served:  # a user may give another model the name of a built-in one
+        return True
     if (built_in := find_built_in(name)) is not None:
         return served == built_in.name
     return BUILT_IN.get(name.lower(), name) == served

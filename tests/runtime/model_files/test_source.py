@@ -122,6 +122,7 @@ def test_another_built_in_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         resolve_source("minilm", fetch=False)
     assert is_same_model("minilm", "all-MiniLM-L6-v2")
     assert not is_same_model("minilm", "SmolLM2-135M-Instruct")
+    assert is_same_model("minilm", "minilm")  # another model, served under that name
 
 
 def test_a_folder_wins_over_a_built_in_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
