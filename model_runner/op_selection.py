@@ -20,7 +20,7 @@ from .kernels.latent import native as native_latent
 from .kernels.latent import plain as plain_latent
 from .kernels.plain_delta import PlainDeltas
 from .ops import OpChoice, Ops
-from .states import plain_short_conv
+from .states import plain_delta_net, plain_short_conv
 
 if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
@@ -224,6 +224,12 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _native("short_conv"),
         _plain(plain_short_conv.short_conv),
     ),
+    "gated_delta": (
+        _triton("delta_net", "gated_delta"),
+        _native("gated_delta"),
+        _plain(plain_delta_net.gated_delta),
+    ),
+    "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

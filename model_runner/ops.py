@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from ..runtime.model_files.experts_spec import ClampedSwiGLU, Routing
     from .adapter_runs import AdapterRuns
+    from .states.delta_weights import DeltaWeights
+    from .states.layer_states import LayerStates
     from .states.state_runs import StateRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
@@ -197,6 +199,14 @@ class AddGatedOp(Protocol):
         ...
 
 
+class MulSigmoidOp(Protocol):
+    """x * sigmoid(gate), rounded once."""
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """`gate`, `x`: [T, K] of one dtype. `x` may be overwritten; use the returned tensor."""
+        ...
+
+
 class TakeRows(Protocol):
     """Look up rows of a table [R, N], contiguous: [T] int64 indices, all of them in range -> [T, N]."""
 
@@ -305,6 +315,28 @@ class ShortConvOp(Protocol):
             weight: [L, K]: the taps, that of the newest token last.
             bias: [K].
             slots: [S, L - 1, K] of the layer; all in one dtype.
+            runs: of the step; they cover all T tokens.
+        """
+        ...
+
+
+class GatedDeltaOp(Protocol):
+    """A gated delta net between its projections (Yang et al. 2024), over each request's tokens."""
+
+    def __call__(
+        self, qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, runs: StateRuns
+    ) -> Tensor:
+        """Convolve q, k and v causally, correct the states of the heads and ask them; returns [T, H * Dv].
+
+        After silu of the convolution, q and k of each head are divided by their lengths, q also by sqrt(Dk). With
+        g = decay * softplus(a + dt_bias) and beta = sigmoid(b), each token takes the state S of a head to
+        S' = exp(g) * S + k^T (beta * (v - exp(g) * k S)) and returns norm(q S') * silu(z). All of it is computed in
+        float32 and rounded once at the end.
+
+        Args:
+            qkvz: [T, K + H * Dv]: q, k, v and z, each of all heads.
+            ba: [T, 2 * H]: b and a.
+            states: of the layer: `conv` [S, L - 1, K], `recurrent` [S, H, Dk, Dv] in float32.
             runs: of the step; they cover all T tokens.
         """
         ...
@@ -501,5 +533,7 @@ class Ops:
     soft_cap: SoftCap
     to_float32: ToFloat32
     short_conv: ShortConvOp
+    gated_delta: GatedDeltaOp
+    mul_sigmoid: MulSigmoidOp
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

@@ -11,8 +11,13 @@ if TYPE_CHECKING:
     from .config.engine_config import SchedulerConfig
     from .model_files.model_spec import ModelSpec
 
-CHECKPOINT_SHARE: Final = 0.1
-"""Memory of all checkpoints, by that of the KV pool."""
+_LEAST_SHARE: Final = 0.1
+"""Memory of all checkpoints, by that of the KV pool; at least."""
+_MOST_SHARE: Final = 0.5
+_TOKENS_PER_CHECKPOINT: Final = 4096
+"""Slots of the KV pool that get a checkpoint, if a slot of states is so large that the least share has fewer."""
+_ROWS_SHARE: Final = 0.25
+"""Memory of the states of running requests, by what remains after the weights, if their number is not given."""
 _INTERVAL_SHARE: Final = 0.05
 """Memory of the checkpoints within a prompt or an answer, by that of its keys and values."""
 _OTHER_SLOTS: Final = 2  # that of zeros, and that of padding
@@ -33,12 +38,27 @@ def row_states_bytes(spec: ModelSpec, dtype: str, max_running_requests: int, max
     return slot_bytes(spec, dtype) * (max_running_requests * (1 + max_drafts) + _OTHER_SLOTS)
 
 
+def most_rows(spec: ModelSpec, dtype: str, left_bytes: int, max_drafts: int) -> int | None:
+    """How many requests may run at once, by the memory that remains after the weights; None: states are no limit."""
+    if spec.state is None:
+        return None
+    return max(1, int(_ROWS_SHARE * max(0, left_bytes)) // (slot_bytes(spec, dtype) * (1 + max_drafts)))
+
+
+def checkpoint_share(spec: ModelSpec, dtype: str, token_bytes: int) -> float:
+    """Memory of all checkpoints, by that of a KV pool with tokens of `token_bytes`; 0 without state layers."""
+    if spec.state is None:
+        return 0.0
+    wanted = slot_bytes(spec, dtype) / (_TOKENS_PER_CHECKPOINT * token_bytes)
+    return min(_MOST_SHARE, max(_LEAST_SHARE, wanted))
+
+
 def num_checkpoints(spec: ModelSpec, dtype: str, token_bytes: int, num_pages: int, page_size: int) -> int:
     """Checkpoints beside a KV pool with tokens of `token_bytes`: at most one for each page, at least one."""
     if spec.state is None:
         return 0
-    share = CHECKPOINT_SHARE * num_pages * page_size * token_bytes
-    return max(1, min(num_pages, int(share / slot_bytes(spec, dtype))))
+    room = checkpoint_share(spec, dtype, token_bytes) * num_pages * page_size * token_bytes
+    return max(1, min(num_pages, int(room / slot_bytes(spec, dtype))))
 
 
 def checkpoint_pages(spec: ModelSpec, dtype: str, token_bytes: int, page_size: int) -> int:

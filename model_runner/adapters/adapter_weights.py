@@ -11,7 +11,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.adapters.adapter_spec import adapter_fingerprint
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, is_gguf
 from ...runtime.model_files.weight_files.safetensors_header import read_header
-from ..weights.gguf import pairs_apart
+from ..weights.gguf_layout.gguf_order import pairs_apart
 from .adapter_layers import LowRank
 
 if TYPE_CHECKING:

@@ -409,6 +409,11 @@ def add_gated(y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
     return x.copy_(x.to(torch.float32) + gate.sigmoid() * y.to(torch.float32))
 
 
+def mul_sigmoid(gate: Tensor, x: Tensor) -> Tensor:
+    """See `MulSigmoidOp`."""
+    return x.copy_(x.to(torch.float32) * gate.to(torch.float32).sigmoid())
+
+
 def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
     """See `TakeRows`."""
     rows = table.index_select(0, indices)

@@ -187,6 +187,13 @@ class BlockWeight:
             minima=minima,
         )
 
+    def reordered(self, order: Tensor) -> BlockWeight:
+        """The weight with its inputs in another order, [K], which leaves blocks whole."""
+        blocks = order[::BLOCK_SIZE] // BLOCK_SIZE
+        assert torch.equal(order.view(-1, BLOCK_SIZE), order[::BLOCK_SIZE, None] + torch.arange(BLOCK_SIZE))
+        minima = None if self.minima is None else self.minima[:, blocks]
+        return replace(self, numbers=self.numbers[:, order], scales=self.scales[:, blocks], minima=minima)
+
     def widened(self) -> BlockWeight:
         """The same weight in the most general form: 8 bits and minima."""
         minima = self.scales * -self.zero if self.minima is None else self.minima

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class SelfAttention:
     """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
-    The attention backend takes the window of a layer from the `ModelSpec`.
+    With an output gate, o gets the product of what is attended to and sigmoid(gate(x)). The attention backend takes the
+    window of a layer from the `ModelSpec`.
     """
 
     def __init__(
@@ -70,6 +71,14 @@ class SelfAttention:
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         names, sizes = [f"{name}.{part}_proj" for part in "qkv"], [q_size, kv_size, kv_size]
         outputs = _rank_outputs(context, sizes if fused else None)
+        self.gate: Linear | None = None
+        self.mul_sigmoid = context.ops.mul_sigmoid
+        if spec.attention.output_gate:
+            names, sizes, outputs, gates = _gated_parts(context, name)
+            gate_names, gate_sizes = [f"{name}.q_proj"] * len(gates), [2 * q_size] * len(gates)
+            self.gate = Linear(
+                context, gate_names, spec.hidden_size, gate_sizes, bias=spec.attention_bias, outputs=gates
+            )
         if fused:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
@@ -106,8 +115,24 @@ class SelfAttention:
             interleaved=self.interleaved,
             query_factors=None if self.query_factors is None else self.query_factors.at(batch.positions),
         )
-        attended = batch.attention.forward(self.layer_id, q_THD, self.sinks)
-        return self.o(select_rows(attended), kept_adapters(batch, select_rows))
+        attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
+        kept = kept_adapters(batch, select_rows)
+        if self.gate is not None:
+            attended = self.mul_sigmoid(self.gate(select_rows(x), kept), attended)
+        return self.o(attended, kept)
+
+
+def _gated_parts(context: ModelContext, name: str) -> tuple[list[str], list[int], list[Span], list[Span]]:
+    """The parts of q, k and v where the rows of a head's gate follow those of its query, and the spans of the gates."""
+    spec, group = context.spec, context.group
+    heads = range(*equal_span(spec.num_heads, group))
+    kv = kv_head_span(spec.num_kv_heads, group).times(spec.head_dim)
+    kv_size = spec.num_kv_heads * spec.head_dim
+    queries = [Span(2 * head, 2 * head + 1).times(spec.head_dim) for head in heads]
+    gates = [Span(2 * head + 1, 2 * head + 2).times(spec.head_dim) for head in heads]
+    names = [f"{name}.q_proj"] * len(queries) + [f"{name}.k_proj", f"{name}.v_proj"]
+    sizes = [2 * spec.num_heads * spec.head_dim] * len(queries) + [kv_size, kv_size]
+    return names, sizes, [*queries, kv, kv], gates
 
 
 def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:

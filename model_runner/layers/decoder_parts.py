@@ -11,7 +11,7 @@ from .embedding import Embedding
 from .experts import build_mlp
 from .layer_norm import LayerNorm
 from .mlp import GatedMLP, PlainMLP
-from .norm import RMSNorm
+from .norm import RMSNorm, UnitOffsetRMSNorm
 from .query_key.query_factors import QueryFactors
 
 if TYPE_CHECKING:
@@ -37,7 +37,11 @@ class DecoderParts:
         size, eps = self._spec.hidden_size, self._eps
         if self._form.norm == "layer":
             return LayerNorm(self.context, name, size, eps, bias=self._form.norm_bias)
-        return RMSNorm(self.context, name, size, eps)
+        return self._rms_norm(self.context, name, size, eps)
+
+    @property
+    def _rms_norm(self) -> type[RMSNorm]:
+        return UnitOffsetRMSNorm if self._form.norm == "offset_rms" else RMSNorm
 
     @property
     def _eps(self) -> float:
@@ -53,7 +57,7 @@ class DecoderParts:
         spec, name = self._spec, f"model.layers.{layer_id}.self_attn"
         factors, qk_norms = self._query_factors, None
         if spec.qk_norm and not self._form.qk_norm_over_heads:
-            head_norm = partial(RMSNorm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
+            head_norm = partial(self._rms_norm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
             names = self._form.names
             qk_norms = head_norm(f"{name}.{names.q_norm}"), head_norm(f"{name}.{names.k_norm}")
         return SelfAttention(

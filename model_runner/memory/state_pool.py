@@ -1,7 +1,5 @@
 """`StatePool`: the tensors with the states of all requests; see `state_runs` for the numbering of its slots."""
 
-# Shapes: S slots, L taps of the convolution, K channels on this rank.
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ..states.layer_states import LayerStates
 from ..states.state_runs import ZERO_SLOT, StateLayout, StateRuns
 from .host_memory import reserve
 
@@ -20,8 +19,7 @@ class StatePool:
     """The memory of state layers.
 
     Attributes:
-        conv: for each state layer [S, L - 1, K] in the dtype of the model: the last inputs of its convolution, the
-            oldest first.
+        layers: the slots of each state layer, in the order of layers.
         layout: of the slots.
         num_bytes: memory reserved; on the CPU only slots that were used are resident.
     """
@@ -36,23 +34,30 @@ class StatePool:
     ) -> None:
         """Reserve the memory. `state`: of this rank."""
         self.layout = layout
-        shape = (layout.num_slots, *state.conv_shape)
-        self.conv: list[Tensor] = []
-        for _ in range(state.num_layers):
-            slots = (
-                reserve(shape, dtype)
-                if device.type == "cpu"
-                else torch.zeros(shape, dtype=dtype, device=device)
-            )
+
+        def reserved(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            whole = (layout.num_slots, *shape)
+            if device.type != "cpu":
+                return torch.zeros(whole, dtype=dtype, device=device)
+            slots = reserve(whole, dtype)
             slots[ZERO_SLOT].zero_()
-            self.conv.append(slots)
+            return slots
+
+        recurrent = state.recurrent
+        self.layers = [
+            LayerStates(
+                reserved(state.conv_shape, dtype),
+                None if recurrent is None else reserved(recurrent.shape, getattr(torch, recurrent.dtype)),
+            )
+            for _ in range(state.num_layers)
+        ]
         state_layers = [layer_id for layer_id, keeps_state in enumerate(state.layers) if keeps_state]
         self._index_of = {layer_id: index for index, layer_id in enumerate(state_layers)}
-        self.num_bytes = sum(slots.nbytes for slots in self.conv)
+        self.num_bytes = sum(part.nbytes for layer in self.layers for part in layer if part is not None)
 
-    def layer(self, layer_id: int) -> Tensor:
+    def layer(self, layer_id: int) -> LayerStates:
         """The slots of one state layer; `layer_id` counts all layers of the model."""
-        return self.conv[self._index_of[layer_id]]
+        return self.layers[self._index_of[layer_id]]
 
 
 class StateBatch(NamedTuple):

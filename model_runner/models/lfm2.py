@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..layers.decoder import PreNormLayer
 from ..layers.decoder_parts import DecoderParts
-from ..layers.short_conv import ShortConv
+from ..layers.state_layers.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder

@@ -4,14 +4,14 @@ llama.cpp stores some tensors in another layout. They are converted back here, s
 
 - It orders the rows of Llama's q and k projections so that rotary pairs are adjacent; Hugging Face pairs the first
   half of a head with the second. Only some architectures are stored in this order (`GGUFFamily.neighbors`).
-- Gemma's norm weights w are stored as 1 + w.
+- Gemma's norm weights w are stored as 1 + w, and those of Qwen3.5.
+- The value heads of Qwen3.5's delta nets are stored in another order (`GGUFFamily.tiled_values`), and -exp(A_log).
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
 - The matrix from latents to keys and values is two tensors in newer files, see `split_kv`.
 """
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -23,16 +23,17 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import GGUF_FORMS
 from ...runtime.model_files.gguf.families.registry import family_of
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import full_shape, is_not_read, stored_names
+from ...runtime.model_files.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
-from .gguf_blocks import block_weight
+from .gguf_layout.gguf_blocks import block_weight
+from .gguf_layout.gguf_order import StoredOrder
 from .reader import Slice, cut_from_whole
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ..kernels.quantized_weights import BlockWeight
 
-_LAYER_PATTERN: Final = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_STATE_LAYER: Final = ".linear_attn."
 _ROWS_AT_A_TIME: Final = 4096
 """Rows converted to float32 at a time, before the serving dtype: bounds the temporary for a large embedding."""
 
@@ -58,9 +59,8 @@ class GGUFStore:
             ConfigError: the file is truncated or damaged, or its number of experts differs from the model's.
         """
         self._file = GGUFFile(path)
-        self._num_heads, self._num_kv_heads = spec.num_heads, spec.num_kv_heads
         family = family_of(spec.model_type)
-        self._pairs_are_neighbors = family is not None and family.neighbors
+        self._order = StoredOrder(spec)
         self._norms_are_offset = family is not None and family.offset_norms
         self._stored = {
             hf: _Stored(self._file.tensors[gguf], expert)
@@ -112,8 +112,10 @@ class GGUFStore:
                 out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
                 values = torch.from_numpy(dequantize(info, raw))
-                if self._norms_are_offset and name.endswith("norm.weight"):
+                if self._norms_are_offset and name.endswith("norm.weight") and _STATE_LAYER not in name:
                     values = values - 1.0
+                if name.endswith(f"{_STATE_LAYER}{A_LOG}"):
+                    values = torch.log(-values)
                 out.copy_(values)
             else:
                 for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
@@ -121,9 +123,11 @@ class GGUFStore:
                     out[rows].copy_(torch.from_numpy(dequantize(info, raw[rows])))
         except ConfigError as error:
             raise ConfigError(f"{self._file.path}: {error}") from None
-        num_heads = self._heads_out_of_order(name)
-        if num_heads is not None:
-            out.copy_(pairs_apart(out, num_heads))
+        order, inputs = self._order.rows(name, len(out)), self._order.inputs(name)
+        if order is not None:
+            out.copy_(out[order])
+        if inputs is not None:
+            out.copy_(out[:, inputs])
 
     def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
         """See `TensorStore`. For a part by outputs only the bytes of its rows are read."""
@@ -137,27 +141,13 @@ class GGUFStore:
         if expert is not None:
             raw = raw[expert]
         outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
-        num_heads = self._heads_out_of_order(name)
-        if num_heads is None:
-            raw = raw[outputs]
-        else:
-            raw = raw[pairs_apart(torch.arange(len(raw)), num_heads)[outputs].numpy()]
+        order, inputs = self._order.rows(name, len(raw)), self._order.inputs(name)
+        raw = raw[outputs] if order is None else raw[order[outputs].numpy()]
         weight = block_weight(raw, info.ggml_type)
+        if inputs is not None:
+            weight = weight.reordered(inputs)
         return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
-
-    def _heads_out_of_order(self, name: str) -> int | None:
-        """Number of heads of a projection with rows in llama.cpp's order; None for all other tensors."""
-        match = _LAYER_PATTERN.fullmatch(name)
-        if match is None or not self._pairs_are_neighbors:
-            return None
-        return {"self_attn.q_proj": self._num_heads, "self_attn.k_proj": self._num_kv_heads}.get(match[2])
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""
         return str(self._file.path)
-
-
-def pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
-    """Reorder the rows of each head: even rows first, then odd rows. [heads * D, ...] -> the same shape."""
-    by_pair = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
-    return by_pair.transpose(1, 2).reshape(weight.shape)

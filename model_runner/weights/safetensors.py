@@ -23,7 +23,7 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     read_headers,
 )
 from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
-from .gguf_blocks import MXFP4, block_weight, mxfp4_rows
+from .gguf_layout.gguf_blocks import MXFP4, block_weight, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:

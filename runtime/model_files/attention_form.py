@@ -19,11 +19,14 @@ class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
             of the softmax. Sinks are neither scaled nor capped.
         chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
             layer attends to itself and to those before it in its chunk.
+        output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
+            gate's rows are in the matrix of queries, those of each head after its query.
     """
 
     score_cap: float | None = None
     sinks: bool = False
     chunked: bool = False
+    output_gate: bool = False
 
 
 class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,18 +6,22 @@ from typing import Final, Literal
 
 import msgspec
 
-NormKind = Literal["rms", "layer"]
+NormKind = Literal["rms", "offset_rms", "layer"]
 MLPKind = Literal["gated", "plain"]
 
 
 class ModuleNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Names of modules that differ between families; the default is Llama's. `final_norm` is outside of layers."""
+    """Names of modules that differ between families; the default is Llama's. `final_norm` is outside of layers.
+
+    `mtp`: the prefix of layers that predict further tokens, which are not read; empty: see `num_mtp_layers`.
+    """
 
     mlp: str = "mlp"
     attention_out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
     final_norm: str = "norm"
+    mtp: str = ""
 
 
 class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +29,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         norms: names of the norms of a layer, without those of heads.
-        norm: kind of all norms except those of heads.
+        norm: kind of all norms except those of heads; `offset_rms`: the weight is 1 + the stored one, also of heads.
         norm_bias: these norms have biases.
         mlp: `gated`: down(act(gate) * up); `plain`: down(act(up)).
         qkv_names: modules of `self_attn` with q, k and v; one name: a matrix of all three.

@@ -26,6 +26,9 @@ SUPPORTED_MODEL_TYPES: Final = (
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "mixtral",
     "qwen2_moe",
     "olmoe",
@@ -283,6 +286,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
         if state is not None and all(state.layers):
             return "no layer attends to earlier tokens; a model needs at least one layer with attention"
+        if state is not None and (found := state.contradiction()):
+            return found
         experts = self.experts
         if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
             return found

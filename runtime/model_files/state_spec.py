@@ -1,10 +1,73 @@
-"""`StateSpec`: the layers of a decoder that keep a state of fixed size instead of keys and values."""
+"""`StateSpec`: the layers of a decoder that keep a state of fixed size instead of keys and values.
+
+A state has parts: the last inputs of a short convolution, and in some families a recurrent state beside them. Sizes,
+budgets, pools, checkpoints and the division among ranks follow from the parts; only layers know what they compute.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Final, Literal, NamedTuple
 
 import msgspec
+
+StateDType = Literal["float32", "bfloat16", "float16"]
+
+_BYTES: Final[dict[StateDType, int]] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class RecurrentState(NamedTuple):
+    """What a layer keeps of a request beside the inputs of its convolution: an array, its heads along the first axis.
+
+    The dtype does not depend on the model's: a state is a sum over all tokens of a request.
+    """
+
+    shape: tuple[int, ...]
+    dtype: StateDType = "float32"
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the array."""
+        return math.prod(self.shape) * _BYTES[self.dtype]
+
+
+class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a gated delta net (Yang et al. 2024): each value head has a matrix that keys read and write.
+
+    Attributes:
+        num_key_heads: also of queries; each of them serves as many neighboring value heads.
+        num_value_heads: each has a state of [key_dim, value_dim].
+        fused_large: q, k, v and z are one matrix with the parts of each key head in turn, as in Qwen3-Next; if not,
+            z is a matrix of its own.
+        fused_small: b and a are one matrix of this kind, and not two.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    fused_large: bool = False
+    fused_small: bool = False
+
+    @property
+    def key_size(self) -> int:
+        """Elements of the keys of a token, and of its queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Elements of the values of a token."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: those of queries, keys and values."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def values_per_key(self) -> int:
+        """Value heads that share a key head."""
+        return self.num_value_heads // self.num_key_heads
 
 
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,12 +78,14 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         conv_size: channels of the short convolution of a state layer.
         conv_taps: tokens that the convolution reads; the state has its inputs for the last `conv_taps - 1` tokens.
         conv_bias: the convolution and the projections around it have biases.
+        delta: of a model whose state layers are gated delta nets; None: they are short convolutions alone.
     """
 
     layers: tuple[bool, ...]
     conv_size: int
     conv_taps: int
     conv_bias: bool = False
+    delta: DeltaSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -32,6 +97,42 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Numbers that a layer's convolution keeps of a request, in the dtype of the model."""
         return self.conv_taps - 1, self.conv_size
 
+    @property
+    def recurrent(self) -> RecurrentState | None:
+        """What a layer keeps beside them; None: nothing."""
+        if self.delta is None:
+            return None
+        return RecurrentState((self.delta.num_value_heads, self.delta.key_dim, self.delta.value_dim))
+
     def slot_bytes(self, dtype_bytes: int) -> int:
         """Memory of one slot, all state layers."""
-        return self.num_layers * math.prod(self.conv_shape) * dtype_bytes
+        recurrent = 0 if self.recurrent is None else self.recurrent.num_bytes
+        return self.num_layers * (math.prod(self.conv_shape) * dtype_bytes + recurrent)
+
+    def of_rank(self, tp: int) -> StateSpec:
+        """The part of each of `tp` ranks, which have equal numbers of channels and heads."""
+        delta = self.delta
+        if delta is not None:
+            delta = msgspec.structs.replace(
+                delta,
+                num_key_heads=delta.num_key_heads // tp,
+                num_value_heads=delta.num_value_heads // tp,
+            )
+        return msgspec.structs.replace(self, conv_size=self.conv_size // tp, delta=delta)
+
+    def reason_against_tp(self, tp: int) -> str | None:
+        """Why `tp` ranks cannot share the state layers; None: they can."""
+        delta = self.delta
+        if delta is not None and delta.num_key_heads % tp:
+            return f"the {delta.num_key_heads} key heads of its delta nets cannot be divided by it"
+        if self.conv_size % tp:
+            return f"the {self.conv_size} channels of its convolutions cannot be divided by it"
+        return None
+
+    def contradiction(self) -> str | None:
+        """The first contradiction between these facts, or None."""
+        delta = self.delta
+        if delta is not None and delta.num_value_heads % delta.num_key_heads:
+            heads = f"{delta.num_value_heads} value heads cannot share {delta.num_key_heads} key heads"
+            return f"{heads} of a delta net evenly"
+        return None

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from .gguf.ggml_types import GGML_TYPES
 from .latent_spec import KV_UP
 from .quantization import BLOCK_METHODS, unnumbered
-from .weight_files.needed_tensors import attention_modules, needed_modules
+from .weight_files.needed_tensors import attention_modules, delta_projections, needed_modules
 
 if TYPE_CHECKING:
     from .model_spec import ModelSpec
+    from .state_spec import StateSpec
 
 
 class _Linear(NamedTuple):
@@ -46,12 +47,20 @@ def _norm_parameters(spec: ModelSpec) -> int:
     return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
 
 
+def _gate_parameters(spec: ModelSpec) -> int:
+    """Numbers of the gates and norms of delta nets, which are kept in float32."""
+    if spec.state is None or spec.state.delta is None:
+        return 0
+    return spec.state.num_layers * (2 * spec.state.delta.num_value_heads + spec.state.delta.value_dim)
+
+
 def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> int:
     """Memory of the weights; those that are not quantized take `dtype_bytes` each.
 
     `dequantized`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
     """
-    wider = (4 - dtype_bytes) * _norm_parameters(spec) if spec.float32_norms else 0
+    in_float32 = _gate_parameters(spec) + (_norm_parameters(spec) if spec.float32_norms else 0)
+    wider = (4 - dtype_bytes) * in_float32
     saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes)
     return num_parameters(spec) * dtype_bytes + wider - saved
 
@@ -119,11 +128,7 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     size, inner = spec.hidden_size, spec.intermediate_size
     linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
     if spec.state is not None and not spec.attends(layer):
-        conv_size = spec.state.conv_size
-        linears = [
-            _Linear({"conv.in_proj": 3 * conv_size}, size),
-            _Linear({"conv.out_proj": size}, conv_size),
-        ]
+        linears = _state_linears(spec.state, size)
     experts = spec.experts
     # The parts of a fused matrix are counted by their own names.
     dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
@@ -139,6 +144,20 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
 
 
+def _state_linears(state: StateSpec, size: int) -> list[_Linear]:
+    if state.delta is None:
+        return [
+            _Linear({"conv.in_proj": 3 * state.conv_size}, size),
+            _Linear({"conv.out_proj": size}, state.conv_size),
+        ]
+    large: dict[str, int] = {}
+    small: dict[str, int] = {}
+    for name, rows in delta_projections(state.delta).items():
+        (small if name.endswith(("_a", "_b", "_ba")) else large)[name] = rows
+    out = _Linear({"linear_attn.out_proj": size}, state.delta.value_size)
+    return [_Linear(large, size), _Linear(small, size), out]
+
+
 def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: int = 1) -> list[_Linear]:
     *first, down = (f"{name}.{part}" for part in parts)
     return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
@@ -146,7 +165,8 @@ def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: 
 
 def _attention_linears(spec: ModelSpec) -> list[_Linear]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    qkv = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+    q_rows = 2 * q_size if spec.attention.output_gate else q_size
+    qkv = {"q_proj": q_rows, "k_proj": kv_size, "v_proj": kv_size}
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
         _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, q_size),

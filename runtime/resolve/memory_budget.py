@@ -22,6 +22,7 @@ MOST_OF_LEFT: Final = 0.95
 """Share that a pool size set by the user may take: the allocator cannot use every last byte."""
 _LOGITS_COPIES: Final = 3  # logits in float32, their sorted copy, probabilities
 _SCORES_COPIES: Final = 2  # scores, and their softmax
+_STATE_COPIES: Final = 8  # of a state layer's channels; those of a delta net in plain torch
 _QUERY_BLOCK: Final = 256  # of `ExtendAttention`; for bfloat16 matmuls on the CPU it is 64
 _CPU_BF16_QUERY_BLOCK: Final = 64
 _MASK_HEADS: Final = 2  # a mask buffer is up to twice as wide as the context, and replaces one half as wide
@@ -115,7 +116,8 @@ def plan_memory(
     if on_cpu:
         weights += tied_head_bytes(spec, width, dequantized=dequantized)
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    activations = step_tokens * (4 * spec.hidden_size + 3 * q_size + 4 * kv_size + spec.mlp_width) * 4
+    mixer = max(3 * q_size + 4 * kv_size, _STATE_COPIES * (0 if spec.state is None else spec.state.conv_size))
+    activations = step_tokens * (4 * spec.hidden_size + mixer + spec.mlp_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
     scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
     logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES if spec.causal else 0

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..feasibility import pages_for
-from ..kv_size import BYTES_OF_DTYPE, GIB
-from ..state_size import CHECKPOINT_SHARE, max_drafts_of, row_states_bytes
+from ..kv_size import BYTES_OF_DTYPE, GIB, kv_dtype_of, kv_token_bytes
+from ..model_files.weight_memory import weight_bytes
+from ..state_size import checkpoint_share, max_drafts_of, most_rows, row_states_bytes
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
 from .swap_space import SwapSpace
@@ -175,7 +176,10 @@ class PoolSize:
         drafts = max_drafts_of(self._config.scheduler)
         states = row_states_bytes(self._spec, self._device.dtype, self._most_running, drafts)
         states //= self._config.parallel.tp
-        share = CHECKPOINT_SHARE if self._config.cache.radix_cache else 0.0
+        share = 0.0
+        if self._config.cache.radix_cache:
+            kv_dtype = kv_dtype_of(self._config.cache.kv_cache_dtype, self._device.dtype)
+            share = checkpoint_share(self._spec, self._device.dtype, kv_token_bytes(self._spec, kv_dtype))
         return replace(
             budget,
             workspace_bytes=budget.workspace_bytes + states,
@@ -234,7 +238,15 @@ class PoolSize:
         if not self._spec.causal:
             return min(MAX_AUTO_RUNNING if self._device.is_cpu else MAX_AUTO_TEXTS, self._most_decodes)
         most = min(MAX_AUTO_RUNNING, max(64, 16 * self._device.num_threads))
-        return min(most if self._device.is_cpu else MAX_AUTO_RUNNING, self._most_decodes)
+        most = min(most if self._device.is_cpu else MAX_AUTO_RUNNING, self._most_decodes)
+        return most if self._most_states is None else min(most, self._most_states)
+
+    @property
+    def _most_states(self) -> int | None:
+        """Requests whose states may be in memory; None: states are no limit."""
+        tp, dtype = self._config.parallel.tp, self._device.dtype
+        left = self._device.free_bytes * tp - weight_bytes(self._spec, BYTES_OF_DTYPE[dtype])
+        return most_rows(self._spec, dtype, left, max_drafts_of(self._config.scheduler))
 
     @property
     def _most_decodes(self) -> int:
@@ -256,6 +268,8 @@ class PoolSize:
         by_memory = max(1, pool // TOKENS_PER_REQUEST)
         if by_memory < most_running:
             reason = f"one per {TOKENS_PER_REQUEST} of {pool} KV tokens"
+        elif most_running == self._most_states:
+            reason = "their states take a quarter of the memory beside the weights"
         elif most_running == self._most_decodes < MAX_AUTO_RUNNING:
             reason = f"one token of each fits into a step of --max-num-batched-tokens {most_running}"
         elif self._device.is_cpu:

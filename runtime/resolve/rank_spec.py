@@ -29,9 +29,6 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
             intermediate_size=experts.intermediate_size // tp,
             shared_size=experts.shared_size // tp,
         )
-    state = spec.state
-    if state is not None:
-        state = msgspec.structs.replace(state, conv_size=state.conv_size // tp)
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
@@ -43,7 +40,7 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
         intermediate_size=spec.intermediate_size // tp,
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
-        state=state,
+        state=None if spec.state is None else spec.state.of_rank(tp),
     )
 
 
@@ -74,9 +71,7 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
         return f"its experts' intermediate size of {spec.experts.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.shared_size % tp:
         return f"its shared expert's intermediate size of {spec.experts.shared_size} cannot be divided by it"
-    if spec.state is not None and spec.state.conv_size % tp:
-        return f"the {spec.state.conv_size} channels of its convolutions cannot be divided by it"
-    return None
+    return None if spec.state is None else spec.state.reason_against_tp(tp)
 
 
 def has_dense_mlp(spec: ModelSpec) -> bool:

@@ -26,35 +26,59 @@ PROMPTS = [SHARED + f"prompt {n}" + " and more" * n for n in range(4)]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_new_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def tiny_lfm2(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tokenizer of the tiny Llama around a random LFM2."""
+def save_tiny(model_type: str, tokenizer: Path, folder: Path, **options: Any) -> Path:
+    """A random model with the tokenizer of another folder."""
     import torch
-    from transformers import Lfm2Config, Lfm2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder = tmp_path_factory.mktemp("models") / "tiny-lfm2"
-    config = Lfm2Config(
-        vocab_size=272,
-        hidden_size=32,
-        intermediate_size=64,
-        block_auto_adjust_ff_dim=False,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        layer_types=["conv", "full_attention", "conv", "conv"],
-        eos_token_id=2,
-    )
+    sizes = {
+        "vocab_size": 272,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "eos_token_id": 2,
+    }
     torch.manual_seed(0)
-    model = Lfm2ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes, **options))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.normal_(0.0, 0.4)
     model.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tiny_model / name, folder)
+        shutil.copy(tokenizer / name, folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_lfm2(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tokenizer of the tiny Llama around a random LFM2."""
+    return save_tiny(
+        "lfm2",
+        tiny_model,
+        tmp_path_factory.mktemp("models") / "tiny-lfm2",
+        block_auto_adjust_ff_dim=False,
+        layer_types=["conv", "full_attention", "conv", "conv"],
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same around a random Qwen3.5, whose layers are delta nets."""
+    return save_tiny(
+        "qwen3_5_text",
+        tiny_model,
+        tmp_path_factory.mktemp("models") / "tiny-qwen",
+        head_dim=16,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +136,19 @@ def test_drafts_change_no_text(tiny_lfm2):
     with LLM(str(tiny_lfm2), **SETTINGS, speculative="ngram") as llm:
         outputs = llm.generate(prompts, greedy)
     assert [output.text for output in outputs] == alone
+
+
+def test_delta_nets_keep_their_states_too(tiny_qwen):
+    """Chunks, checkpoints, retractions and drafts."""
+    base: dict[str, Any] = SETTINGS | {"max_total_tokens": 8192}  # with room for a checkpoint of each prompt
+    with LLM(str(tiny_qwen), **base, radix_cache=False) as llm:
+        alone = [llm.generate([prompt], PARAMS)[0].text for prompt in PROMPTS]
+    for settings in ({"chunked_prefill_size": 8, "chaos": "retract=0.2:8"}, {"speculative": "ngram"}):
+        with LLM(str(tiny_qwen), **base, **settings) as llm:
+            first, second = llm.generate(PROMPTS, PARAMS), llm.generate(PROMPTS, PARAMS)
+        assert [output.text for output in first] == [output.text for output in second] == alone
+        if "chaos" not in settings:
+            assert all(output.usage.cached_tokens > len(SHARED) // 2 for output in second)
 
 
 @pytest.mark.parametrize(

@@ -291,6 +291,17 @@ void add_gated(const T* y, const float* gates, T* sum, int64_t rows, int64_t siz
     });
 }
 
+// x *= sigmoid(gate)
+template <class T>
+void mul_sigmoid(const T* gates, T* x, int64_t size) {
+    parallel_for(size, MIN_NUMBERS, [&](int64_t begin, int64_t end) {
+        auto gated = [](f32x16 value, f32x16 gate) { return value / (1.0f + exp2(gate * -1.44269504f)); };
+        int64_t n = begin;
+        for (; n + LANES <= end; n += LANES) store(x + n, gated(load(x + n), load(gates + n)));
+        for (; n < end; ++n) from_float(gated(splat(to_float(x[n])), splat(to_float(gates[n])))[0], x + n);
+    });
+}
+
 }  // namespace
 }  // namespace engine
 
@@ -395,6 +406,14 @@ EXPORT void add_gated(const void* y, const float* gates, void* sum, int64_t rows
         add_gated(static_cast<const float*>(y), gates, static_cast<float*>(sum), rows, size);
 }
 
+EXPORT void mul_sigmoid(const void* gates, void* x, int64_t size, int is_bf16) {
+    using namespace engine;
+    if (is_bf16)
+        mul_sigmoid(static_cast<const bf16*>(gates), static_cast<bf16*>(x), size);
+    else
+        mul_sigmoid(static_cast<const float*>(gates), static_cast<float*>(x), size);
+}
+
 EXPORT void widen(const void* x_, float* out, int64_t size) {
     using namespace engine;
     const bf16* x = static_cast<const bf16*>(x_);
@@ -417,6 +436,7 @@ RECORDABLE(scale)
 RECORDABLE(soft_cap)
 RECORDABLE(add)
 RECORDABLE(add_gated)
+RECORDABLE(mul_sigmoid)
 RECORDABLE(widen)
 
 // Current number of threads that run this library's kernels.

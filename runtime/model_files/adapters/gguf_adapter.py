@@ -75,6 +75,11 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
         module = base.find(called)
         if module is None:
             raise ConfigError(f"{path}: tensor {stored!r}: {base.reason_against(called)}")
+        if GGUF_FAMILIES[architecture].tiled_values and ".linear_attn." in module.name:
+            raise ConfigError(
+                f"{path}: tensor {stored!r} changes a delta net, whose heads have another order in GGUF files; give "
+                "the adapter's folder instead"
+            )
         is_embedding = module.name == EMBEDDING
         a_shape = info.shape[::-1] if is_embedding else info.shape
         rank = check_shapes(path, module, (stored, a_shape), (other, file.tensors[other].shape), None)

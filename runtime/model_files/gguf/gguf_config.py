@@ -85,7 +85,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     spec = ModelSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
+        intermediate_size=facts.pop("intermediate_size", None)
+        or fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
         num_heads=num_heads,
         rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,

@@ -23,6 +23,9 @@ _GLOBAL_NAMES: Final = {
 NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors of the rope scaling, see `gguf_rope`."""
 
+A_LOG: Final = "A_log"
+"""Of delta nets; the file has the negative exponential."""
+
 FUSED: Final = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -52,6 +55,10 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
+        if spec.state is not None and spec.state.delta is not None:
+            name = f"model.layers.{layer}.linear_attn"
+            yield f"{name}.{A_LOG}", f"blk.{layer}.ssm_a", None
+            yield f"{name}.dt_bias", f"blk.{layer}.ssm_dt.bias", None
         if spec.attention.sinks:
             yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
         if spec.experts is None:

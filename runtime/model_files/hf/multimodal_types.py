@@ -187,6 +187,16 @@ _QWEN: Final = {
     "rms_norm_eps": 1e-6,
     "sliding_window": 4096,
 }
+_QWEN_DELTA: Final[dict[str, object]] = {
+    "vocab_size": 248_320,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+}
+_QWEN_DELTA_MOE: Final = {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2}
 _QWEN_VL: Final = {
     "vocab_size": 152_064,
     "hidden_size": 8192,
@@ -289,6 +299,8 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
         {"use_qk_norm": False},
     ),
     "exaone4_5_text": TextType("exaone4", {}),
+    "qwen3_5_text": TextType("qwen3_5_text", _QWEN_DELTA | {"hidden_size": 4096, "num_key_value_heads": 4}),
+    "qwen3_5_moe_text": TextType("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_DELTA_MOE),
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_omni_text": TextType(

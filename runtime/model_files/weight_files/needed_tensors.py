@@ -15,6 +15,7 @@ from ..latent_spec import KV_UP
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
+    from ..state_spec import DeltaSpec, StateSpec
 
 
 _MTP: Final = "model.mtp_"
@@ -64,16 +65,18 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
         yield Module("lm_head", table[:1], part="bias")
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        mixer = (*_head_norms(spec), *attention_modules(spec)) if spec.attends(layer) else _short_conv(spec)
+        mixer = (*_head_norms(spec), *attention_modules(spec)) if spec.attends(layer) else _state_layer(spec)
         for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert)):
             yield module._replace(name=prefix + module.name)
     yield from pooling_modules(spec)
 
 
 def is_of_mtp_layer(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor belongs to a layer after the last one, see `ModelSpec.num_mtp_layers`."""
-    prefixes = tuple(f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
-    return name.startswith(prefixes) or (spec.num_mtp_layers > 0 and name.startswith(_MTP))
+    """Whether a tensor belongs to a layer that predicts further tokens, see `ModelSpec.num_mtp_layers`."""
+    prefixes = [f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers)]
+    prefixes += [_MTP] if spec.num_mtp_layers > 0 else []
+    prefixes += [spec.form.names.mtp] if spec.form.names.mtp else []
+    return name.startswith(tuple(prefixes))
 
 
 def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -98,9 +101,35 @@ def _head_norms(spec: ModelSpec) -> Iterator[Module]:
         yield Module(f"self_attn.{name}", (size,))
 
 
-def _short_conv(spec: ModelSpec) -> Iterator[Module]:
-    state, size = spec.state, spec.hidden_size
-    assert state is not None
+def _state_layer(spec: ModelSpec) -> Iterator[Module]:
+    assert spec.state is not None
+    delta = spec.state.delta
+    yield from _short_conv(spec, spec.state) if delta is None else _delta_net(spec, spec.state, delta)
+
+
+def delta_projections(delta: DeltaSpec) -> dict[str, int]:
+    """The projections before a delta net, by their names in the layer, with the number of their outputs."""
+    large = {"in_proj_qkv": delta.conv_size, "in_proj_z": delta.value_size}
+    if delta.fused_large:
+        large = {"in_proj_qkvz": delta.conv_size + delta.value_size}
+    small = {"in_proj_b": delta.num_value_heads, "in_proj_a": delta.num_value_heads}
+    if delta.fused_small:
+        small = {"in_proj_ba": 2 * delta.num_value_heads}
+    return {f"linear_attn.{name}": rows for name, rows in (large | small).items()}
+
+
+def _delta_net(spec: ModelSpec, state: StateSpec, delta: DeltaSpec) -> Iterator[Module]:
+    for name, rows in delta_projections(delta).items():
+        yield Module(name, (rows, spec.hidden_size), is_linear=True)
+    yield Module("linear_attn.conv1d", (state.conv_size, 1, state.conv_taps))
+    for part in ("A_log", "dt_bias"):
+        yield Module("linear_attn", (delta.num_value_heads,), part=part)
+    yield Module("linear_attn.norm", (delta.value_dim,))
+    yield Module("linear_attn.out_proj", (spec.hidden_size, delta.value_size), is_linear=True)
+
+
+def _short_conv(spec: ModelSpec, state: StateSpec) -> Iterator[Module]:
+    size = spec.hidden_size
     bias, inner = state.conv_bias, state.conv_size
     yield Module("conv.in_proj", (3 * inner, size), is_linear=True, has_bias=bias)
     yield Module("conv.conv", (inner, 1, state.conv_taps), has_bias=bias)
@@ -117,7 +146,8 @@ def attention_modules(spec: ModelSpec) -> Iterator[Module]:
         spec.num_heads * spec.head_dim,
         spec.num_kv_heads * spec.head_dim,
     )
-    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_size, kv_size, kv_size]
+    q_rows = 2 * q_size if spec.attention.output_gate else q_size
+    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_rows, kv_size, kv_size]
     for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     name = f"self_attn.{spec.form.names.attention_out}"

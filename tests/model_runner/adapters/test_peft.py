@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -33,6 +34,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
     ),
 }
+DELTA_LINEAR = ["in_proj_qkv", "in_proj_qkvz", "in_proj_z", "in_proj_a", "in_proj_ba", "out_proj"]
+DELTA_NETS: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
+STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("qwen3_next", {**DELTA_NETS, **EXPERTS}),
+    "qwen3_5": ("qwen3_5_text", DELTA_NETS),
+}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True, "r": 9},
@@ -44,15 +64,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["o_proj", "lm_head"]},
     "embed": {"target_modules": ["embed_tokens", "o_proj"]},
 }
-TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, "embed_tokens", "lm_head"}
+TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, *DELTA_LINEAR, "embed_tokens", "lm_head"}
+CASES = [*itertools.product(MODELS, KINDS), *((name, "plain") for name in STATE_MODELS)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logits_are_those_of_peft(make_tiny_model, make_driver, tmp_path, name, kind):
-    model_type, options = MODELS[name]
+    model_type, options = (MODELS | STATE_MODELS)[name]
     tiny = make_tiny_model(model_type, **options)
     linear = PHI3_LINEAR if name == "phi3" else ALL_LINEAR
+    if name in STATE_MODELS:
+        linear = [*(ALL_LINEAR[:4] if name == "qwen3_next" else ALL_LINEAR), *DELTA_LINEAR]
     if name == "qwen3_moe":
         linear = ALL_LINEAR[:4]
     adapter = make_adapter(

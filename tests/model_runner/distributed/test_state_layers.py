@@ -1,4 +1,4 @@
-"""Several ranks against one, for models with state layers: each rank has a part of the channels of every state."""
+"""Several ranks against one, for models with state layers: each rank has a part of each state's channels and heads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.resolve.rank_spec import check_tp
+from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
 from tests.model_runner.models.test_lfm2 import MOE, VARIANTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
@@ -17,6 +18,8 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lfm2": ("lfm2", 2, VARIANTS["lfm2"]),
     "biases": ("lfm2", 3, VARIANTS["four taps, biases, 9/3"] | {"block_multiple_of": 12}),
     "lfm2_moe": ("lfm2_moe", 2, MOE),
+    "qwen3_next": ("qwen3_next", 2, QWEN["qwen3_next"][1]),
+    "qwen3_5_text": ("qwen3_5_text", 4, QWEN["qwen3_5_text"][1]),
 }
 
 
@@ -37,4 +40,10 @@ def test_channels_that_do_not_divide_are_refused(make_tiny_model):
     options = {"hidden_size": 90, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
     tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"] | options)
     with pytest.raises(ConfigError, match="the 90 channels of its convolutions cannot be divided by it"):
+        check_tp(tiny.spec, 4)
+
+
+def test_key_heads_of_delta_nets_that_do_not_divide_are_refused(make_tiny_model):
+    tiny = make_tiny_model("qwen3_next", **QWEN["qwen3_next"][1])
+    with pytest.raises(ConfigError, match="the 2 key heads of its delta nets cannot be divided by it"):
         check_tp(tiny.spec, 4)

@@ -17,6 +17,7 @@ from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
+from engine.model_runner.states import plain_delta_net
 from engine.model_runner.weights import dummy
 from engine.runtime.model_files.attention_form import AttentionForm
 from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
@@ -158,9 +159,11 @@ def launches(monkeypatch) -> Counter[str]:
         soft_cap=plain.soft_cap,
         add=plain.add,
         add_gated=plain.add_gated,
+        mul_sigmoid=plain.mul_sigmoid,
         take_rows=plain.take_rows,
         to_float32=plain.to_float32,
         short_conv=short_conv.short_conv,
+        gated_delta=plain_delta_net.gated_delta,
         deltas=PlainDeltas(),
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)

@@ -96,6 +96,22 @@ YARN = {
     "original_max_position_embeddings": 64,
     "mrope_section": [2, 1, 1],
 }
+DELTA = {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "rope_parameters": MROPE | {"partial_rotary_factor": 0.5, "mrope_interleaved": True},
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 40,
+}
 AUDIO = {
     "d_model": 16,
     "encoder_layers": 1,
@@ -348,6 +364,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "projector_hidden_size": 16,
         },
     ),
+    "qwen3_5": ("qwen3_5", {"text_config": TEXT | DELTA, "vision_config": QWEN_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe", {"text_config": TEXT | DELTA | EXPERTS, "vision_config": QWEN_VISION}),
     "qwen2_audio": (
         "qwen2_audio",
         {"text_config": TEXT | {"model_type": "qwen2"}, "audio_config": AUDIO},

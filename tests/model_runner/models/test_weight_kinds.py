@@ -40,9 +40,21 @@ HYBRID: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv"],
     "block_auto_adjust_ff_dim": False,
 }
+DELTA: dict[str, Any] = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 64}
 OWN_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE,
-    "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 64},
+    "qwen2_moe": SHARED_MOE,
+    "qwen3_next": {**DELTA, **SHARED_MOE},
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": {**DELTA, **SHARED_MOE},
     "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": LOCAL_MOE,
     "phimoe": LOCAL_MOE,

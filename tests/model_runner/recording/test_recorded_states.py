@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
 from tests.model_runner.models.test_lfm2 import VARIANTS
 from tests.triton_interpreter import repair_interpreter
 
@@ -13,9 +14,13 @@ from .test_cuda_graph_executor import make
 repair_interpreter()
 
 
-@pytest.mark.parametrize("num", [2, 9])  # 9 run as 10
-def test_recorded_decodes_give_the_same_tokens(make_tiny_model, num):
-    tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"])
+MODELS = {"lfm2": ("lfm2", VARIANTS["lfm2"]), "qwen3_5_text": QWEN["qwen3_5_text"]}
+
+
+@pytest.mark.parametrize(("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 9)])  # 9 run as 10
+def test_recorded_decodes_give_the_same_tokens(make_tiny_model, name, num):
+    model_type, options = MODELS[name]
+    tiny = make_tiny_model(model_type, **options)
     device = RerunningDevice()
     driver = make(tiny, device)
     prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(num)]
@@ -25,4 +30,4 @@ def test_recorded_decodes_give_the_same_tokens(make_tiny_model, num):
     assert device.num_replayed == 4
     assert outputs == [tiny.greedy(prompt, 5) for prompt in prompts]
     pool = driver.runner.executor.eager._state_pool
-    assert not any(slots[0].any() for slots in pool.conv)
+    assert not any(part[0].any() for slots in pool.layers for part in slots if part is not None)

@@ -47,7 +47,9 @@ class GGUFFamily(NamedTuple):
         has_experts: the keys of experts are read.
         has_own_heads: `facts` reads the shape of heads, too.
         neighbors: the rows of q and k are ordered so that rotary pairs are adjacent; Hugging Face pairs the halves.
-        offset_norms: 1 was added to the weights of norms.
+        offset_norms: 1 was added to the weights of norms, except to those within a layer with a state.
+        tiled_values: the value heads of delta nets are ordered so that the first ones of all key heads come first;
+            Hugging Face has those of each key head together.
         norm_eps: the key of the norms' eps.
         also: further values of `model_type` that the facts may have.
     """
@@ -60,6 +62,7 @@ class GGUFFamily(NamedTuple):
     has_own_heads: bool = False
     neighbors: bool = False
     offset_norms: bool = False
+    tiled_values: bool = False
     norm_eps: str = RMS_NORM_EPS
     also: tuple[str, ...] = ()
 

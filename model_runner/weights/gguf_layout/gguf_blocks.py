@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import torch
 
-from ...runtime.model_files.block_forms import GGUF_FORMS
-from ...runtime.model_files.gguf.ggml_blocks import unpack_blocks
-from ...runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
-from ..kernels.block_rounding import round_to_blocks
-from ..kernels.quantized_weights import BlockWeight, stack_blocks
+from ....runtime.model_files.block_forms import GGUF_FORMS
+from ....runtime.model_files.gguf.ggml_blocks import unpack_blocks
+from ....runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
+from ...kernels.block_rounding import round_to_blocks
+from ...kernels.quantized_weights import BlockWeight, stack_blocks
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.gguf.ggml_bytes import Bytes
-    from ...runtime.model_files.gguf.ggml_types import GGMLType
+    from ....runtime.model_files.gguf.ggml_bytes import Bytes
+    from ....runtime.model_files.gguf.ggml_types import GGMLType
 
 MXFP4: Final = next(one for one in GGML_TYPES.values() if one.name == "MXFP4")
 

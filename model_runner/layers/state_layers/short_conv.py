@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..weights.reader import Slice
-from .linear import Linear, RowLinear
-from .row_selection import kept_adapters
-from .spans import equal_span
+from ...weights.reader import Slice
+from ..linear import Linear, RowLinear
+from ..row_selection import kept_adapters
+from ..spans import equal_span
 
 if TYPE_CHECKING:
-    from ..forward_batch import ForwardBatch
-    from ..model_context import ModelContext
-    from .row_selection import SelectRows
+    from ...forward_batch import ForwardBatch
+    from ...model_context import ModelContext
+    from ..row_selection import SelectRows
 
 
 class ShortConv:
@@ -56,5 +56,7 @@ class ShortConv:
         adapters, states = batch.adapters, batch.states
         assert states is not None, "the batch of a model with state layers has states"
         bcx = self.in_proj(x) if adapters is None else self.in_proj(x, adapters.tokens)
-        mixed = self.short_conv(bcx, self.weight, self.bias, states.pool.layer(self.layer_id), states.runs)
+        mixed = self.short_conv(
+            bcx, self.weight, self.bias, states.pool.layer(self.layer_id).conv, states.runs
+        )
         return self.out_proj(select_rows(mixed), kept_adapters(batch, select_rows))

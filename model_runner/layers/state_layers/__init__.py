@@ -1,0 +1,1 @@
+"""Layers with a state in the place of attention; they have the form of `SelfAttention`."""

@@ -1,0 +1,72 @@
+"""`StoredOrder`: where the rows and inputs of a tensor are in a GGUF file, if not in Hugging Face's order."""
+
+# Shapes: H value heads, Hk key heads.
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from ....runtime.model_files.gguf.families.registry import family_of
+from ....runtime.model_files.gguf.gguf_names import A_LOG
+
+if TYPE_CHECKING:
+    from ....runtime.model_files.model_spec import ModelSpec
+
+_LAYER_PATTERN: Final = re.compile(r"model\.layers\.\d+\.(.+)")
+_OF_VALUES: Final = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", A_LOG, "dt_bias")
+_AFTER_KEYS: Final = ("in_proj_qkv.weight", "conv1d.weight")
+_STATE_LAYER: Final = "linear_attn."
+
+
+class StoredOrder:
+    """The order of one file."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        """`spec`: of the whole model."""
+        family = family_of(spec.model_type)
+        self._heads: dict[str, int] = {}
+        if family is not None and family.neighbors:
+            self._heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
+        self._delta = None
+        if family is not None and family.tiled_values and spec.state is not None:
+            self._delta = spec.state.delta
+
+    def rows(self, name: str, num_rows: int) -> Tensor | None:
+        """For each of Hugging Face's rows the one of the file, [rows]; None: the same."""
+        match = _LAYER_PATTERN.fullmatch(name)
+        if match is None:
+            return None
+        module, _, part = match[1].rpartition(".")
+        if module in self._heads and part in ("weight", "bias"):
+            return pairs_apart(torch.arange(num_rows), self._heads[module])
+        inner = match[1].removeprefix(_STATE_LAYER)
+        if self._delta is None or inner == match[1]:
+            return None
+        if inner in _OF_VALUES:
+            return self._values(num_rows)
+        if inner in _AFTER_KEYS:
+            first = 2 * self._delta.key_size
+            return torch.cat((torch.arange(first), first + self._values(num_rows - first)))
+        return None
+
+    def inputs(self, name: str) -> Tensor | None:
+        """The same for the inputs of a matrix."""
+        if self._delta is None or not name.endswith(f".{_STATE_LAYER}out_proj.weight"):
+            return None
+        return self._values(self._delta.value_size)
+
+    def _values(self, size: int) -> Tensor:
+        """The places in the file of `size` elements that the value heads have evenly."""
+        assert self._delta is not None
+        by_head = torch.arange(size).view(self._delta.values_per_key, self._delta.num_key_heads, -1)
+        return by_head.transpose(0, 1).flatten()
+
+
+def pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
+    """Reorder the rows of each head: even rows first, then odd rows. [heads * D, ...] -> the same shape."""
+    by_pair = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
+    return by_pair.transpose(1, 2).reshape(weight.shape)
