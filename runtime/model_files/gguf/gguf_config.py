@@ -62,6 +62,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         "num_layers": fields.integer(f"{arch}.block_count", 1, 1 << 12),
         **family.facts(fields, arch),
     }
+    if family.of_tensors is not None:
+        facts = family.of_tensors(file, facts)
     if not family.has_own_heads:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
@@ -85,7 +87,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     spec = ModelSpec(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
+        intermediate_size=facts.pop("intermediate_size", None)
+        or fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
         num_heads=num_heads,
         rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
         rope_theta=rope_theta,

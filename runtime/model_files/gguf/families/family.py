@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..gguf_file import GGUFFile
 
 from ...fields import Fields
 from ...hf.families.family import windows_by_pattern
@@ -49,6 +52,7 @@ class GGUFFamily(NamedTuple):
         neighbors: the rows of q and k are ordered so that rotary pairs are adjacent; Hugging Face pairs the halves.
         offset_norms: 1 was added to the weights of norms.
         norm_eps: the key of the norms' eps.
+        of_tensors: adds the facts that only the tensors show.
         also: further values of `model_type` that the facts may have.
     """
 
@@ -61,6 +65,7 @@ class GGUFFamily(NamedTuple):
     neighbors: bool = False
     offset_norms: bool = False
     norm_eps: str = RMS_NORM_EPS
+    of_tensors: Callable[[GGUFFile, Facts], Facts] | None = None
     also: tuple[str, ...] = ()
 
 

@@ -238,16 +238,27 @@ def _windows(fields: Fields, num_layers: int, pattern: int) -> tuple[bool, ...]:
 
 
 def _sources(fields: Fields, windowed: tuple[bool, ...], default: int) -> tuple[int, ...]:
-    """The last layers attend to the last one of their kind before them that has keys and values; empty: all have."""
-    name, num_layers = "num_kv_shared_layers", len(windowed)
-    shared = fields.integer(name, 0, 1 << 12, default=default)
+    name = "num_kv_shared_layers"
+    return kv_sources(fields, name, fields.integer(name, 0, 1 << 12, default=default), windowed)
+
+
+def kv_sources(fields: Fields, name: str, shared: int, windowed: tuple[bool, ...]) -> tuple[int, ...]:
+    """The source of each layer's keys and values; empty: all have their own.
+
+    The last layers attend to those of the last layer of their kind that has its own.
+
+    Args:
+        name: of the field with the number of these layers.
+        shared: the number.
+    """
     if shared == 0:
         return ()
+    num_layers = len(windowed)
     first = num_layers - shared
     last_of = {windowed[layer]: layer for layer in range(max(first, 0))}
     if set(last_of) != set(windowed):
         raise fields.error(
-            name, shared, "each kind of layer (layer_types) must occur before the layers that share"
+            name, shared, "each kind of layer, with a window or without, must occur before these layers"
         )
     return (*range(first), *(last_of[windowed[layer]] for layer in range(first, num_layers)))
 
