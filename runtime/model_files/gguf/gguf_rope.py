@@ -59,8 +59,8 @@ def read_proportional(file: GGUFFile, rotary_dim: int) -> RopeScaling:
     num_turning = int(turning.sum())
     if not turning[:num_turning].all() or len(np.unique(divisors[turning])) != 1:
         raise ConfigError(
-            f"{file.path}: tensor {_LLAMA3!r} must hold one divisor, then divisors above {_STILL:g}; other per-frequency "
-            "scalings are not supported"
+            f"{file.path}: tensor {_LLAMA3!r} must hold one divisor, then divisors above {_STILL:g}; other "
+            "per-frequency scalings are not supported"
         )
     return RopeScaling(
         kind="proportional",

@@ -19,6 +19,7 @@ from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.weight_files.needed_tensors import LAYER_TABLE
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
@@ -114,11 +115,18 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
 }
 
 
-def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None = None) -> None:
+def write(
+    path: Path,
+    tiny: Any,
+    arch: str,
+    experts_as: Mapping[str, str] | None = None,
+    quantized: Mapping[str, str] | None = None,
+) -> None:
     """Names, order of rows, offsets of norms and stacks of experts as llama.cpp's converter has them.
 
     Args:
         experts_as: formats of the stacks of `gate`, `up` and `down`; None: float32.
+        quantized: formats of tensors by Hugging Face's names; others are float32.
     """
     config = tiny.reference.config
     if arch == "gemma4":
@@ -146,8 +154,13 @@ def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None
             array = _neighbors(name, array, config)
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        form = gguf.GGMLQuantizationType[quantized[name]] if quantized and name in quantized else None
+        if form is not None:
+            array = gguf.quants.quantize(array, form)
         writer.add_tensor(
-            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
+            names.get_name(name, try_suffixes=(".weight", ".bias")),
+            np.ascontiguousarray(array),
+            raw_dtype=form,
         )
     for name, arrays in stacks.items():
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(arrays))
@@ -290,6 +303,32 @@ def test_is_the_same_model_as_in_safetensors(
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0"])
+def test_the_table_of_layers_inputs_stays_in_blocks(make_tiny_model, make_driver, unpack, tmp_path, form):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    model_type, arch, options = VARIANTS["gemma4"]
+    tiny = make_tiny_model(model_type, **options)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch, quantized={f"{LAYER_TABLE}.weight": form})
+    spec = read_gguf_spec(GGUFFile(path))
+    found, rows = {}, {}
+    for quantization in (None, "none"):
+        driver = make_driver(spec, path, kind="gguf", dtype="bfloat16", quantization=quantization)
+        table = driver.runner.model.inputs._table
+        assert isinstance(getattr(table._take.func, "__self__", None), NativeBlockLinear) == (
+            quantization is None
+        )
+        rows[quantization] = table(torch.arange(96))
+        req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+        found[quantization], _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    torch.testing.assert_close(rows[None], rows["none"], rtol=2**-7, atol=1e-3)
+    assert np.abs(found[None] - found["none"]).mean() < 0.05
+
+    num_bytes = {"Q8_0": 96 * 34, "Q4_0": 96 * 18}[form]
+    assert weight_bytes(spec, 2, dequantized=True) - weight_bytes(spec, 2) == 2 * 96 * 32 - num_bytes
 
 
 STACKS = {
