@@ -102,7 +102,7 @@ def test_values_with_a_norm_and_layers_without_values_or_keys(provider, dtype, p
     num_q, num_kv, head_dim = heads
     torch.manual_seed(0)
     qkv = torch.randn(3, num_q + (parts - 1) * num_kv, head_dim, device=device).to(dtype)
-    weights = [1 + torch.randn(head_dim, device=device).to(dtype) / 4 for _ in range(2)]
+    weights = torch.unbind(1 + torch.randn(2, head_dim, device=device).to(dtype) / 4)
     angles = torch.rand(3, head_dim // 2, dtype=torch.float64, device=device) * 6
     angles[:, head_dim // 4 :] = 0.0  # as in Gemma 4
     cos = angles.cos().repeat(1, 2).float()
@@ -115,7 +115,7 @@ def test_values_with_a_norm_and_layers_without_values_or_keys(provider, dtype, p
 
     q = rotate_and_store(
         qkv,
-        HeadNorms(*weights, 1e-6, values=True),
+        HeadNorms(weights[0], weights[1], 1e-6, values=True),
         cos,
         sin,
         kv if parts > 1 else None,

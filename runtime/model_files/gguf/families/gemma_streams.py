@@ -56,7 +56,7 @@ def _heads(fields: Fields, arch: str, windowed: tuple[bool, ...]) -> tuple[Layer
                 raise fields.error(other, fields.get(other), f"expected the head size {size}")
         sizes.append(size)
     heads = tuple(
-        LayerHeads(head_dim=sizes[has_window], num_kv_heads=number)
+        LayerHeads(head_dim=sizes[has_window], num_kv_heads=int(number))
         for has_window, number in zip(windowed, numbers, strict=True)
     )
     if len(set(zip(heads, windowed, strict=True))) > 2:
