@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+LAYER_TABLE: Final = "model.embed_tokens_per_layer"
+"""The module with the embeddings of tokens for layers, see `LayerInputsSpec`."""
 
 
 class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from .gguf.ggml_types import GGML_TYPES
 from .latent_spec import KV_UP
 from .quantization import BLOCK_METHODS, unnumbered
+from .stream_spec import LAYER_TABLE
 from .weight_files.needed_tensors import (
-    LAYER_TABLE,
     attention_modules,
     modules_beside_layers,
     needed_modules,

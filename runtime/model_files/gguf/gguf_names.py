@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from ..weight_files.needed_tensors import LAYER_TABLE
+from ..stream_spec import LAYER_TABLE
 from .families.registry import layer_names
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..latent_spec import KV_UP
+from ..stream_spec import LAYER_TABLE
 
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 
 _MTP: Final = "model.mtp_"
 """ERNIE's name of such layers."""
-LAYER_TABLE: Final = "model.embed_tokens_per_layer"
-"""The embeddings of tokens for layers, see `LayerInputsSpec`."""
 _KEYS_AND_VALUES: Final = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 
 

@@ -19,7 +19,7 @@ from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.weight_files.needed_tensors import LAYER_TABLE
+from engine.runtime.model_files.stream_spec import LAYER_TABLE
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
