@@ -212,14 +212,6 @@ void store_quantized(const Rotation& r, const T* heads, int64_t token, void* poo
     }
 }
 
-// `to` may equal `from`.
-template <class T>
-void scale_row(const T* from, T* to, int64_t size, float factor) {
-    int64_t n = 0;
-    for (; n + LANES <= size; n += LANES) store(to + n, load(from + n) * factor);
-    for (; n < size; ++n) from_float(to_float(from[n]) * factor, to + n);
-}
-
 // The values of a token, from the projected keys where the layer has no others; `row` is a buffer for them.
 template <class T>
 void store_values(const Rotation& r, const T* heads, int64_t token, T* row) {
