@@ -9,10 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.runtime.errors import ConfigError
+from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
+from tests.model_runner.adapters.peft_adapters import ALL_LINEAR, make_adapter
 
 from .text_checks import (
     check_bfloat16,
@@ -21,6 +24,7 @@ from .text_checks import (
     check_memory,
     check_prefill_and_decode,
     check_recording,
+    tokens_of,
 )
 
 LOCAL, FULL = "sliding_attention", "full_attention"
@@ -126,6 +130,26 @@ def test_steps_are_recorded(make_tiny_model, make_driver, name):
     model_type, options = VARIANTS[name]
     tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
     check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
+
+
+@families
+def test_adapters_change_every_linear_layer(make_tiny_model, make_driver, tmp_path, name):
+    model_type, options = VARIANTS[name]
+    tiny = make_tiny_model(model_type, **options)
+    names = [*ALL_LINEAR, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+    if model_type == "gemma3n_text":
+        names += ["linear_left", "linear_right"]
+    adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=names, seed=3)
+    spec = read_adapter(adapter.folder, "one", tiny.spec)
+    driver = make_driver(tiny.spec, tiny.folder, adapter_slots=SlotSizes(1, 4, set(names)))
+    driver.runner.adapters.store.read(5, spec)
+    req = driver.start(tokens_of(20), adapter_slot=1)
+    driver.step([(req, 20)], adapter_loads=[(1, 5)])
+    while len(req.output) < 6:
+        driver.step([(req, 1)])
+
+    assert adapter.logits(req.tokens)[19:-1].argmax(-1).tolist() == req.output
+    assert tiny.logprobs(req.tokens)[19:-1].argmax(-1).tolist() != req.output
 
 
 @pytest.mark.parametrize(

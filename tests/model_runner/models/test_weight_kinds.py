@@ -35,6 +35,11 @@ LATENT = {
 DENSE_LATENT = {**LATENT, "first_k_dense_replace": 8}
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 STREAMS: dict[str, Any] = {**GEMMA4, "hidden_size_per_layer_input": 32}
+UNIFIED: dict[str, Any] = {
+    **{name: one for name, one in GEMMA4.items() if "per_layer_input" not in name},
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_MOE = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 HYBRID: dict[str, Any] = {
@@ -55,7 +60,7 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "gemma4_text": STREAMS | SHARING,
-    "gemma4_unified_text": {name: one for name, one in STREAMS.items() if "per_layer_input" not in name},
+    "gemma4_unified_text": UNIFIED,
     "gemma3n_text": {**GEMMA3N, "hidden_size": 64, "laurel_rank": 32, "hidden_size_per_layer_input": 32},
     "lfm2": HYBRID,
     "lfm2_moe": {**HYBRID, **MOE, "num_dense_layers": 1},
