@@ -19,6 +19,8 @@ from .kernels import native, native_linear, plain, sgl
 from .kernels.latent import native as native_latent
 from .kernels.latent import plain as plain_latent
 from .kernels.plain_delta import PlainDeltas
+from .kernels.streams import native as native_streams
+from .kernels.streams import plain as plain_streams
 from .ops import OpChoice, Ops
 from .states import plain_delta_net, plain_short_conv
 
@@ -103,6 +105,15 @@ def _native_latent(method: str) -> Provider:
         "native",
         lambda target: native.reasons_against_native(target.device, target.dtype),
         lambda _target: getattr(native_latent.native_latent_ops(), method),
+        device_type="cpu",
+    )
+
+
+def _native_streams(method: str) -> Provider:
+    return Provider(
+        "native",
+        lambda target: native.reasons_against_native(target.device, target.dtype),
+        lambda _target: getattr(native_streams.native_stream_ops(), method),
         device_type="cpu",
     )
 
@@ -230,6 +241,13 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain_delta_net.gated_delta),
     ),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
+    "gelu_times": (_native_streams("gelu_times"), _plain(plain_streams.gelu_times)),
+    "sparse_gelu_and_mul": (
+        _native_streams("sparse_gelu_and_mul"),
+        _plain(plain_streams.sparse_gelu_and_mul),
+    ),
+    "ids_below": (_native_streams("ids_below"), _plain(plain_streams.ids_below)),
+    "altup": (_native_streams("altup"), _plain(plain_streams.PlainAltUp())),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

@@ -239,11 +239,15 @@ class HeadNorms(NamedTuple):
     """Norms of q and of k, applied before rotary: weights as in `RMSNormOp`, one eps.
 
     The weights are [D] each, of every head alone; or [Hq * D] and [H * D], of all heads of a token together.
+
+    Attributes:
+        values: each head of v is divided by its root mean square, too, without a weight.
     """
 
     q_weight: Tensor
     k_weight: Tensor
     eps: float
+    values: bool = False
 
 
 class LayerKV(NamedTuple):
@@ -269,11 +273,12 @@ class RotateAndStore(Protocol):
         norms: HeadNorms | None,
         cos: Tensor,
         sin: Tensor,
-        kv: LayerKV,
+        kv: LayerKV | None,
         out_cache_loc: Tensor,
         *,
         interleaved: bool = False,
         query_factors: Tensor | None = None,
+        keys_are_values: bool = False,
     ) -> Tensor:
         """Normalize the heads of q and k if there are norms, rotate them by position, store k and v; returns q.
 
@@ -286,15 +291,98 @@ class RotateAndStore(Protocol):
 
         Args:
             qkv: [T, Hq + 2H, D], the heads of q, then of k, then of v; may be overwritten.
+            kv: None: the layer attends to the keys and values of another one, and `qkv` has only q.
             cos: [T, R], with equal halves; the first R dimensions of each head are rotated, the others are unchanged.
             sin: [T, R], the first half negated, so that x * cos + swapped(x) * sin is the rotation.
             out_cache_loc: [T] int64, no slot twice except slots of the dummy page, which are not read.
             interleaved: neighboring elements are paired, (0, 1), (2, 3), ..., and not the halves; cos and sin are the
                 same.
             query_factors: [T] float32, contiguous: factors of the rotated q; None: 1.
+            keys_are_values: `qkv` has no v: [T, Hq + H, D]. Values are the keys before norm and rotary.
 
         Returns:
             [T, Hq, D], contiguous or a view into `qkv`.
+        """
+        ...
+
+
+class GeluTimes(Protocol):
+    """gelu(x) * y by the tanh approximation, rounded once; [T, N] both."""
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """Rows of `y` may be apart. `x` may be overwritten; use the returned tensor."""
+        ...
+
+
+class SparseGatedActivation(Protocol):
+    """gelu(max(gate - cutoff, 0)) * up; [T, 2N] with the gate in the first half -> [T, N], rounded once."""
+
+    def __call__(self, gate_up: Tensor, multiplier: float) -> Tensor:
+        """The cutoff of a token is the mean of its gates plus `multiplier` standard deviations."""
+        ...
+
+
+class IdsBelow(Protocol):
+    """Ids of rows for a table with fewer rows: [T] int64, contiguous -> the same, with 0 for those it does not have."""
+
+    def __call__(self, ids: Tensor, bound: int) -> Tensor: ...
+
+
+class AltUpWeights(NamedTuple):
+    """What mixes the streams of one layer, float32 and contiguous.
+
+    A mixture is made by the numbers tanh(router @ (x / rms(x))) of a token, one for each stream.
+
+    Attributes:
+        router: [S, K], with the weight of the norm in each row.
+        predictions: [S * S, S].
+        corrections: [S, S].
+        output_scale: [K].
+        active: the stream that the layer computes.
+        eps: of the norm.
+    """
+
+    router: Tensor
+    predictions: Tensor
+    corrections: Tensor
+    output_scale: Tensor
+    active: int
+    eps: float
+
+
+class AltUpOps(Protocol):
+    """Residual streams, [T, S, K] (Baykal et al. 2023, as in Gemma 3n); computed in float32, results are rounded."""
+
+    def stack(self, x: Tensor, projected: Tensor) -> Tensor:
+        """x [T, K] as the first stream, then each of [T, (S - 1) K], scaled to the root mean square of x."""
+        ...
+
+    def predict(self, streams: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
+        """Each stream j plus sum_i c[j, i] stream i, with c = predictions @ numbers of the active stream.
+
+        Returns:
+            [T, S, K], and the active one of them, [T, K].
+        """
+        ...
+
+    def correct(self, predictions: Tensor, activated: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
+        """Add (1 + c[j]) (activated - active prediction) to each stream j, c = corrections @ numbers of `activated`.
+
+        Both arguments may be overwritten; use the returned tensors.
+
+        Returns:
+            [T, S, K], and the active one of them times `output_scale`, [T, K].
+        """
+        ...
+
+    def spread(self, x: Tensor, streams: Tensor) -> Tensor:
+        """Add x [T, K] to all streams but the first; `streams` may be overwritten; use the returned tensor."""
+        ...
+
+    def add_matched(self, streams: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
+        """total + x, scaled to the root mean square of the first stream; [T, K]. None: the total is that stream.
+
+        `total` may be overwritten; use the returned tensor.
         """
         ...
 
@@ -535,5 +623,9 @@ class Ops:
     short_conv: ShortConvOp
     gated_delta: GatedDeltaOp
     mul_sigmoid: MulSigmoidOp
+    gelu_times: GeluTimes
+    sparse_gelu_and_mul: SparseGatedActivation
+    ids_below: IdsBelow
+    altup: AltUpOps
     deltas: MakeDeltas
     choices: tuple[OpChoice, ...] = field(default=(), compare=False)

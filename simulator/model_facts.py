@@ -28,7 +28,8 @@ class ModelFacts:
     tie_word_embeddings: bool = False
     dtype_bytes: float = 2.0
     kv_parts: int = 2  # keys and values; with latent attention they are one
-    attention_parameters: int | None = None  # of a layer; None: those of q, k, v and o
+    attention_parameters: int | None = None  # of a layer, on average; None: those of q, k, v and o
+    kv_numbers: int | None = None  # of a token, all layers; None: all layers have the same heads
 
     @classmethod
     def of(cls, name: str, spec: ModelSpec, dtype_bytes: float = 2.0) -> ModelFacts:
@@ -46,7 +47,10 @@ class ModelFacts:
             tie_word_embeddings=spec.tie_word_embeddings,
             dtype_bytes=dtype_bytes,
             kv_parts=2 if spec.latent is None else 1,
-            attention_parameters=None if spec.latent is None else _attention_parameters(spec),
+            attention_parameters=_attention_parameters(spec)
+            if spec.latent or spec.kv_sources or spec.layer_heads
+            else None,
+            kv_numbers=spec.kv_bytes_per_token(1) if spec.kv_sources or spec.layer_heads else None,
         )
 
     @property
@@ -71,12 +75,20 @@ class ModelFacts:
     @property
     def kv_token_bytes(self) -> int:
         """Memory of one token's keys and values, all layers; KV has 16 bits or more per element."""
-        numbers = self.kv_parts * self.num_kv_heads * self.head_dim
-        return int(self.num_layers * numbers * max(self.dtype_bytes, 2.0))
+        numbers = self.kv_numbers
+        if numbers is None:
+            numbers = self.num_layers * self.kv_parts * self.num_kv_heads * self.head_dim
+        return int(numbers * max(self.dtype_bytes, 2.0))
 
 
 def _attention_parameters(spec: ModelSpec) -> int:
-    return sum(math.prod(module.shape) for module in attention_modules(spec) if module.is_linear)
+    modules = [
+        module
+        for layer in spec.attention_layers
+        for module in attention_modules(spec, layer)
+        if module.is_linear
+    ]
+    return sum(math.prod(module.shape) for module in modules) // spec.num_layers
 
 
 DEFAULT_MODEL: Final = "llama-3.1-8b"

@@ -327,14 +327,15 @@ class NativeOps:
         norms: HeadNorms | None,
         cos: Tensor,
         sin: Tensor,
-        kv: LayerKV,
+        kv: LayerKV | None,
         out_cache_loc: Tensor,
         *,
         interleaved: bool = False,
         query_factors: Tensor | None = None,
+        keys_are_values: bool = False,
     ) -> Tensor:
         """See `RotateAndStore`. A pool whose floating-point dtype differs from the model's takes the torch path."""
-        if kv.k.dtype != qkv.dtype and kv.k_scale is None:
+        if kv is not None and kv.k.dtype != qkv.dtype and kv.k_scale is None:
             return plain.rotate_and_store(
                 qkv,
                 norms,
@@ -344,25 +345,28 @@ class NativeOps:
                 out_cache_loc,
                 interleaved=interleaved,
                 query_factors=query_factors,
+                keys_are_values=keys_are_values,
             )
-        _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc)
+        num_parts = 1 if keys_are_values else 2
+        _check_rotation(qkv, norms, cos, sin, kv, out_cache_loc, num_parts)
         if query_factors is not None:
             assert query_factors.dtype == torch.float32 and query_factors.is_contiguous()
             assert query_factors.numel() == len(qkv), query_factors.shape
         qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
         num_tokens, num_heads_in_all, head_dim = qkv.shape
-        num_kv_heads = kv.k.shape[1]
-        num_heads = num_heads_in_all - 2 * num_kv_heads
+        num_kv_heads = 0 if kv is None else kv.k.shape[1]
+        num_heads = num_heads_in_all - num_parts * num_kv_heads
+        k, v, k_scale, v_scale = (None if part is None else part.data_ptr() for part in kv or (None,) * 4)
         self._library.rotate_and_store(
             qkv.data_ptr(),
             None if norms is None else norms.q_weight.data_ptr(),
             None if norms is None else norms.k_weight.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
-            None if kv.k_scale is None else kv.k_scale.data_ptr(),
-            None if kv.v_scale is None else kv.v_scale.data_ptr(),
+            k,
+            v,
+            k_scale,
+            v_scale,
             out_cache_loc.data_ptr(),
             num_tokens,
             num_heads,
@@ -376,38 +380,58 @@ class NativeOps:
             norms is not None and len(norms.q_weight) != head_dim,
             interleaved,
             None if query_factors is None else query_factors.data_ptr(),
+            norms is not None and norms.values,
+            keys_are_values,
         )
         return qkv[:, :num_heads]
 
 
 def _check_rotation(
-    qkv: Tensor, norms: HeadNorms | None, cos: Tensor, sin: Tensor, kv: LayerKV, out_cache_loc: Tensor
+    qkv: Tensor,
+    norms: HeadNorms | None,
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV | None,
+    out_cache_loc: Tensor,
+    num_parts: int,
 ) -> None:
-    """Check what the kernel does not: a violation would be an out-of-bounds access."""
+    """Check what the kernel does not: a violation would be an out-of-bounds access.
+
+    `num_parts`: of k and v, how many there are in `qkv`.
+    """
     known = (qkv.dtype, torch.float32)
     num_tokens = qkv.shape[0]
     assert qkv.dtype in _DTYPES and cos.dtype == sin.dtype and cos.dtype in known, (qkv.dtype, cos.dtype)
     assert cos.shape == sin.shape and cos.shape[0] == num_tokens, (cos.shape, sin.shape)
     assert out_cache_loc.dtype == torch.int64 and out_cache_loc.is_contiguous(), out_cache_loc.dtype
     assert len(out_cache_loc) == num_tokens, out_cache_loc.shape
+    assert cos.shape[1] <= qkv.shape[2], (cos.shape, qkv.shape)
+    num_kv_heads, head_dim = 0, qkv.shape[2]
+    if kv is not None:
+        _check_pool(kv, qkv.dtype)
+        num_kv_heads = kv.k.shape[1]
+        assert kv.k.shape[2] == head_dim and qkv.shape[1] > num_parts * num_kv_heads, (qkv.shape, kv.k.shape)
+    if norms is not None:
+        q_weight, k_weight = norms.q_weight, norms.k_weight
+        assert q_weight.dtype == k_weight.dtype and q_weight.dtype in known, (q_weight.dtype, k_weight.dtype)
+        together = head_dim * (qkv.shape[1] - num_parts * num_kv_heads), head_dim * num_kv_heads
+        assert (len(q_weight), len(k_weight)) in ((head_dim, head_dim), together), (
+            q_weight.shape,
+            k_weight.shape,
+        )
+        assert q_weight.is_contiguous() and k_weight.is_contiguous()
+
+
+def _check_pool(kv: LayerKV, dtype: torch.dtype) -> None:
+    """The same for the KV memory of a layer; `dtype`: of activations."""
     assert kv.k.is_contiguous() and kv.v.is_contiguous()
-    stored = qkv.dtype if kv.k_scale is None else torch.int8
+    stored = dtype if kv.k_scale is None else torch.int8
     assert kv.k.dtype == kv.v.dtype == stored and kv.v.shape == kv.k.shape, (kv.v.dtype, kv.v.shape)
     for scales in (kv.k_scale, kv.v_scale):
         assert (scales is None) == (kv.k_scale is None)
         if scales is not None:
             assert scales.dtype == torch.float32 and scales.is_contiguous(), scales.dtype
             assert scales.shape == kv.k.shape[:2], scales.shape
-    if norms is not None:
-        q_weight, k_weight = norms.q_weight, norms.k_weight
-        assert q_weight.dtype == k_weight.dtype and q_weight.dtype in known, (q_weight.dtype, k_weight.dtype)
-        num_kv_heads, head_dim = kv.k.shape[1:]
-        together = head_dim * (qkv.shape[1] - 2 * num_kv_heads), head_dim * num_kv_heads
-        assert (len(q_weight), len(k_weight)) in ((head_dim, head_dim), together), (
-            q_weight.shape,
-            k_weight.shape,
-        )
-        assert q_weight.is_contiguous() and k_weight.is_contiguous()
 
 
 def _gated(function: ctypes._NamedFuncPointer, gate_up: Tensor) -> Tensor:

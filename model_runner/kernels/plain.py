@@ -172,15 +172,20 @@ def rotate_and_store(
     norms: HeadNorms | None,
     cos: Tensor,
     sin: Tensor,
-    kv: LayerKV,
+    kv: LayerKV | None,
     out_cache_loc: Tensor,
     *,
     interleaved: bool = False,
     query_factors: Tensor | None = None,
+    keys_are_values: bool = False,
 ) -> Tensor:
     """See `RotateAndStore`."""
-    num_kv_heads = kv.k.shape[1]
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    num_kv_heads = 0 if kv is None else kv.k.shape[1]
+    num_heads = qkv.shape[1] - (1 if keys_are_values else 2) * num_kv_heads
+    values = qkv[:, qkv.shape[1] - num_kv_heads :]
+    if norms is not None and norms.values:
+        squares = values.to(torch.float32).square().mean(dim=-1, keepdim=True)
+        values = (values * (squares + norms.eps).rsqrt()).to(values.dtype)
     qk = qkv[:, : num_heads + num_kv_heads]
     if norms is not None:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
@@ -189,7 +194,8 @@ def rotate_and_store(
         )
     cos, sin = cos.unsqueeze(1).to(qk.dtype), sin.unsqueeze(1).to(qk.dtype)
     qk = rotate(qk, cos, sin, interleaved=interleaved)  # q and k in one call
-    store_kv(kv, qk[:, num_heads:], qkv[:, num_heads + num_kv_heads :], out_cache_loc)
+    if kv is not None:
+        store_kv(kv, qk[:, num_heads:], values, out_cache_loc)
     q = qk[:, :num_heads]
     return q if query_factors is None else (q * query_factors.view(-1, 1, 1)).to(q.dtype)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...runtime.model_files.weight_files.needed_tensors import projection_sizes
 from ..ops import HeadNorms
 from ..weights.reader import Slice
 from .linear import Linear, RowLinear
@@ -18,6 +19,7 @@ from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
+    from ...runtime.model_files.attention_form import LayerHeads
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from .norm import RMSNorm
@@ -28,8 +30,9 @@ if TYPE_CHECKING:
 class SelfAttention:
     """o(attention(rotary(q(x)), rotary(k(x)), v(x))), with q, k and v in one matmul, and sinks if the model has them.
 
+    A layer may have no v, as its keys are its values, or only q, as it attends to the keys and values of another one.
     With an output gate, o gets the product of what is attended to and sigmoid(gate(x)). The attention backend takes the
-    window of a layer from the `ModelSpec`.
+    window, the heads and the source of a layer from the `ModelSpec`.
     """
 
     def __init__(
@@ -39,38 +42,42 @@ class SelfAttention:
         layer_id: int,
         *,
         fused: bool = False,
-        qk_norms: tuple[RMSNorm, RMSNorm] | None = None,
+        qk_norms: tuple[RMSNorm, RMSNorm | None] | None = None,
         query_factors: QueryFactors | None = None,
     ) -> None:
         """Take the weights from a checkpoint.
 
         Args:
             fused: the checkpoint holds q, k and v as one `qkv_proj`.
-            qk_norms: applied to each head of q and of k, before rotary; both have the same eps. Norms over all heads
-                together are taken from the checkpoint here.
+            qk_norms: applied to each head of q and of k, before rotary; both have the same eps. That of k is None in a
+                layer without k. Norms over all heads together are taken from the checkpoint here.
             query_factors: of the rotated queries, by position; None: 1.
         """
         spec = context.spec
         self.layer_id = layer_id
-        self.head_dim = spec.head_dim
+        heads = spec.heads_of(layer_id)
+        self.head_dim = heads.head_dim
+        self.has_kv = spec.computes_kv(layer_id)
+        self.keys_are_values = self.has_kv and spec.keys_are_values(layer_id)
         self.rotate_and_store = context.ops.rotate_and_store
         self.head_norms: HeadNorms | None = None
         if qk_norms is not None:
             q_norm, k_norm = qk_norms
-            self.head_norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+            k_weight = q_norm.weight if k_norm is None else k_norm.weight
+            self.head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps, spec.form.value_norm)
         elif spec.form.unit_qk_norm and spec.rotates(layer_id):
             self.head_norms = unit_norms(context)
         self.norms_over_ranks: NormsOverRanks | None = None
         if spec.form.qk_norm_over_heads:
-            self.head_norms = joint_norms(context, name)
+            self.head_norms = joint_norms(context, name, layer_id)
             if context.group.size > 1:
-                self.norms_over_ranks = NormsOverRanks(context, self.head_norms)
+                self.norms_over_ranks = NormsOverRanks(context, self.head_norms, layer_id)
                 self.head_norms = None
         self.interleaved = spec.form.interleaved_rope
         self.query_factors = query_factors
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        names, sizes = [f"{name}.{part}_proj" for part in "qkv"], [q_size, kv_size, kv_size]
-        outputs = _rank_outputs(context, sizes if fused else None)
+        sizes = projection_sizes(spec, layer_id)
+        q_size, names = sizes[0], [f"{name}.{part}_proj" for part in "qkv"[: len(sizes)]]
+        outputs = _rank_outputs(context, heads, sizes, fused=fused)
         self.gate: Linear | None = None
         self.mul_sigmoid = context.ops.mul_sigmoid
         if spec.attention.output_gate:
@@ -85,9 +92,9 @@ class SelfAttention:
         self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
         self.sinks: Tensor | None = None
         if spec.attention.sinks:
-            heads = [Slice(0, *equal_span(spec.num_heads, context.group))]
+            mine = [Slice(0, *equal_span(spec.num_heads, context.group))]
             shape = (spec.num_heads,)
-            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, heads)
+            self.sinks = context.weights.stacked([f"{name}.sinks"], [shape], torch.float32, mine)
         self.o = RowLinear(
             context,
             f"{name}.{spec.form.names.attention_out}",
@@ -110,9 +117,10 @@ class SelfAttention:
             self.head_norms,
             cos,
             sin,
-            batch.kv_pool.layer(self.layer_id),
+            batch.kv_pool.layer(self.layer_id) if self.has_kv else None,
             batch.out_cache_loc,
             interleaved=self.interleaved,
+            keys_are_values=self.keys_are_values,
             query_factors=None if self.query_factors is None else self.query_factors.at(batch.positions),
         )
         attended = select_rows(batch.attention.forward(self.layer_id, q_THD, self.sinks))
@@ -135,19 +143,19 @@ def _gated_parts(context: ModelContext, name: str) -> tuple[list[str], list[int]
     return names, sizes, [*queries, kv, kv], gates
 
 
-def _rank_outputs(context: ModelContext, stacked: list[int] | None) -> list[Span] | None:
+def _rank_outputs(
+    context: ModelContext, heads: LayerHeads, sizes: list[int], *, fused: bool
+) -> list[Span] | None:
     """This rank's rows of q, k and v; None if it has all of them.
 
     Args:
-        stacked: number of rows of q, k and v, if one matrix holds all three.
+        sizes: number of rows of each of them that the layer has.
+        fused: one matrix holds all of them.
     """
     spec, group = context.spec, context.group
     if group.size == 1:
         return None
-    q_heads, kv_heads = equal_span(spec.num_heads, group), kv_head_span(spec.num_kv_heads, group)
-    k_start, v_start = (0, 0) if stacked is None else (stacked[0], stacked[0] + stacked[1])
-    return [
-        q_heads.times(spec.head_dim),
-        kv_heads.times(spec.head_dim, k_start),
-        kv_heads.times(spec.head_dim, v_start),
-    ]
+    q_heads, kv_heads = equal_span(spec.num_heads, group), kv_head_span(heads.num_kv_heads, group)
+    starts = [sum(sizes[:n]) if fused else 0 for n in range(len(sizes))]
+    parts = [q_heads, *[kv_heads] * (len(sizes) - 1)]
+    return [part.times(heads.head_dim, start) for part, start in zip(parts, starts, strict=True)]

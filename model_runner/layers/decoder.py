@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
 from typing import TYPE_CHECKING, Protocol
@@ -125,16 +125,12 @@ class Decoder:
         adapters = batch.adapters
         residual = self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
         angles = self.rotary.at(batch.positions)
-        row_selections = chain(repeat(all_rows, len(self.layers) - 1), [self._select_logits_rows(batch)])
+        row_selections = select_last(len(self.layers), batch, self.take_rows)
         x = None
         for layer, (cos, sin), select_rows in zip(self.layers, angles, row_selections, strict=True):
             x, residual = layer(x, residual, cos, sin, batch, select_rows)
         assert x is not None, "a model has layers"
         return self.add(x, residual)
-
-    def _select_logits_rows(self, batch: ForwardBatch) -> SelectRows:
-        wanted = batch.logits_indices
-        return all_rows if wanted is None else lambda x: self.take_rows(x.contiguous(), wanted)
 
     def final_states(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""
@@ -145,6 +141,13 @@ class Decoder:
         return self.head(self.norm(hidden), adapters)
 
 
+def select_last(num_layers: int, batch: ForwardBatch, take_rows: TakeRows) -> Iterator[SelectRows]:
+    """The rows that each layer keeps: all of them, and in the last layer those that need logits."""
+    wanted = batch.logits_indices
+    last = all_rows if wanted is None else lambda x: take_rows(x.contiguous(), wanted)
+    return chain(repeat(all_rows, num_layers - 1), [last])
+
+
 class LayerRotary:
     """The rotary angles of each layer: one table, or one for the windowed layers and one for the others.
 
@@ -153,7 +156,8 @@ class LayerRotary:
 
     def __init__(self, context: ModelContext) -> None:
         spec = context.spec
-        self._tables = [RotaryEmbedding.of(context)]
+        whole = next((n for n in spec.attention_layers if spec.window_of(n) is None), 0)
+        self._tables = [RotaryEmbedding.of(context, spec.heads_of(whole).head_dim)]
         self._table_of_layer = [0] * spec.num_layers
         if spec.local_rope_theta is not None:
             self._tables.append(RotaryEmbedding.local(context))

@@ -24,26 +24,39 @@ class Embedding:
     """Token ids to vectors. Each rank looks up the tokens in its rows of the table; an all-reduce combines them."""
 
     def __init__(
-        self, context: ModelContext, name: str, vocab_size: int, size: int, scale: float | None = None
+        self,
+        context: ModelContext,
+        name: str,
+        vocab_size: int,
+        size: int,
+        scale: float | None = None,
+        *,
+        has_head: bool = True,
     ) -> None:
         """Take the table from a checkpoint; pack it for a tied head.
 
         Args:
             scale: a factor of the looked-up vectors. The table itself is not scaled, because a tied head shares it.
+            has_head: the head may be tied to this table. If not, the table may stay in blocks.
         """
         table = functools.cache(lambda: vocabulary_rows(context, f"{name}.weight", vocab_size, size))
         self.head: LinearWeight | None = None
-        if context.spec.tie_word_embeddings:
+        blocks: LinearWithRows | None = None
+        if not has_head:
+            rows = range(*padded_span(vocab_size, context.group))
+            blocks = context.linear_format.table(context.weights, name, (vocab_size, size), rows)
+        elif context.spec.tie_word_embeddings:
             self.head = head_weight(context, name, size, table)
+            blocks = self.head if isinstance(self.head, LinearWithRows) else None
         self._take: Callable[[Tensor], Tensor]
-        if isinstance(self.head, LinearWithRows):
-            self._take = functools.partial(self.head.rows, scale=scale)
+        if blocks is not None:
+            self._take = functools.partial(blocks.rows, scale=scale)
         else:
             self._take = functools.partial(_take_scaled, context.ops.take_rows, table(), scale)
         self._group = context.group
         self._span = padded_span(vocab_size, context.group)
         self.delta: EmbeddingDelta | None = None
-        if context.adapters is not None:
+        if context.adapters is not None and has_head:
             self.delta = context.adapters.embedding(context.ops.deltas, name, vocab_size, size, scale)
 
     def __call__(self, token_ids: Tensor, adapters: AdapterRuns | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.model_files.model_spec import RopeScaling
@@ -39,8 +40,11 @@ class RotaryEmbedding:
         self._take_rows = context.ops.take_rows
 
     @classmethod
-    def of(cls, context: ModelContext) -> RotaryEmbedding:
-        """The table of the model; if windowed layers have their own, the table of the other layers."""
+    def of(cls, context: ModelContext, head_dim: int | None = None) -> RotaryEmbedding:
+        """The table of the model; if windowed layers have their own, the table of the other layers.
+
+        `head_dim`: of these layers; None: of all.
+        """
         spec, max_model_len = context.spec, context.max_model_len
         scaling = spec.rope_scaling
         if scaling.kind == "longrope":
@@ -49,7 +53,7 @@ class RotaryEmbedding:
                 "long" if max_model_len > scaling.original_max_position else "short",
                 scaling.original_max_position,
             )
-        rotary_dim = spec.rotary_dim or spec.head_dim
+        rotary_dim = spec.rotary_dim or head_dim or spec.head_dim
         frequencies = rotary_frequencies(spec.rope_theta, rotary_dim, scaling, max_model_len)
         return cls(frequencies, scaling.attention_factor, context)
 
@@ -86,6 +90,9 @@ def rotary_frequencies(theta: float, rotary_dim: int, scaling: RopeScaling, max_
             return _llama3_frequencies(frequencies, scaling)
         case "yarn":
             return _yarn_frequencies(frequencies, theta, rotary_dim, scaling)
+        case "proportional":
+            num_turning = int(scaling.turning_part * rotary_dim // 2)
+            return F.pad(frequencies[:num_turning] / scaling.factor, (0, rotary_dim // 2 - num_turning))
         case "longrope":
             is_long = max_model_len > scaling.original_max_position
             return frequencies / torch.tensor(scaling.long_factor if is_long else scaling.short_factor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...runtime.model_files.weight_files.needed_tensors import is_of_mtp_layer
+from ...runtime.model_files.weight_files.needed_tensors import is_unused
 from ..layers.decoder_parts import llama_decoder
 
 if TYPE_CHECKING:
@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 
 def build(context: ModelContext) -> Decoder:
     """Build the decoder; layers that predict further tokens are not read."""
-    context.weights.ignore_where(partial(is_of_mtp_layer, context.spec))
+    context.weights.ignore_where(partial(is_unused, context.spec))
     return llama_decoder(context)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ...runtime.model_files.weight_files.needed_tensors import is_of_mtp_layer
+from ...runtime.model_files.weight_files.needed_tensors import is_unused
 from ..layers.decoder import PreNormLayer
 from ..layers.decoder_parts import DecoderParts
 from ..layers.state_layers.delta_net import GatedDeltaNet
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def build(context: ModelContext) -> Decoder:
     """Build a decoder with pre-norm layers; those without attention have a delta net in its place."""
-    context.weights.ignore_where(partial(is_of_mtp_layer, context.spec))
+    context.weights.ignore_where(partial(is_unused, context.spec))
     parts = DecoderParts(context)
     return parts.decoder([_layer(context, parts, layer_id) for layer_id in range(context.spec.num_layers)])
 

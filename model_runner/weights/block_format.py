@@ -21,6 +21,7 @@ from ...runtime.model_files.block_forms import BLOCK_LEN
 from ...runtime.model_files.quantization import unnumbered
 from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantized_weights import BlockWeight
+from ..ops import LinearWithRows
 from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
 
@@ -110,13 +111,31 @@ class BlockFormat(QuantizedFormat):
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
         """See `LinearFormat`."""
+        part = self._rows(weights, name, shape, rows, plain_rows)
+        return self._linears.pack([plain_rows() if part is None else part])
+
+    def table(
+        self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
+    ) -> LinearWithRows | None:
+        """See `LinearFormat`."""
+        part = self._rows(weights, name, shape, rows)
+        packed = self._linears.pack([part]) if isinstance(part, BlockWeight) else None
+        return packed if isinstance(packed, LinearWithRows) else None
+
+    def _rows(
+        self,
+        weights: WeightReader,
+        name: str,
+        shape: tuple[int, int],
+        rows: range,
+        plain_rows: Callable[[], Tensor] | None = None,
+    ) -> Part | None:
+        """Rows of a head or a table, padded; None: they are not in blocks."""
         stop = min(rows.stop, shape[0])
         if rows.start >= stop or not self._blocks.has(name, shape[1]):
-            return super().head(weights, name, shape, rows, plain_rows)
+            return None
         part = self._blocks.read(weights, name, shape, Slice(0, rows.start, stop), plain_rows)
-        if isinstance(part, BlockWeight) and stop < rows.stop:
-            part = _padded(part, len(rows))
-        return self._linears.pack([part])
+        return _padded(part, len(rows)) if isinstance(part, BlockWeight) and stop < rows.stop else part
 
 
 def _parts_blocks(part: Slice) -> bool:

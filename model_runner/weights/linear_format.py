@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..ops import LinearWeight, PackLinear
+from ..ops import LinearWeight, LinearWithRows, PackLinear
 from .reader import Slice, WeightReader
 
 
@@ -65,6 +65,15 @@ class LinearFormat(Protocol):
         """
         ...
 
+    def table(
+        self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
+    ) -> LinearWithRows | None:
+        """Load a table that is no output head, if it has a form in which its rows can be looked up; see `head`.
+
+        None: it is read in the serving dtype.
+        """
+        ...
+
 
 class PlainFormat:
     """`<name>.weight` in a floating-point dtype, converted to the serving dtype."""
@@ -102,3 +111,9 @@ class PlainFormat:
     ) -> LinearWeight:
         """See `LinearFormat`."""
         return self._pack(plain_rows())
+
+    def table(
+        self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
+    ) -> LinearWithRows | None:
+        """See `LinearFormat`."""
+        return None

@@ -16,7 +16,7 @@ from ..kernels.quantized import Part, QuantizedLinears, dequantized
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ..ops import LinearWeight
+    from ..ops import LinearWeight, LinearWithRows
 
 
 class PartReader(Protocol):
@@ -70,6 +70,12 @@ class QuantizedFormat:
     ) -> LinearWeight:
         """See `LinearFormat`; the head is plain in every checkpoint."""
         return self._linears.pack([plain_rows()])
+
+    def table(
+        self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
+    ) -> LinearWithRows | None:
+        """See `LinearFormat`; tables are plain in every checkpoint."""
+        return None
 
     def _read(
         self,

@@ -43,6 +43,9 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         logits_cap: logits become cap * tanh(logit / cap); None: they are not capped.
         names: of modules.
         head_bias: the output head has a bias.
+        value_norm: each head of v is divided by its root mean square.
+        full_keys_are_values: layers without a window have no v: values are the keys before norm and rotary.
+        layer_scalars: each layer has a learned factor of its whole result.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
@@ -60,6 +63,9 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     logits_cap: float | None = None
     names: ModuleNames = ModuleNames()
     head_bias: bool = False
+    value_norm: bool = False
+    full_keys_are_values: bool = False
+    layer_scalars: bool = False
 
     @property
     def fused_qkv(self) -> bool:

@@ -19,6 +19,7 @@ from .layer_form import PRE_NORMS, LayerForm
 from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
 from .state_spec import StateSpec
+from .stream_spec import AltUpSpec, LayerInputsSpec
 
 SUPPORTED_MODEL_TYPES: Final = (
     "llama",
@@ -36,6 +37,9 @@ SUPPORTED_MODEL_TYPES: Final = (
     "gpt_oss",
     "gemma2",
     "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
     "phi3",
     "lfm2",
     "lfm2_moe",
@@ -67,7 +71,7 @@ SUPPORTED_MODEL_TYPES: Final = (
 )
 """Hugging Face `model_type` values for which there is a model implementation."""
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -80,6 +84,8 @@ class RopeScaling(msgspec.Struct, frozen=True):
     turn more than `beta_fast` times within the original context, divides those that turn less than `beta_slow` times,
     and blends between by dimension. `longrope` (Ding et al. 2024) divides each frequency by its own factor: from
     `long_factor` if the engine serves more positions than the original context, else from `short_factor`.
+    `proportional` divides the frequencies of the leading `turning_part` of the pairs by `factor`; the others do not
+    turn.
 
     `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
     """
@@ -95,6 +101,7 @@ class RopeScaling(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    turning_part: float = 1.0
 
 
 class LayerView(NamedTuple):
@@ -114,11 +121,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str  # of Hugging Face; names the module in model_runner/models
     vocab_size: int  # rows of the embedding: the width of the logits
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # the largest, if layers differ
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of windowed layers, if layers differ
     rms_norm_eps: float  # of all norms, also of those that are not RMS norms
     rope_theta: float
     rope_scaling: RopeScaling = RopeScaling()
@@ -146,6 +153,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     temperature: TemperatureTuning | None = None
     layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
     kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
+    intermediate_sizes: tuple[int, ...] = ()  # one for each layer, where layers differ; see `inner_size_of`
+    layer_inputs: LayerInputsSpec | None = None
+    altup: AltUpSpec | None = None
+    sparsity: tuple[float, ...] = ()  # of gates, one for each layer, see `GatedActivation`; empty: none
     float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
@@ -185,6 +196,18 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             return self.layer_heads[layer_id]
         return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
 
+    def computes_kv(self, layer_id: int) -> bool:
+        """Whether an attention layer has keys and values of its own."""
+        return self.kv_source_of(layer_id) == layer_id
+
+    def keys_are_values(self, layer_id: int) -> bool:
+        """Whether the values of a layer are its keys before norm and rotary."""
+        return self.form.full_keys_are_values and self.window_of(layer_id) is None
+
+    def inner_size_of(self, layer_id: int) -> int:
+        """Width of the dense MLP of one layer."""
+        return self.intermediate_sizes[layer_id] if self.intermediate_sizes else self.intermediate_size
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers that attend to keys and values."""
@@ -220,11 +243,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
         return not self.rope_layers or self.rope_layers[layer_id]
 
-    @property
-    def qk_norm_sizes(self) -> tuple[int, int]:
-        """Widths of the norms of q and of k, if there are any."""
-        heads = (self.num_heads, self.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
-        return heads[0] * self.head_dim, heads[1] * self.head_dim
+    def qk_norm_sizes(self, layer_id: int) -> tuple[int, int]:
+        """Widths of the norms of q and of k of one layer, if there are any; 0 if the layer has no k."""
+        own = self.heads_of(layer_id)
+        heads = (self.num_heads, own.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        return heads[0] * own.head_dim, heads[1] * own.head_dim * self.computes_kv(layer_id)
 
     @property
     def known_positions(self) -> int:
@@ -244,6 +267,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
         sparse += 3 * self.experts.shared_size
         return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
+
+    @property
+    def stream_width(self) -> int:
+        """Activation elements per token of what there is beside the layers: their inputs, and further streams."""
+        inputs = 0 if self.layer_inputs is None else 3 * self.num_layers * self.layer_inputs.size
+        return inputs + (0 if self.altup is None else 3 * self.altup.num_streams * self.hidden_size)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Memory of one token's keys and values over all layers: each element, and one scale per head.
@@ -267,6 +296,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.head_dim % 2:
             return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
         rotary_dim = self.rotary_dim or self.head_dim
+        if self.altup is not None and self.altup.active >= self.altup.num_streams:
+            return f"stream {self.altup.active} is active, but there are only {self.altup.num_streams}"
         if rotary_dim % 2:
             return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
         per_layer = (
@@ -274,6 +305,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             ("rotary choices", self.rope_layers),
             ("head sizes", self.layer_heads),
             ("sources of keys and values", self.kv_sources),
+            ("intermediate sizes", self.intermediate_sizes),
+            ("activation sparsities", self.sparsity),
         )
         for name, layers in per_layer:
             if layers and len(layers) != self.num_layers:

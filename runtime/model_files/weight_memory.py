@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from .gguf.ggml_types import GGML_TYPES
 from .latent_spec import KV_UP
 from .quantization import BLOCK_METHODS, unnumbered
-from .weight_files.needed_tensors import attention_modules, delta_projections, needed_modules
+from .stream_spec import LAYER_TABLE
+from .weight_files.needed_tensors import (
+    attention_modules,
+    delta_projections,
+    modules_beside_layers,
+    needed_modules,
+    projection_sizes,
+    stream_modules,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .model_spec import ModelSpec
     from .state_spec import StateSpec
+    from .weight_files.needed_tensors import Module
 
 
 class _Linear(NamedTuple):
@@ -43,8 +54,8 @@ def num_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = sum(spec.qk_norm_sizes) if spec.qk_norm else 0
-    return spec.num_layers * norms + len(spec.attention_layers) * heads + spec.hidden_size
+    heads = sum(sum(spec.qk_norm_sizes(layer)) for layer in spec.attention_layers) if spec.qk_norm else 0
+    return spec.num_layers * norms + heads + spec.hidden_size
 
 
 def _gate_parameters(spec: ModelSpec) -> int:
@@ -66,17 +77,19 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False
 
 
 def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
-    """Bytes saved by linear layers, by experts in blocks, and by an output head that is not tied."""
+    """Bytes saved by linear layers, by experts and tables in blocks, and by an output head that is not tied."""
     if spec.quantization is None:
         return 0
-    saved = 0
+    linears = [("", linear) for linear in _linears_beside_layers(spec)]
     for layer in range(spec.num_layers):
-        for linear in _linears(spec, layer):
-            modules = [(f"model.layers.{layer}.{name}", rows) for name, rows in linear.rows.items()]
-            together = spec.quantization.bytes_together(modules, linear.columns)
-            for held, rows in zip(together, linear.rows.values(), strict=True):
-                if held is not None:
-                    saved += linear.num * (rows * linear.columns * dtype_bytes - held)
+        linears += [(f"model.layers.{layer}.", linear) for linear in _linears(spec, layer)]
+    saved = 0
+    for prefix, linear in linears:
+        modules = [(prefix + name, rows) for name, rows in linear.rows.items()]
+        together = spec.quantization.bytes_together(modules, linear.columns)
+        for held, rows in zip(together, linear.rows.values(), strict=True):
+            if held is not None:
+                saved += linear.num * (rows * linear.columns * dtype_bytes - held)
     table = spec.vocab_size * spec.hidden_size * dtype_bytes
     if not spec.tie_word_embeddings:
         saved += table - _head_bytes(spec, "lm_head", dtype_bytes)
@@ -125,8 +138,9 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
-    size, inner = spec.hidden_size, spec.intermediate_size
-    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec)
+    size, inner = spec.hidden_size, spec.inner_size_of(layer)
+    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
+    linears += _as_linears(stream_modules(spec))
     if spec.state is not None and not spec.attends(layer):
         linears = _state_linears(spec.state, size)
     experts = spec.experts
@@ -163,19 +177,35 @@ def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: 
     return [_Linear(dict.fromkeys(first, inner), size, num), _Linear({down: size}, inner, num)]
 
 
-def _attention_linears(spec: ModelSpec) -> list[_Linear]:
-    q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    q_rows = 2 * q_size if spec.attention.output_gate else q_size
-    qkv = {"q_proj": q_rows, "k_proj": kv_size, "v_proj": kv_size}
+def _linears_beside_layers(spec: ModelSpec) -> list[_Linear]:
+    assert spec.quantization is not None
+    linears = _as_linears(modules_beside_layers(spec))
+    if (
+        spec.layer_inputs is not None and spec.quantization.method in BLOCK_METHODS
+    ):  # others leave tables plain
+        linears.append(
+            _Linear({LAYER_TABLE: spec.layer_inputs.vocab_size}, spec.num_layers * spec.layer_inputs.size)
+        )
+    return linears
+
+
+def _attention_linears(spec: ModelSpec, layer: int) -> list[_Linear]:
+    sizes = projection_sizes(spec, layer)
+    qkv = dict(zip(("q_proj", "k_proj", "v_proj"), sizes, strict=False))
+    if spec.attention.output_gate:
+        qkv["q_proj"] *= 2
     return [
         _Linear({f"self_attn.{name}": rows for name, rows in qkv.items()}, spec.hidden_size),
-        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, q_size),
+        _Linear({f"self_attn.{spec.form.names.attention_out}": spec.hidden_size}, sizes[0]),
     ]
 
 
 def _latent_linears(spec: ModelSpec) -> list[_Linear]:
+    return _as_linears(module for module in attention_modules(spec, 0) if module.name != KV_UP)
+
+
+def _as_linears(modules: Iterable[Module]) -> list[_Linear]:
+    """Those of the modules that are linear layers, each alone."""
     return [
-        _Linear({module.name: module.shape[0]}, module.shape[1])
-        for module in attention_modules(spec)
-        if module.is_linear and module.name != KV_UP
+        _Linear({module.name: module.shape[0]}, module.shape[1]) for module in modules if module.is_linear
     ]

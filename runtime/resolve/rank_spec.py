@@ -29,6 +29,9 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
             intermediate_size=experts.intermediate_size // tp,
             shared_size=experts.shared_size // tp,
         )
+    inputs = spec.layer_inputs
+    if inputs is not None:
+        inputs = msgspec.structs.replace(inputs, vocab_size=-(-inputs.vocab_size // tp))
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
@@ -38,9 +41,11 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
             for heads in spec.layer_heads
         ),
         intermediate_size=spec.intermediate_size // tp,
+        intermediate_sizes=tuple(size // tp for size in spec.intermediate_sizes),
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
         state=None if spec.state is None else spec.state.of_rank(tp),
+        layer_inputs=inputs,
     )
 
 
@@ -65,8 +70,9 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
     for num_kv_heads in dict.fromkeys((spec.num_kv_heads, *(each.num_kv_heads for each in spec.layer_heads))):
         if num_kv_heads % tp and tp % num_kv_heads:
             return f"the model's {num_kv_heads} key/value heads can neither be divided by it nor divide it"
-    if has_dense_mlp(spec) and spec.intermediate_size % tp:
-        return f"the model's intermediate size of {spec.intermediate_size} cannot be divided by it"
+    for size in dict.fromkeys((spec.intermediate_size, *spec.intermediate_sizes)):
+        if has_dense_mlp(spec) and size % tp:
+            return f"the model's intermediate size of {size} cannot be divided by it"
     if spec.experts is not None and spec.experts.intermediate_size % tp:
         return f"its experts' intermediate size of {spec.experts.intermediate_size} cannot be divided by it"
     if spec.experts is not None and spec.experts.shared_size % tp:

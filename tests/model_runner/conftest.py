@@ -336,6 +336,9 @@ def make_tiny_model(tmp_path: Path) -> Callable[..., TinyModel]:
                     parameter.uniform_(0.5, 1.5)
                 else:  # large enough that logits differ clearly
                     parameter.normal_(0.0, 0.3 if parameter.ndim == 1 else 1.5 / parameter.shape[-1] ** 0.5)
+            for name, buffer in reference.named_buffers():
+                if name.endswith("layer_scalar"):
+                    buffer.uniform_(0.6, 1.2)
         reference = reference.to(getattr(torch, dtype))
         folder = tmp_path / f"{model_type}{seed}"
         reference.save_pretrained(folder, max_shard_size=max_shard_size)

@@ -219,6 +219,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("", {"head_dim": 16}),
     "qwen3_moe": ("", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
     "gemma3_text": ("", {"head_dim": 16}),
+    "gemma3n_text": (
+        "",
+        {
+            "head_dim": 16,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 90,
+        },
+    ),
     "phi3": ("", {}),
     "olmo2": ("", {}),
     "mixtral": ("", {"num_local_experts": 4, "num_experts_per_tok": 2}),

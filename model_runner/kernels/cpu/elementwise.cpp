@@ -199,6 +199,9 @@ struct Rotation {
     float eps;
     bool norms_over_heads, interleaved;
     const float* query_factors;  // null: 1
+    bool values_are_normed, values_are_keys;
+
+    int64_t num_value_heads() const { return values_are_keys ? 0 : num_kv_heads; }  // of `qkv`
 };
 
 template <class T>
@@ -209,19 +212,38 @@ void store_quantized(const Rotation& r, const T* heads, int64_t token, void* poo
     }
 }
 
+// The values of a token, from the projected keys where the layer has no others; `row` is a buffer for them.
+template <class T>
+void store_values(const Rotation& r, const T* heads, int64_t token, T* row) {
+    int64_t kv_size = r.num_kv_heads * r.head_dim;
+    if (r.values_are_normed) {
+        for (int64_t at = 0; at < kv_size; at += r.head_dim) {
+            float mean = sum_of_squares(heads + at, r.head_dim) / float(r.head_dim);
+            scale_row(heads + at, row + at, r.head_dim, 1.0f / __builtin_sqrtf(mean + r.eps));
+        }
+        heads = row;
+    }
+    if (r.v_scale != nullptr)
+        store_quantized(r, heads, token, r.v_pool, r.v_scale);
+    else
+        std::memcpy(static_cast<T*>(r.v_pool) + r.loc[token] * kv_size, heads, sizeof(T) * kv_size);
+}
+
 // T: type of activations and pool, A: of the angles, W: of the norm weights.
 template <class T, class A, class W>
 void rotate_and_store(const Rotation& r) {
     int64_t kv_size = r.num_kv_heads * r.head_dim;
-    int64_t size = (r.num_heads + 2 * r.num_kv_heads) * r.head_dim;
+    int64_t size = (r.num_heads + r.num_kv_heads + r.num_value_heads()) * r.head_dim;
     parallel_for(r.num_tokens, rows_per_thread(size), [&](int64_t begin, int64_t end) {
         static thread_local Scratch scratch;
-        float* row = reinterpret_cast<float*>(scratch.get(sizeof(float) * r.head_dim));
+        float* row = reinterpret_cast<float*>(scratch.get(sizeof(float) * (r.head_dim + kv_size)));
         for (int64_t token = begin; token < end; ++token) {
             T* heads = static_cast<T*>(r.qkv) + token * size;
             const A* cos = static_cast<const A*>(r.cos) + token * r.rotary_dim;
             const A* sin = static_cast<const A*>(r.sin) + token * r.rotary_dim;
             T* k = heads + r.num_heads * r.head_dim;
+            if (kv_size > 0)
+                store_values(r, r.values_are_keys ? k : k + kv_size, token, reinterpret_cast<T*>(row + r.head_dim));
             if (r.norms_over_heads) {
                 norm_row(heads, static_cast<const W*>(r.q_norm), r.eps, heads, r.num_heads * r.head_dim);
                 norm_row(k, static_cast<const W*>(r.k_norm), r.eps, k, kv_size);
@@ -238,13 +260,11 @@ void rotate_and_store(const Rotation& r) {
             }
             if (r.query_factors != nullptr)
                 scale_row(heads, heads, r.num_heads * r.head_dim, r.query_factors[token]);
-            if (r.k_scale != nullptr) {
+            if (kv_size == 0) continue;
+            if (r.k_scale != nullptr)
                 store_quantized(r, k, token, r.k_pool, r.k_scale);
-                store_quantized(r, k + kv_size, token, r.v_pool, r.v_scale);
-                continue;
-            }
-            std::memcpy(static_cast<T*>(r.k_pool) + r.loc[token] * kv_size, k, sizeof(T) * kv_size);
-            std::memcpy(static_cast<T*>(r.v_pool) + r.loc[token] * kv_size, k + kv_size, sizeof(T) * kv_size);
+            else
+                std::memcpy(static_cast<T*>(r.k_pool) + r.loc[token] * kv_size, k, sizeof(T) * kv_size);
         }
     });
 }
@@ -351,10 +371,11 @@ EXPORT void rotate_and_store(void* qkv, const void* q_norm, const void* k_norm, 
                              void* k_pool, void* v_pool, float* k_scale, float* v_scale, const int64_t* loc, int64_t num_tokens, int64_t num_heads,
                              int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim, float eps, int is_bf16,
                              int angles_are_bf16, int norms_are_bf16, int norms_over_heads, int interleaved,
-                             const float* query_factors) {
+                             const float* query_factors, int values_are_normed, int values_are_keys) {
     using namespace engine;
     Rotation r{qkv, q_norm, k_norm, cos, sin, k_pool, v_pool, k_scale, v_scale, loc, num_tokens, num_heads,
-               num_kv_heads, head_dim, rotary_dim, eps, norms_over_heads != 0, interleaved != 0, query_factors};
+               num_kv_heads, head_dim, rotary_dim, eps, norms_over_heads != 0, interleaved != 0, query_factors,
+               values_are_normed != 0, values_are_keys != 0};
     if (!is_bf16)
         rotate_and_store<float, float, float>(r);
     else if (angles_are_bf16)

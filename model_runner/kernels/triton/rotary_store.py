@@ -86,7 +86,9 @@ def _rotate_and_store_kernel(
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    NUM_V: tl.constexpr,  # heads of v in qkv; others of NUM_KV are those of k
     NORM: tl.constexpr,
+    NORM_VALUES: tl.constexpr,
     ROTATE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FACTORS: tl.constexpr,
@@ -108,7 +110,8 @@ def _rotate_and_store_kernel(
     second_number = first_number + 1 if INTERLEAVED else HALF + number
     model_dtype: tl.constexpr = qkv_ptr.dtype.element_ty
 
-    head_at = qkv_ptr + token * qkv_stride + head * qkv_head_stride
+    stored_head = head if NUM_V == NUM_KV else tl.where(is_v, head - NUM_KV, head)
+    head_at = qkv_ptr + token * qkv_stride + stored_head * qkv_head_stride
     first = tl.load(head_at + first_number, mask=exists & in_half, other=0.0).to(tl.float32)
     second = tl.load(head_at + second_number, mask=exists & in_half, other=0.0).to(tl.float32)
     if REST_BLOCK > 0:
@@ -120,8 +123,10 @@ def _rotate_and_store_kernel(
         squares = tl.sum(first * first + second * second, axis=1)
         if REST_BLOCK > 0:
             squares += tl.sum(rest * rest, axis=1)
-        # Heads of v pass through: scale 1, weight 1.
-        scale = tl.where(is_v, 1.0, tl.rsqrt(squares / HEAD_DIM + eps)[:, None])
+        # Heads of v have the weight 1; without a norm of their own they pass through.
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        if not NORM_VALUES:
+            scale = tl.where(is_v, 1.0, scale)
         first *= scale * _head_weight(q_weight_ptr, k_weight_ptr, first_number, in_half, is_q, is_v)
         second *= scale * _head_weight(q_weight_ptr, k_weight_ptr, second_number, in_half, is_q, is_v)
         if REST_BLOCK > 0:
@@ -176,11 +181,12 @@ def rotate_and_store(
     norms: HeadNorms | None,
     cos: Tensor,
     sin: Tensor,
-    kv: LayerKV,
+    kv: LayerKV | None,
     out_cache_loc: Tensor,
     *,
     interleaved: bool = False,
     query_factors: Tensor | None = None,
+    keys_are_values: bool = False,
 ) -> Tensor:
     """See `RotateAndStore`. `qkv` is modified only by norms over all heads; the result is contiguous.
 
@@ -188,11 +194,14 @@ def rotate_and_store(
         ValueError: shapes disagree, which would cause out-of-bounds writes.
     """
     num_tokens, num_heads, head_dim = qkv.shape
-    num_kv, rotary_dim = kv.k.shape[1], cos.shape[1]
-    num_q = num_heads - 2 * num_kv
-    if kv.k.shape[2] != head_dim or kv.v.shape != kv.k.shape or num_q < 1:
+    k, v = (qkv[:0, :0], qkv[:0, :0]) if kv is None else (kv.k, kv.v)
+    num_kv, rotary_dim = k.shape[1], cos.shape[1]
+    num_v = 0 if keys_are_values else num_kv
+    num_q = num_heads - num_kv - num_v
+    num_heads = num_q + 2 * num_kv
+    if k.shape[2] != head_dim or v.shape != k.shape or num_q < 1:
         raise ValueError(
-            f"qkv is {list(qkv.shape)}, keys {list(kv.k.shape)}, values {list(kv.v.shape)}: these do not fit"
+            f"qkv is {list(qkv.shape)}, keys {list(k.shape)}, values {list(v.shape)}: these do not fit"
         )
     if (
         rotary_dim > head_dim
@@ -205,7 +214,6 @@ def rotate_and_store(
     q = torch.empty((num_tokens, num_q, head_dim), dtype=qkv.dtype, device=qkv.device)
     if not num_tokens:
         return q
-    k, v = kv.k, kv.v
     e4m3, limit = _conversion(qkv.dtype, k.dtype)
     if e4m3:
         k, v = k.view(torch.uint8), v.view(torch.uint8)
@@ -243,7 +251,9 @@ def rotate_and_store(
         NUM_KV=num_kv,
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
+        NUM_V=num_v,
         NORM=norms is not None,
+        NORM_VALUES=norms is not None and norms.values,
         ROTATE=rotates,
         INTERLEAVED=interleaved,
         FACTORS=query_factors is not None,
@@ -284,6 +294,8 @@ def variants() -> list[KernelVariant]:
         ("GLM-4, interleaved", 32, 2, 128, 64, None, "bf16"),
         ("SmolLM3, without rotary", 16, 4, 128, 0, None, "bf16"),
         ("Ministral 3, query factors", 32, 8, 128, 128, None, "bf16"),
+        ("Gemma 4, k as v", 32, 4, 512, 512, "bf16", "bf16"),
+        ("Gemma 4, q alone", 8, 0, 256, 256, "bf16", "bf16"),
     )
     found = []
     for name, num_q, num_kv, head_dim, rotary_dim, weight, pool in cases:
@@ -305,6 +317,7 @@ def variants() -> list[KernelVariant]:
         constants: dict[str, Any] = {"NUM_Q": num_q, "NUM_KV": num_kv, "HEAD_DIM": head_dim}
         constants |= {"HALF": rotary_dim // 2, "HALF_BLOCK": half_block, "REST_BLOCK": rest_block}
         constants |= {"ROTATE": rotates, "INTERLEAVED": "interleaved" in name, "FACTORS": "factors" in name}
+        constants |= {"NUM_V": 0 if "k as v" in name else num_kv, "NORM_VALUES": "Gemma 4" in name}
         constants |= {"NORM": weight is not None, "E4M3": pool == "u8", "LIMIT": 0.0}
         found += [
             KernelVariant(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...model_context import ModelContext
 
 
-def joint_norms(context: ModelContext, name: str) -> HeadNorms:
+def joint_norms(context: ModelContext, name: str, layer_id: int) -> HeadNorms:
     """The weights of this rank's heads, from `<name>.q_norm` and `<name>.k_norm`: [Hq * D] and [H * D]."""
     spec, group = context.spec, context.group
     q_heads, k_heads = Span(0, spec.num_heads), Span(0, spec.num_kv_heads)
@@ -28,14 +28,14 @@ def joint_norms(context: ModelContext, name: str) -> HeadNorms:
         rows = Slice(0, *heads.times(spec.head_dim))
         return context.weights.stacked([f"{name}.{part}.weight"], [(size,)], slices=[rows])
 
-    q_size, k_size = spec.qk_norm_sizes
+    q_size, k_size = spec.qk_norm_sizes(layer_id)
     return HeadNorms(weight("q_norm", q_size, q_heads), weight("k_norm", k_size, k_heads), spec.rms_norm_eps)
 
 
 class NormsOverRanks:
     """The norms where a mean is one over the heads of all ranks: the ranks add up their sums of squares."""
 
-    def __init__(self, context: ModelContext, norms: HeadNorms) -> None:
+    def __init__(self, context: ModelContext, norms: HeadNorms, layer_id: int) -> None:
         """Take this rank's weights."""
         spec, group = context.spec, context.group
         self._norms = norms
@@ -44,7 +44,8 @@ class NormsOverRanks:
         self._num_kv = len(kv_head_span(spec.num_kv_heads, group))
         # With fewer KV heads than ranks several ranks have the same head.
         copies = self._num_kv * group.size / spec.num_kv_heads
-        counts = spec.qk_norm_sizes[0], spec.qk_norm_sizes[1] * copies
+        q_size, k_size = spec.qk_norm_sizes(layer_id)
+        counts = q_size, k_size * copies
         self._counts = torch.tensor(counts, dtype=torch.float32, device=context.device)
         self._weight = torch.cat((norms.q_weight, norms.k_weight)).to(torch.float32)
 

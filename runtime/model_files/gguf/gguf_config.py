@@ -62,6 +62,8 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         "num_layers": fields.integer(f"{arch}.block_count", 1, 1 << 12),
         **family.facts(fields, arch),
     }
+    if family.of_tensors is not None:
+        facts = family.of_tensors(file, facts)
     if not family.has_own_heads:
         head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
         rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
+from ..stream_spec import LAYER_TABLE
 from .families.registry import layer_names
 
 if TYPE_CHECKING:
@@ -16,9 +17,24 @@ _GLOBAL_NAMES: Final = {
     "model.norm.weight": "output_norm.weight",
     "model.norm.bias": "output_norm.bias",
     "model.embedding_norm.weight": "token_embd_norm.weight",  # of LFM2, which normalizes the output with it
+    f"{LAYER_TABLE}.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
     "lm_head.weight": "output.weight",
     "lm_head.bias": "output.bias",
 }
+
+_STREAM_STACKS: Final = {
+    "model.altup_projections": "altup_proj.weight",
+    "model.altup_unembed_projections": "altup_unembd_proj.weight",
+}
+"""Modules of AltUp without their numbers, and the tensors that stack them."""
+_PARAMETERS: Final = {
+    "layer_scalar": "layer_output_scale",
+    "altup.correct_output_scale": "altup_correct_scale",
+}
+"""Parameters of a layer that are no module's weight."""
+_KEYS_AND_VALUES: Final = ("attn_k.", "attn_v.", "attn_k_norm.")
 
 NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
 """Tensors of the rope scaling, see `gguf_rope`."""
@@ -50,6 +66,9 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
     """
     for hf, gguf in _GLOBAL_NAMES.items():
         yield hf, gguf, None
+    for hf, gguf in _STREAM_STACKS.items():
+        for n in range(0 if spec.altup is None else spec.altup.num_streams - 1):
+            yield f"{hf}.{n}.weight", gguf, n
     in_layer = layer_names(spec.model_type)
     for layer in range(spec.num_layers):
         for hf, gguf in in_layer.items():
@@ -59,6 +78,9 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
             name = f"model.layers.{layer}.linear_attn"
             yield f"{name}.{A_LOG}", f"blk.{layer}.ssm_a", None
             yield f"{name}.dt_bias", f"blk.{layer}.ssm_dt.bias", None
+        if spec.layer_inputs is not None or spec.form.layer_scalars:
+            for hf, gguf in _PARAMETERS.items():
+                yield f"model.layers.{layer}.{hf}", f"blk.{layer}.{gguf}.weight", None
         if spec.attention.sinks:
             yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
         if spec.experts is None:
@@ -73,9 +95,18 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
 
 
 def is_not_read(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor of the file is none that the model takes: of the rope scaling, or of a layer after the last."""
+    """Whether a tensor of the file is none that the model takes.
+
+    It is of the rope scaling, of a layer after the last, or makes keys and values that the layer does not use.
+    """
+    unused = tuple(
+        f"blk.{layer}.{part}"
+        for layer in range(spec.num_layers if spec.kv_sources else 0)
+        for part in _KEYS_AND_VALUES
+        if not spec.computes_kv(layer)
+    )
     further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
-    return name in NOT_WEIGHTS or name.startswith(further)
+    return name in NOT_WEIGHTS or name.startswith((*further, *unused))
 
 
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,6 +17,8 @@ from .gguf_file import GGUFFile
 _LLAMA3: Final = "rope_freqs.weight"
 _HIGH_FACTORS: Final = (4.0, 1.0)
 """`high_freq_factor` of Llama 3 and of Llama 4."""
+_STILL: Final = 1e20
+"""A frequency with a larger divisor does not turn."""
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 
 
@@ -42,6 +44,29 @@ def read_gguf_rope_scaling(
     if _LLAMA3 in file.tensors:
         return _llama3_scaling(file, rotary_dim, rope_theta)
     return RopeScaling()
+
+
+def read_proportional(file: GGUFFile, rotary_dim: int) -> RopeScaling:
+    """The scaling of Gemma 4: divisors that are equal for the leading pairs, and so large that the others do not turn.
+
+    Raises:
+        ConfigError: there are other divisors.
+    """
+    if _LLAMA3 not in file.tensors:
+        return RopeScaling()
+    divisors = _divisors(file, _LLAMA3, rotary_dim // 2)
+    turning = divisors < _STILL
+    num_turning = int(turning.sum())
+    if not turning[:num_turning].all() or len(np.unique(divisors[turning])) != 1:
+        raise ConfigError(
+            f"{file.path}: tensor {_LLAMA3!r} must hold one divisor, then divisors above {_STILL:g}; other "
+            "per-frequency scalings are not supported"
+        )
+    return RopeScaling(
+        kind="proportional",
+        factor=round(float(divisors[0]), 6),
+        turning_part=2 * num_turning / rotary_dim,
+    )
 
 
 def yarn_scaling(fields: Fields, arch: str) -> RopeScaling:

@@ -3,7 +3,8 @@
 Called by `tokenizer`. GGUF stores tokens, types, merges or scores, and the *name* of a pre-tokenizer, see
 `pre_tokenizers`.
 
-Two families are built: `gpt2`, byte-level BPE with merges, and `llama`, SentencePiece BPE with scores.
+Three families are built: `gpt2`, byte-level BPE with merges; `llama`, SentencePiece BPE with scores; and `gemma4`, the
+same with merges.
 """
 
 from __future__ import annotations
@@ -59,9 +60,11 @@ def build_gguf_tokenizer(file: GGUFFile) -> CoreTokenizer:
         core, add_bos = _byte_level_bpe(file, fields, vocab)
     elif model == "llama":
         core, add_bos = _sentencepiece_bpe(file, fields, vocab, tokens), True
+    elif model == "gemma4":
+        core, add_bos = _spaced_bpe(file, fields, vocab, tokens), True
     else:
         raise fields.error(
-            "tokenizer.ggml.model", model, "which is not supported; supported are: gpt2, llama"
+            "tokenizer.ggml.model", model, "which is not supported; supported are: gpt2, llama, gemma4"
         )
     _add_tokens(core, _token_types(file, len(tokens)), tokens)
     _add_post_processor(core, fields, tokens, add_bos)
@@ -77,10 +80,7 @@ def _byte_level_bpe(file: GGUFFile, fields: Fields, vocab: dict[str, int]) -> tu
         raise fields.error("tokenizer.ggml.pre", name, f"which is not supported; supported are: {supported}")
     if name == "default":
         logger.warning("%s names no pre-tokenizer: text may be split differently than in training", file.path)
-    merges = file.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
-        raise ConfigError(f"{file.path}: the field tokenizer.ggml.merges is missing")
-    core = CoreTokenizer(_bpe(file, vocab, _merge_pairs(file, merges), ignore_merges=pre.whole_words))
+    core = CoreTokenizer(_bpe(file, vocab, _merge_pairs(file), ignore_merges=pre.whole_words))
     splits = [pre_tokenizers.Split(Regex(regex), "isolated") for regex in pre.regexes]
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -91,8 +91,11 @@ def _byte_level_bpe(file: GGUFFile, fields: Fields, vocab: dict[str, int]) -> tu
     return core, pre.add_bos
 
 
-def _merge_pairs(file: GGUFFile, merges: Sequence[str]) -> list[tuple[str, str]]:
-    """Merges as pairs; a token contains no space in the byte-level alphabet."""
+def _merge_pairs(file: GGUFFile) -> list[tuple[str, str]]:
+    """Merges as pairs; a token contains no space, which has another character in these vocabularies."""
+    merges = file.metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise ConfigError(f"{file.path}: the field tokenizer.ggml.merges is missing")
     pairs = []
     for merge in merges:
         left, space, right = merge.partition(" ")
@@ -116,13 +119,33 @@ def _sentencepiece_bpe(
     longest = max(map(len, tokens))
     if longest > _MAX_PIECE_CHARS:  # every split of a token is tried
         raise ConfigError(f"{file.path}: a token has {longest} characters, the limit is {_MAX_PIECE_CHARS}")
+    merges = _merges_by_score(vocab, scores.tolist(), _token_types(file, len(tokens)))
+    return _with_spaces(file, fields, vocab, tokens, merges, prefix_space=True)
+
+
+def _spaced_bpe(
+    file: GGUFFile, fields: Fields, vocab: dict[str, int], tokens: Sequence[str]
+) -> CoreTokenizer:
+    """The same with merges in the file; a text is one piece."""
+    return _with_spaces(file, fields, vocab, tokens, _merge_pairs(file), prefix_space=False)
+
+
+def _with_spaces(
+    file: GGUFFile,
+    fields: Fields,
+    vocab: dict[str, int],
+    tokens: Sequence[str],
+    merges: list[tuple[str, str]],
+    *,
+    prefix_space: bool,
+) -> CoreTokenizer:
+    """BPE over characters; `prefix_space`: the default of whether texts start with a space."""
     unknown = fields.token_ids("tokenizer.ggml.unknown_token_id", len(tokens))
     unk_token = tokens[unknown[0]] if unknown else None
-    merges = _merges_by_score(vocab, scores.tolist(), _token_types(file, len(tokens)))
     core = CoreTokenizer(
         _bpe(file, vocab, merges, unk_token=unk_token, fuse_unk=unk_token is not None, byte_fallback=True)
     )
-    prefix_space = fields.boolean("tokenizer.ggml.add_space_prefix", default=True)
+    prefix_space = fields.boolean("tokenizer.ggml.add_space_prefix", default=prefix_space)
     spaces = normalizers.Replace(" ", "▁")
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix_space else spaces
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]

@@ -151,4 +151,4 @@ PRE_TOKENIZERS: Final[dict[str, PreTokenizer]] = {
     "viking": PreTokenizer((_BLOOM_REGEX, r"\p{N}")),
 }
 """By the names in GGUF files. Not here: names of models that embed text (jina, roberta, whitespace), and those that
-llama.cpp splits with code of its own (kimi-k2, afmoe, superbpe, chameleon, gemma4, sarvam-moe)."""
+llama.cpp splits with code of its own (kimi-k2, afmoe, superbpe, chameleon, sarvam-moe)."""

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple, TypeVar
 
+from msgspec import structs
+
 from ..fields import Fields
 from ..model_spec import RopeScaling
 
 MAX_POSITIONS: Final = 1 << 30
 
-_KINDS: Final = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS: Final = ("default", "linear", "llama3", "yarn", "longrope")
+PROPORTIONAL: Final = "proportional"
 _OLD_NAMES: Final = {"su": "longrope"}
 _NEW, _OLD = "rope_parameters", "rope_scaling"
 _ORIGINAL: Final = "original_max_position_embeddings"
@@ -41,7 +44,7 @@ def read_rope(
     fields: Fields,
     default_theta: float = 10000.0,
     *,
-    kinds: tuple[str, ...] = _KINDS,
+    kinds: tuple[str, ...] = KINDS,
     outer_original: bool = False,
     default_partial: float = 1.0,
 ) -> Rope:
@@ -68,9 +71,16 @@ def read_rope(
 
 
 def read_two_ropes(
-    fields: Fields, default_theta: float, local_field: str, default_local_theta: float
+    fields: Fields,
+    default_theta: float,
+    local_field: str,
+    default_local_theta: float,
+    *,
+    kinds: tuple[str, ...] = KINDS,
 ) -> tuple[Rope, float]:
     """The rope of the full-attention layers, and the base frequency of the windowed layers.
+
+    `kinds`: the scalings of this architecture.
 
     Raises:
         ConfigError: see `read_rope`.
@@ -95,7 +105,7 @@ def read_two_ropes(
                 raise fields.error(f"{name}.{kind}", inner, "expected an object or null")
             prefix = f"{name}.{kind}."
             inner = {**inner, "rope_theta": base if inner.get("rope_theta") is None else inner["rope_theta"]}
-            ropes.append(_read(fields, Fields(fields.path, inner, prefix=prefix), base))
+            ropes.append(_read(fields, Fields(fields.path, inner, prefix=prefix), base, kinds))
         if ropes[1].scaling != RopeScaling():
             raise fields.error(f"{name}.{_SLIDING}", values[_SLIDING], "windowed layers must not be scaled")
         return ropes[0], ropes[1].theta
@@ -132,7 +142,7 @@ def _read(
     fields: Fields,
     rope: Fields,
     default_theta: float,
-    kinds: tuple[str, ...] = _KINDS,
+    kinds: tuple[str, ...] = KINDS,
     outer_original: bool = False,
     default_partial: float = 1.0,
 ) -> Rope:
@@ -145,6 +155,8 @@ def _read(
         "partial_rotary_factor", 0.0, 1.0, fields.number("partial_rotary_factor", 0.0, 1.0, default_partial)
     )
     scaling = _scaling(fields, rope, kinds, outer_original)
+    if scaling.kind == PROPORTIONAL:  # all of a head is a pair of halves, of which a part does not turn
+        return Rope(theta, structs.replace(scaling, turning_part=partial), 1.0)
     return Rope(theta, scaling, partial, _mscale(rope, scaling.factor) if scaling.kind == "yarn" else 1.0)
 
 
@@ -158,6 +170,8 @@ def _scaling(fields: Fields, rope: Fields, kinds: tuple[str, ...], outer_origina
         return RopeScaling()
     if kind == "linear":
         return RopeScaling(kind="linear", factor=rope.number("factor", 1.0, 1e6))
+    if kind == PROPORTIONAL:
+        return RopeScaling(kind="proportional", factor=rope.number("factor", 1.0, 1e6, default=1.0))
     if kind == "llama3":
         return RopeScaling(
             kind="llama3",

@@ -113,6 +113,13 @@ MULTIMODAL: Final[dict[str, Multimodal]] = {
     "gemma4": Multimodal(
         "Gemma4ForConditionalGeneration", "gemma4_text", _GEMMA_TOWERS, is_fixed=True, tied=True
     ),
+    "gemma4_unified": Multimodal(
+        "Gemma4UnifiedForConditionalGeneration",
+        "gemma4_unified_text",
+        ("embed_vision.", "embed_audio.", "vision_embedder."),
+        is_fixed=True,
+        tied=True,
+    ),
     "qwen3_5": Multimodal(
         "Qwen3_5ForConditionalGeneration", "qwen3_5_text", ("visual.", "mtp."), is_fixed=True
     ),
@@ -210,6 +217,16 @@ _QWEN_VL: Final = {
     "max_window_layers": 80,
     "rope_theta": 1e6,
 }
+_GEMMA4: Final = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "rms_norm_eps": 1e-6,
+}
 TEXT_TYPES: Final[dict[str, TextType]] = {
     "llama": TextType(
         "llama",
@@ -301,6 +318,22 @@ TEXT_TYPES: Final[dict[str, TextType]] = {
     "exaone4_5_text": TextType("exaone4", {}),
     "qwen3_5_text": TextType("qwen3_5_text", _QWEN_DELTA | {"hidden_size": 4096, "num_key_value_heads": 4}),
     "qwen3_5_moe_text": TextType("qwen3_5_moe_text", _QWEN_DELTA | _QWEN_DELTA_MOE),
+    "gemma3n_text": TextType(
+        "gemma3n_text",
+        {
+            "vocab_size": 262_400,
+            "hidden_size": 2048,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 35,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "max_position_embeddings": 32_768,
+            "rms_norm_eps": 1e-6,
+        },
+    ),
+    "gemma4_text": TextType("gemma4_text", _GEMMA4 | {"max_position_embeddings": 131_072}),
+    "gemma4_unified_text": TextType("gemma4_unified_text", _GEMMA4 | {"max_position_embeddings": 262_144}),
     "qwen2_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_vl_text": TextType("qwen2", _QWEN_VL),
     "qwen2_5_omni_text": TextType(

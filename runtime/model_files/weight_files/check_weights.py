@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ..model_spec import SUPPORTED_MODEL_TYPES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .header_entry import HeaderEntry
-from .needed_tensors import Module, is_of_mtp_layer, needed_modules
+from .needed_tensors import Module, is_unused, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
 from .stacked_experts import BLOCKS, SCALES
 
@@ -70,7 +70,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
     tensors = {
         name: entry
         for name, entry in tensors.items()
-        if not name.endswith(SAFE_TO_IGNORE) and not is_of_mtp_layer(spec, name)
+        if not name.endswith(SAFE_TO_IGNORE) and not is_unused(spec, name)
     }
     if spec.encoder is not None:
         prefix = prefix_of(NAMES[spec.model_type], tensors.__contains__)

@@ -7,10 +7,13 @@ them with the headers of the files, before any process exists.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..latent_spec import KV_UP
+from ..stream_spec import LAYER_TABLE
 
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 _MTP: Final = "model.mtp_"
 """ERNIE's name of such layers."""
+_KEYS_AND_VALUES: Final = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.")
 
 
 class Module(NamedTuple):
@@ -63,20 +67,30 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
         yield Module("lm_head", table, has_bias=spec.form.head_bias)
     elif spec.form.head_bias:
         yield Module("lm_head", table[:1], part="bias")
+    yield from modules_beside_layers(spec)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        mixer = (*_head_norms(spec), *attention_modules(spec)) if spec.attends(layer) else _state_layer(spec)
-        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert)):
-            yield module._replace(name=prefix + module.name)
+        mixer = chain(_head_norms(spec, layer), attention_modules(spec, layer))
+        if not spec.attends(layer):
+            mixer = chain(_state_layer(spec))
+        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert), *stream_modules(spec)):
+            yield module._replace(name=(prefix + module.name).removesuffix("."))
     yield from pooling_modules(spec)
 
 
-def is_of_mtp_layer(spec: ModelSpec, name: str) -> bool:
-    """Whether a tensor belongs to a layer that predicts further tokens, see `ModelSpec.num_mtp_layers`."""
-    prefixes = [f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers)]
-    prefixes += [_MTP] if spec.num_mtp_layers > 0 else []
-    prefixes += [spec.form.names.mtp] if spec.form.names.mtp else []
-    return name.startswith(tuple(prefixes))
+def is_unused(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor has a name of the family, but no use.
+
+    It belongs to a layer that predicts further tokens (`ModelSpec.num_mtp_layers`), or would make keys and values of a
+    layer that attends to those of another one: some files have such.
+    """
+    further = [f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers)]
+    further += [_MTP] if spec.num_mtp_layers > 0 else []
+    further += [spec.form.names.mtp] if spec.form.names.mtp else []
+    if name.startswith(tuple(further)):
+        return True
+    found = _KEYS_AND_VALUES.match(name) if spec.kv_sources else None
+    return found is not None and int(found[1]) < spec.num_layers and not spec.computes_kv(int(found[1]))
 
 
 def pooling_modules(spec: ModelSpec) -> Iterator[Module]:
@@ -95,10 +109,45 @@ def _norms(spec: ModelSpec) -> Iterator[Module]:
         yield Module(name, (spec.hidden_size,), has_bias=spec.form.norm_bias)
 
 
-def _head_norms(spec: ModelSpec) -> Iterator[Module]:
+def modules_beside_layers(spec: ModelSpec) -> Iterator[Module]:
+    """The modules of the inputs of layers, and of further residual streams, by their full names."""
+    size, inputs = spec.hidden_size, spec.layer_inputs
+    if inputs is not None:
+        width = spec.num_layers * inputs.size
+        yield Module(LAYER_TABLE, (inputs.vocab_size, width))
+        yield Module("model.per_layer_model_projection", (width, size), is_linear=True)
+        yield Module("model.per_layer_projection_norm", (inputs.size,))
+    for name in ("altup_projections", "altup_unembed_projections"):
+        for n in range(0 if spec.altup is None else spec.altup.num_streams - 1):
+            yield Module(f"model.{name}.{n}", (size, size), is_linear=True)
+
+
+def stream_modules(spec: ModelSpec) -> Iterator[Module]:
+    """What a layer has for its inputs and for further residual streams, by the names in the layer."""
+    size, inputs, altup = spec.hidden_size, spec.layer_inputs, spec.altup
+    if spec.form.layer_scalars:
+        yield Module("", (1,), part="layer_scalar")
+    if inputs is not None:
+        yield Module("per_layer_input_gate", (inputs.size, size), is_linear=True)
+        yield Module("per_layer_projection", (size, inputs.size), is_linear=True)
+        yield Module("post_per_layer_input_norm", (size,))
+    if altup is not None:
+        streams, rank = altup.num_streams, altup.laurel_rank
+        yield Module("altup", (size,), part="correct_output_scale")
+        yield Module("altup.correction_coefs", (streams, streams))
+        yield Module("altup.prediction_coefs", (streams * streams, streams))
+        yield Module("altup.modality_router", (streams, size))
+        yield Module("altup.router_norm", (size,))
+        yield Module("laurel.linear_left", (rank, size), is_linear=True)
+        yield Module("laurel.linear_right", (size, rank), is_linear=True)
+        yield Module("laurel.post_laurel_norm", (size,))
+
+
+def _head_norms(spec: ModelSpec, layer: int) -> Iterator[Module]:
     names = spec.form.names.q_norm, spec.form.names.k_norm
-    for name, size in zip(names, spec.qk_norm_sizes, strict=True) if spec.qk_norm else ():
-        yield Module(f"self_attn.{name}", (size,))
+    for name, size in zip(names, spec.qk_norm_sizes(layer), strict=True) if spec.qk_norm else ():
+        if size:
+            yield Module(f"self_attn.{name}", (size,))
 
 
 def _state_layer(spec: ModelSpec) -> Iterator[Module]:
@@ -136,24 +185,31 @@ def _short_conv(spec: ModelSpec, state: StateSpec) -> Iterator[Module]:
     yield Module("conv.out_proj", (size, inner), is_linear=True, has_bias=bias)
 
 
-def attention_modules(spec: ModelSpec) -> Iterator[Module]:
+def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
     """The modules of a layer's attention, by their names in the layer; without the norms of heads."""
     if spec.latent is not None:
         yield from _latent_attention(spec, spec.latent)
         return
-    size, q_size, kv_size = (
-        spec.hidden_size,
-        spec.num_heads * spec.head_dim,
-        spec.num_kv_heads * spec.head_dim,
-    )
-    q_rows = 2 * q_size if spec.attention.output_gate else q_size
-    sizes = [q_size + 2 * kv_size] if spec.form.fused_qkv else [q_rows, kv_size, kv_size]
-    for name, rows in zip(spec.form.qkv_names, sizes, strict=True):
+    size, sizes = spec.hidden_size, projection_sizes(spec, layer)
+    q_size = sizes[0]
+    if spec.attention.output_gate:
+        sizes[0] *= 2
+    if spec.form.fused_qkv:
+        sizes = [sum(sizes)]
+    for name, rows in zip(spec.form.qkv_names, sizes, strict=False):
         yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
     name = f"self_attn.{spec.form.names.attention_out}"
     yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
     if spec.attention.sinks:
         yield Module("self_attn", (spec.num_heads,), part="sinks")
+
+
+def projection_sizes(spec: ModelSpec, layer: int) -> list[int]:
+    """Rows of the matrices q, k and v of a layer: no v, or only q, where keys and values come from elsewhere."""
+    heads = spec.heads_of(layer)
+    kv_size = heads.num_kv_heads * heads.head_dim
+    parts = 2 - spec.keys_are_values(layer) if spec.computes_kv(layer) else 0
+    return [spec.num_heads * heads.head_dim, *[kv_size] * parts]
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
@@ -185,7 +241,7 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
     size, experts = spec.hidden_size, spec.experts
     block = spec.form.names.mlp if experts is None else experts.names.block
     if experts is None or layer in experts.dense_layers:
-        yield from _dense(block, size, spec.intermediate_size, spec)
+        yield from _dense(block, size, spec.inner_size_of(layer), spec)
         return
     names = experts.names
     yield Module(f"{block}.{names.router}", (experts.num_experts, size), has_bias=experts.has_bias)

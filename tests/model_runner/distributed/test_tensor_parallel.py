@@ -30,6 +30,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel, engine_config, int32
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
+from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 
 SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, seed=11, max_new_tokens=64, frequency_penalty=0.4, repetition_penalty=1.2
@@ -43,6 +44,10 @@ MOE = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
     "norm_topk_prob": True,
+}
+STREAMS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {**GEMMA4, **SHARING},
+    "gemma3n_text": {**GEMMA3N, "tie_word_embeddings": False},
 }
 ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "llama": ("llama", 2, {}),
@@ -68,6 +73,12 @@ ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = {
                                      "intermediate_size": 81}),
     "one KV head for all": ("llama", 3, {"num_key_value_heads": 1, "intermediate_size": 81}),
     "KV heads held twice": ("qwen2", 4, {"num_attention_heads": 8, "hidden_size": 64}),
+    "gemma4, KV heads held twice": (
+        "gemma4_text",
+        4,
+        {**STREAMS["gemma4_text"], "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma3n, sparse gates": ("gemma3n_text", 2, STREAMS["gemma3n_text"]),
     "latent attention and shared experts": ("deepseek_v3", 2, LATENT_MIXTURE),
     "vocabulary that does not divide": ("llama", 2, {"vocab_size": 97}),
     "vocabulary that does not divide, tied": ("llama", 2, {"vocab_size": 101, "tie_word_embeddings": True}),

@@ -89,6 +89,59 @@ def test_every_form(provider, dtype, heads, interleaved, norms):
     assert pool[:, [0, 2, 3, 4, 6, 8]].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("quantizes", [False, True])
+@pytest.mark.parametrize(
+    ("parts", "heads"), [(3, (4, 2, 64)), (2, (3, 1, 80)), (2, (2, 2, 512)), (1, (4, 2, 32))], ids=str
+)
+def test_values_with_a_norm_and_layers_without_values_or_keys(provider, dtype, parts, heads, quantizes):
+    """`parts`: q, k and v; q and k, which is also v; q alone."""
+    rotate_and_store, device = provider
+    if quantizes and rotate_and_store is rotary_store.rotate_and_store:
+        pytest.skip("int8 pools are for CPUs")
+    num_q, num_kv, head_dim = heads
+    torch.manual_seed(0)
+    qkv = torch.randn(3, num_q + (parts - 1) * num_kv, head_dim, device=device).to(dtype)
+    weights = torch.unbind(1 + torch.randn(2, head_dim, device=device).to(dtype) / 4)
+    angles = torch.rand(3, head_dim // 2, dtype=torch.float64, device=device) * 6
+    angles[:, head_dim // 4 :] = 0.0  # as in Gemma 4
+    cos = angles.cos().repeat(1, 2).float()
+    sin = torch.cat((-angles.sin(), angles.sin()), -1).float()
+    pool = torch.zeros((2, 9, num_kv, head_dim), device=device, dtype=torch.int8 if quantizes else dtype)
+    scales = torch.zeros((2, 9, num_kv), device=device)
+    kv = LayerKV(pool[0], pool[1], *(scales if quantizes else ()))
+    slots = torch.tensor([5, 1, 7], device=device)
+    q_heads, *others = qkv.clone().split([num_q, *[num_kv] * (parts - 1)], dim=1)
+
+    q = rotate_and_store(
+        qkv,
+        HeadNorms(weights[0], weights[1], 1e-6, values=True),
+        cos,
+        sin,
+        kv if parts > 1 else None,
+        slots,
+        keys_are_values=parts == 2,
+    )
+
+    tolerance = 6 * ROUNDING[dtype]
+    torch.testing.assert_close(
+        q.double(), exact(q_heads, weights[0], angles, False), rtol=tolerance, atol=tolerance
+    )
+    if parts == 1:
+        assert not pool.any() and not scales.any()
+        return
+    ones = torch.ones(head_dim, device=device)
+    expected = (
+        exact(others[0], weights[1], angles, False),
+        exact(others[-1], ones, torch.zeros_like(angles), False),
+    )
+    for part, numbers, factors in zip(expected, pool, scales, strict=True):
+        stored = numbers[slots].double() * (factors[slots].unsqueeze(-1) if quantizes else 1.0)
+        torch.testing.assert_close(
+            stored, part, rtol=tolerance, atol=0.5 * float(part.abs().max()) / 100 if quantizes else tolerance
+        )
+
+
 def test_a_scaled_number_is_rounded_once():
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))

@@ -15,6 +15,7 @@ from engine.model_runner import load
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.plain_delta import PlainDeltas
+from engine.model_runner.kernels.streams import plain as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
 from engine.model_runner.states import plain_delta_net
@@ -164,6 +165,10 @@ def launches(monkeypatch) -> Counter[str]:
         to_float32=plain.to_float32,
         short_conv=short_conv.short_conv,
         gated_delta=plain_delta_net.gated_delta,
+        gelu_times=plain_streams.gelu_times,
+        sparse_gelu_and_mul=plain_streams.sparse_gelu_and_mul,
+        ids_below=plain_streams.ids_below,
+        altup=plain_streams.PlainAltUp(),
         deltas=PlainDeltas(),
     )
     monkeypatch.setattr(load, "select_ops", lambda _target: ops)

@@ -18,6 +18,7 @@ from tests.model_runner.sampling.test_draft_bits import Seen, begin, check_draft
 from tests.model_runner.test_fixed_order import alone, in_company, params, tokens_of
 
 from .test_dense_families import GRANITE
+from .test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 from .test_mixtures import GLM4, GPT_OSS, LLAMA4
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -34,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**GLM4, **HEADS, "use_qk_norm": True, "n_group": 3, "topk_group": 2},
     "llama4_text": {**LLAMA4, **HEADS, "attention_chunk_size": 40},
     "granite": {**GRANITE, **HEADS},
+    "gemma4_text": {**GEMMA4, **SHARING, **HEADS, "sliding_window": 40},
+    "gemma3n_text": {**GEMMA3N, **HEADS, "sliding_window": 40},
     "cohere2": {**HEADS, "sliding_window": 40, "logit_scale": 0.3, "num_hidden_layers": 4},
 }
 NUM_DRAFTS = 6

@@ -27,6 +27,7 @@ from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel
 from tests.model_runner.distributed.test_tensor_parallel import load_rank
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 from tests.model_runner.models.test_architectures import tokens_of
+from tests.model_runner.models.test_gemma_streams import GEMMA4, SHARING
 from tests.model_runner.weights.test_gguf_architectures import write
 
 TEXT = {
@@ -128,6 +129,17 @@ VOXTRAL = {
     "max_source_positions": 8,
     "num_mel_bins": 4,
 }
+OF_GEMMA4 = TEXT | GEMMA4 | {"num_attention_heads": 4, "hidden_size": 48}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "patch_size": 2,
+    "position_embedding_size": 16,
+}
 OF_LLAMA = TEXT | {"model_type": "llama"}
 OF_QWEN = TEXT | {"rope_parameters": MROPE}
 OF_EXPERTS: dict[str, Any] = {
@@ -192,6 +204,15 @@ OF_GLM4_MOE = OF_GLM4 | {
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", GEMMA),
     "gemma3 untied": ("gemma3", {**GEMMA, "tie_word_embeddings": False}),
+    "gemma4": ("gemma4", {"text_config": {**OF_GEMMA4, **SHARING}, "vision_config": GEMMA4_VISION}),
+    "gemma4_unified": (
+        "gemma4_unified",
+        {
+            "text_config": {name: one for name, one in OF_GEMMA4.items() if "per_layer_input" not in name},
+            "vision_config": {"mm_embed_dim": 16, "mm_posemb_size": 8, "patch_size": 2},
+            "audio_config": None,
+        },
+    ),
     "mistral3": (
         "mistral3",
         {
@@ -448,7 +469,8 @@ def test_logits_are_those_of_transformers(
     own = ("model.language_model.", "model.text_model.", "language_model.", "lm_head.")
     tower = sum(number for name, number in numbers.items() if not name.startswith(own))
     assert summary.num_ignored > 0 and summary.ignored_bytes == 4 * tower
-    assert num_parameters(spec) == sum(numbers.values()) + biases - tower
+    scalars = spec.num_layers if spec.form.layer_scalars else 0  # which are buffers
+    assert num_parameters(spec) == sum(numbers.values()) + biases + scalars - tower
 
 
 OMNI_AUDIO = {

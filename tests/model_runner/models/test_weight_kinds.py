@@ -19,6 +19,7 @@ from engine.runtime.sampling_params import SamplingParams
 
 from .test_architectures import YARN, tokens_of
 from .test_dense_families import GRANITE, GRANITE4
+from .test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 
 TABLE: Any = runpy.run_path(str(Path(__file__).parents[3] / "docs" / "reference" / "families.py"))
 FAMILIES = {row.model_type: row for row in TABLE["FAMILIES"]}
@@ -33,6 +34,12 @@ LATENT = {
 }
 DENSE_LATENT = {**LATENT, "first_k_dense_replace": 8}
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
+STREAMS: dict[str, Any] = {**GEMMA4, "hidden_size_per_layer_input": 32}
+UNIFIED: dict[str, Any] = {
+    **{name: one for name, one in GEMMA4.items() if "per_layer_input" not in name},
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 MOE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_MOE = {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2}
 HYBRID: dict[str, Any] = {
@@ -64,6 +71,9 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "llama4_text": {**LOCAL_MOE, "head_dim": 16},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
+    "gemma4_text": STREAMS | SHARING,
+    "gemma4_unified_text": UNIFIED,
+    "gemma3n_text": {**GEMMA3N, "hidden_size": 64, "laurel_rank": 32, "hidden_size_per_layer_input": 32},
     "lfm2": HYBRID,
     "lfm2_moe": {**HYBRID, **MOE, "num_dense_layers": 1},
     "granitemoehybrid": {**GRANITE4, "shared_intermediate_size": 128},

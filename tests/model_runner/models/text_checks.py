@@ -99,10 +99,17 @@ def check_int8_cache(tiny: TinyModel, driver: Driver, unpack: Any) -> None:
 def check_memory(tiny: TinyModel) -> None:
     """What is planned is what the checkpoint has."""
     parameters = dict(tiny.reference.named_parameters())
-    parameters |= {name: one for name, one in tiny.reference.named_buffers() if "correction_bias" in name}
+    parameters |= {
+        name: one
+        for name, one in tiny.reference.named_buffers()
+        if "correction_bias" in name or "layer_scalar" in name
+    }
     assert num_parameters(tiny.spec) == sum(parameter.numel() for parameter in parameters.values())
     assert weight_bytes(tiny.spec, 2) == 2 * num_parameters(tiny.spec)
     config = tiny.reference.config
+    if tiny.spec.layer_heads:
+        return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_numbers = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    shared = getattr(config, "num_kv_shared_layers", 0)
+    kv_numbers = 2 * (config.num_hidden_layers - shared) * config.num_key_value_heads * head_dim
     assert tiny.spec.kv_bytes_per_token(2) == 2 * kv_numbers

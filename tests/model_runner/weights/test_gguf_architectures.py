@@ -19,8 +19,10 @@ from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
+from engine.runtime.model_files.stream_spec import LAYER_TABLE
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
 LONGROPE = {
@@ -82,6 +84,19 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
             "tie_word_embeddings": True,
         },
     ),
+    "gemma4": ("gemma4_text", "gemma4", {**GEMMA4, **SHARING}),
+    "gemma4, keys are values": (
+        "gemma4_text",
+        "gemma4",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "gemma3n": ("gemma3n_text", "gemma3n", {**GEMMA3N, "vocab_size_per_layer_input": 96}),
     "phi3": ("phi3", "phi3", {"sliding_window": 33}),
     "phi3 part of the head": (
         "phi3",
@@ -100,17 +115,27 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architec
 }
 
 
-def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None = None) -> None:
+def write(
+    path: Path,
+    tiny: Any,
+    arch: str,
+    experts_as: Mapping[str, str] | None = None,
+    quantized: Mapping[str, str] | None = None,
+) -> None:
     """Names, order of rows, offsets of norms and stacks of experts as llama.cpp's converter has them.
 
     Args:
         experts_as: formats of the stacks of `gate`, `up` and `down`; None: float32.
+        quantized: formats of tensors by Hugging Face's names; others are float32.
     """
     config = tiny.reference.config
+    if arch == "gemma4":
+        config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, arch)
     _write_metadata(writer, config, arch)
     names = gguf.get_tensor_name_map(_arch_id(arch), config.num_hidden_layers)
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    stacks: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, array in _checkpoint(tiny):
         if ".experts." in name:
             head, rest = name.split(".experts.")
@@ -119,13 +144,26 @@ def write(path: Path, tiny: Any, arch: str, experts_as: Mapping[str, str] | None
             continue
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
+        if name.startswith("model.altup_"):
+            name = f"model.{name.split('.')[1]}.weight"
+            stacks.setdefault(name, []).append(array)
+            continue
+        if name.endswith(("layer_scalar", "correct_output_scale")):
+            name += ".weight"
         if arch == "llama":
             array = _neighbors(name, array, config)
         if arch in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             array = array + 1
+        form = gguf.GGMLQuantizationType[quantized[name]] if quantized and name in quantized else None
+        if form is not None:
+            array = gguf.quants.quantize(array, form)
         writer.add_tensor(
-            names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(array)
+            names.get_name(name, try_suffixes=(".weight", ".bias")),
+            np.ascontiguousarray(array),
+            raw_dtype=form,
         )
+    for name, arrays in stacks.items():
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.stack(arrays))
     for name, arrays in experts.items():
         stack = np.stack(arrays)
         part = name.removesuffix("_proj.weight").rpartition(".")[2]
@@ -168,9 +206,10 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(_widths(config))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    if not getattr(config, "attention_k_eq_v", False):
+        writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_eos_token_id(2)
@@ -186,6 +225,8 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_sliding_window(config.sliding_window or 0)
     elif getattr(config, "sliding_window", None):
         writer.add_sliding_window(config.sliding_window)
+    if arch in ("gemma3n", "gemma4"):
+        _write_streams(writer, config, arch)
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
@@ -201,6 +242,49 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     if rope["rope_type"] == "longrope":
         for key, tensor in ((("long_factor"), "rope_factors_long"), ("short_factor", "rope_factors_short")):
             writer.add_tensor(f"{tensor}.weight", np.array(rope[key], dtype=np.float32))
+
+
+def _widths(config: Any) -> Any:
+    """The width of the MLP, or of that of each layer."""
+    width = config.intermediate_size
+    if not getattr(config, "use_double_wide_mlp", False):
+        return width
+    first = config.num_hidden_layers - config.num_kv_shared_layers
+    return [width * (1 + (layer >= first)) for layer in range(config.num_hidden_layers)]
+
+
+def _write_streams(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
+    """The keys of models with inputs of layers."""
+    windows = [kind == "sliding_attention" for kind in config.layer_types]
+    writer.add_shared_kv_layers(config.num_kv_shared_layers)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window_pattern(windows)
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    if arch == "gemma3n":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_altup_active_idx(config.altup_active_idx)
+        writer.add_altup_num_inputs(config.altup_num_inputs)
+        normal = torch.distributions.normal.Normal(0, 1)
+        writer.add_activation_sparsity_scale(
+            [normal.icdf(torch.tensor(one)).item() for one in config.activation_sparsity_pattern]
+        )
+        return
+    full = config.per_layer_config[windows.index(False)]
+    writer.add_key_length(full.head_dim)
+    writer.add_value_length(full.head_dim)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count(full.head_dim)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    if config.attention_k_eq_v:
+        numbers = [config.num_key_value_heads if window else full.num_key_value_heads for window in windows]
+        writer.add_head_count_kv(numbers)
+    turning = full.head_dim // 8  # a quarter of the pairs
+    divisors = [1.0] * turning + [1e30] * (full.head_dim // 2 - turning)
+    writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
 
 
 @pytest.mark.parametrize(("model_type", "arch", "options"), VARIANTS.values(), ids=VARIANTS.keys())
@@ -219,6 +303,32 @@ def test_is_the_same_model_as_in_safetensors(
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
     expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
     np.testing.assert_allclose(token, expected, atol=3e-4)
+
+
+@pytest.mark.parametrize("form", ["Q8_0", "Q4_0"])
+def test_the_table_of_layers_inputs_stays_in_blocks(make_tiny_model, make_driver, unpack, tmp_path, form):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    model_type, arch, options = VARIANTS["gemma4"]
+    tiny = make_tiny_model(model_type, **options)
+    path = tmp_path / "tiny.gguf"
+    write(path, tiny, arch, quantized={f"{LAYER_TABLE}.weight": form})
+    spec = read_gguf_spec(GGUFFile(path))
+    found, rows = {}, {}
+    for quantization in (None, "none"):
+        driver = make_driver(spec, path, kind="gguf", dtype="bfloat16", quantization=quantization)
+        table = driver.runner.model.inputs._table
+        assert isinstance(getattr(table._take.func, "__self__", None), NativeBlockLinear) == (
+            quantization is None
+        )
+        rows[quantization] = table(torch.arange(96))
+        req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
+        found[quantization], _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
+    torch.testing.assert_close(rows[None], rows["none"], rtol=2**-7, atol=1e-3)
+    assert np.abs(found[None] - found["none"]).mean() < 0.05
+
+    num_bytes = {"Q8_0": 96 * 34, "Q4_0": 96 * 18}[form]
+    assert weight_bytes(spec, 2, dequantized=True) - weight_bytes(spec, 2) == 2 * 96 * 32 - num_bytes
 
 
 STACKS = {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..gguf_file import GGUFFile
 
 from ...fields import Fields
 from ...hf.families.family import windows_by_pattern
@@ -51,6 +54,7 @@ class GGUFFamily(NamedTuple):
         tiled_values: the value heads of delta nets are ordered so that the first ones of all key heads come first;
             Hugging Face has those of each key head together.
         norm_eps: the key of the norms' eps.
+        of_tensors: adds the facts that only the tensors show.
         also: further values of `model_type` that the facts may have.
     """
 
@@ -64,6 +68,7 @@ class GGUFFamily(NamedTuple):
     offset_norms: bool = False
     tiled_values: bool = False
     norm_eps: str = RMS_NORM_EPS
+    of_tensors: Callable[[GGUFFile, Facts], Facts] | None = None
     also: tuple[str, ...] = ()
 
 

@@ -31,14 +31,14 @@ def _gemma2(fields: Fields) -> Facts:
 
 def _caps(fields: Fields, of_scores: float | None, of_logits: float | None) -> Facts:
     """The caps, and the form of the layers; the arguments are the defaults."""
-    cap = _cap(fields, "final_logit_softcapping", of_logits)
+    cap = cap_of(fields, "final_logit_softcapping", of_logits)
     return {
-        "attention": AttentionForm(score_cap=_cap(fields, "attn_logit_softcapping", of_scores)),
+        "attention": AttentionForm(score_cap=cap_of(fields, "attn_logit_softcapping", of_scores)),
         "form": structs.replace(FOUR_NORMS, logits_cap=cap),
     }
 
 
-def _cap(fields: Fields, name: str, default: float | None) -> float | None:
+def cap_of(fields: Fields, name: str, default: float | None) -> float | None:
     """A cap; null: there is none, which is not the same as no field."""
     if fields.get(name) is None and (name in fields or default is None):
         return None
