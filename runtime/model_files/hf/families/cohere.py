@@ -22,7 +22,7 @@ def _cohere(fields: Fields) -> Facts:
 
 def _cohere2(fields: Fields) -> Facts:
     """Layers with a window rotate, the others do not."""
-    windowed = windows_by_types(fields, fields.integer("sliding_window_pattern", 1, 1 << 12, default=4))
+    windowed = windows_by_types(fields, 4, "sliding_window_pattern")
     return _layers(fields, 10_000.0) | {
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
         "windowed_layers": windowed,

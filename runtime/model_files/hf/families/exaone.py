@@ -19,7 +19,7 @@ def _exaone4(fields: Fields) -> Facts:
     facts = rope_facts(fields, read_rope(fields)) | {"qk_norm": True, "form": FORM}
     if fields.get("sliding_window") is None:
         return facts
-    windowed = windows_by_types(fields, fields.integer("sliding_window_pattern", 1, 1 << 12, default=4))
+    windowed = windows_by_types(fields, 4, "sliding_window_pattern")
     return facts | {
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
         "windowed_layers": windowed,

@@ -69,10 +69,16 @@ def score_cap(fields: Fields) -> Facts:
     return {"attention": AttentionForm(score_cap=fields.number(name, 1e-3, 1e6))}
 
 
-def windows_by_types(fields: Fields, pattern: int) -> tuple[bool, ...]:
-    """From `layer_types`; without it, all layers have a window except every `pattern`th."""
+def windows_by_types(fields: Fields, pattern: int, named: str | None = None) -> tuple[bool, ...]:
+    """From `layer_types`; without it, all layers have a window except every `pattern`th.
+
+    Args:
+        named: a field that may hold another pattern, also in a form that is not read beside `layer_types`.
+    """
     if fields.get("layer_types") is not None:
         return layer_types(fields)
+    if named is not None:
+        pattern = fields.integer(named, 1, 1 << 12, default=pattern)
     return windows_by_pattern(pattern, fields.integer("num_hidden_layers", 1, 1 << 12))
 
 
