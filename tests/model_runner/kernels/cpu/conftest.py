@@ -24,7 +24,7 @@ from engine.model_runner.kernels.cpu.library import load_library, open_library
 SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
 _USABLE = runnable_isas()
 # The first test of a level compiles it, maybe behind another worker that compiles another one.
-_COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
+COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
 EMULATED = "emulated amx"
 # Of the levels without AMX that with most in common.
 WITHOUT_AMX: Isa = "avx512_bf16" if "avx512_bf16" in _USABLE else next(isa for isa in _USABLE if isa != "amx")
@@ -44,7 +44,7 @@ def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
 def _levels() -> Iterator[Any]:
     in_every_run = {_USABLE[0], EMULATED} if "ENGINE_TEST_SANITIZE" in os.environ else {_USABLE[0]}
     for level in (*ISAS, EMULATED):
-        yield level if level in in_every_run else pytest.param(level, marks=_COMPILES)
+        yield level if level in in_every_run else pytest.param(level, marks=COMPILES)
 
 
 @pytest.fixture(params=_levels())

@@ -248,6 +248,7 @@ def test_a_refusal_names_the_system_s_error(monkeypatch):
     assert "arch_prctl: " in isa_module.reason_against_tiles()
 
 
+@pytest.mark.slow
 def test_on_one_thread_it_is_left_alone_where_torch_has_more(tmp_path, monkeypatch):
     """As where Clang is the only compiler, whose threads torch's runtime does not have."""
     if not (compilers := find_compilers()):

@@ -25,7 +25,7 @@ from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeigh
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 
-from .conftest import WITHOUT_AMX, library_of
+from .conftest import COMPILES, WITHOUT_AMX, library_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -181,7 +181,7 @@ def test_any_shape_stride_and_scale(
 # ---------------------------------------------------------------- tiles
 
 
-@pytest.fixture(params=["instructions", "emulated"])
+@pytest.fixture(params=["instructions", pytest.param("emulated", marks=COMPILES)])
 def tiles(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """Kernels with tiles: AMX where this CPU has it, and what stands for it everywhere."""
     if request.param == "emulated":
