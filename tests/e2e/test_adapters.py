@@ -326,6 +326,7 @@ def test_streams_of_three_adapters_survive_a_killed_scheduler(
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_killed_tokenizer_manager_comes_back_with_all_names(
     start_serve: StartServe, model: Path, reference: Reference
 ):
@@ -352,6 +353,7 @@ def test_a_killed_tokenizer_manager_comes_back_with_all_names(
 # ---------------------------------------------------------------- decisions
 
 
+@pytest.mark.slow
 def test_decisions_about_adapters_are_explained_and_replayed(
     start_serve: StartServe, model: Path, reference: Reference, tmp_path: Path
 ):

@@ -213,7 +213,7 @@ def test_10_000_inputs_of_five_clients_at_once(start_serve: StartServe, folder):
 # ---------------------------------------------------------------- faults, and what is told afterwards
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")
     texts = many(MAX_INPUTS)
@@ -244,7 +244,7 @@ def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: S
     assert server.leftovers() == []
 
 
-@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+@pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_decisions_about_vectors_are_explained_and_replayed(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")
     log = tmp_path / "decisions.edl"
