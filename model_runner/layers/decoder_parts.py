@@ -15,11 +15,11 @@ from .norm import RMSNorm, UnitOffsetRMSNorm
 from .query_key.query_factors import QueryFactors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from ..model_context import ModelContext
     from ..ops import ActivationKind, GatedActivation
-    from .decoder import MLP, Layer
+    from .decoder import MLP, Attention, Layer
     from .norm import Norm
 
 
@@ -96,14 +96,26 @@ class DecoderParts:
             self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, activation
         )
 
-    def pre_norm_layer(self, layer_id: int) -> PreNormLayer:
-        """A layer of Llama's structure."""
+    def pre_norm_layer(self, layer_id: int, mixer: Attention | None = None) -> PreNormLayer:
+        """A layer of Llama's structure; `mixer`: what it has in the place of attention."""
         return PreNormLayer(
             self.layer_norm(layer_id, 0),
-            self.attention(layer_id),
+            self.attention(layer_id) if mixer is None else mixer,
             self.layer_norm(layer_id, 1),
             self.mlp(layer_id),
         )
+
+    def hybrid_decoder(
+        self, module: str, state_layer: Callable[[ModelContext, str, int], Attention]
+    ) -> Decoder:
+        """The whole model; layers without attention have a `state_layer` there, with the weights in `module`."""
+        layers = []
+        for layer_id in range(self._spec.num_layers):
+            mixer = None
+            if not self._spec.attends(layer_id):
+                mixer = state_layer(self.context, f"model.layers.{layer_id}.{module}", layer_id)
+            layers.append(self.pre_norm_layer(layer_id, mixer))
+        return self.decoder(layers)
 
     def decoder(self, layers: Sequence[Layer]) -> Decoder:
         """The whole model around its layers."""

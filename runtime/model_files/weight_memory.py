@@ -180,12 +180,9 @@ def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: 
 def _linears_beside_layers(spec: ModelSpec) -> list[_Linear]:
     assert spec.quantization is not None
     linears = _as_linears(modules_beside_layers(spec))
-    if (
-        spec.layer_inputs is not None and spec.quantization.method in BLOCK_METHODS
-    ):  # others leave tables plain
-        linears.append(
-            _Linear({LAYER_TABLE: spec.layer_inputs.vocab_size}, spec.num_layers * spec.layer_inputs.size)
-        )
+    inputs = spec.layer_inputs
+    if inputs is not None and spec.quantization.method in BLOCK_METHODS:  # others leave tables plain
+        linears.append(_Linear({LAYER_TABLE: inputs.vocab_size}, spec.num_layers * inputs.size))
     return linears
 
 

@@ -58,9 +58,8 @@ class AltUpStreams:
         total: Tensor | None = None
         for n, unembed in enumerate(self._unembed):
             stream = streams[:, n + 1]
-            if (
-                stream.is_cuda
-            ):  # kernels for quantized weights read whole rows; those of the CPU take rows apart
+            # Kernels for quantized weights read whole rows; those of the CPU take rows apart.
+            if stream.is_cuda:
                 stream = stream.contiguous()
             total = self._ops.add_matched(streams, unembed(stream, adapters), total)
         assert total is not None, "there are at least two streams"
@@ -158,8 +157,10 @@ def _altup_weights(context: ModelContext, name: str) -> AltUpWeights:
 
 
 def gated_activation(context: ModelContext, layer_id: int) -> GatedActivation:
-    """The activation of a layer's MLP: of all gates, or of those that are the largest as far as a normal
-    distribution tells (`ModelSpec.sparsity`).
+    """The activation of a layer's MLP.
+
+    Of all gates, or of the largest ones: those above a quantile of the normal distribution with the gates' mean and
+    deviation (`ModelSpec.sparsity`).
     """
     spec, ops = context.spec, context.ops
     sparsity = spec.sparsity[layer_id] if spec.sparsity else 0.0

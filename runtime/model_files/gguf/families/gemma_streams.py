@@ -65,11 +65,11 @@ def _heads(fields: Fields, arch: str, windowed: tuple[bool, ...]) -> tuple[Layer
 
 
 def _of_gemma4_tensors(file: GGUFFile, facts: Facts) -> Facts:
-    """What only the tensors show: whether the last layers without a window have values, and how they rotate."""
+    """What only the tensors show: whether layers without a window have values of their own, and how they rotate."""
     sources, windowed, heads = facts["kv_sources"], facts["windowed_layers"], facts["layer_heads"]
     full = [n for n, has_window in enumerate(windowed) if not has_window and (not sources or sources[n] == n)]
     without = [n for n in full if f"blk.{n}.attn_v.weight" not in file.tensors]
-    if without == full != []:
+    if full and without == full:
         facts["form"] = structs.replace(facts["form"], full_keys_are_values=True)
     size = heads[full[0]].head_dim if full else facts["head_dim"]
     return facts | {"rope_scaling": read_proportional(file, size)} | _table_rows(file, facts)

@@ -17,7 +17,7 @@ from .family import Facts, Family, layer_types, rope_facts, windows_by_pattern
 from .gemma import cap_of
 
 _PATTERN: Final = {"gemma4": 6, "gemma3n": 5}
-"""Every so manieth layer has no window, if the file does not list them."""
+"""One layer in so many has no window, the last of them, if the file does not list the layers."""
 _TABLE_ROWS: Final = 262_144
 _LAYER_INPUT: Final = 256
 _WIDE_HEAD: Final = 512
