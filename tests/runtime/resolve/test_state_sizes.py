@@ -7,6 +7,7 @@ import dataclasses
 import msgspec
 import pytest
 
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.model_files.state_spec import DeltaSpec, StateSpec
 from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.resolve.resolve import resolve
@@ -24,38 +25,36 @@ TOKEN_BYTES = LARGE.kv_bytes_per_token(2)
 SMALL_HOST = dataclasses.replace(HOST, mem_available_bytes=8 * GIB)
 
 
+def running_of(config: EngineConfig) -> int:
+    assert isinstance(config.scheduler.max_running_requests, int)
+    return config.scheduler.max_running_requests
+
+
 @pytest.mark.parametrize("settings", [{}, {"speculative": "ngram"}], ids=str)
 def test_states_of_running_requests_take_a_quarter_of_what_weights_leave(settings):
     """With drafts, the states after each of them, too."""
     resolved = resolve(config(**settings), LARGE, SMALL_HOST)
-    scheduler = resolved.config.scheduler
-    most = scheduler.max_running_requests
+    most, drafts = running_of(resolved.config), resolved.config.scheduler.speculative_num_draft_tokens
     left = SMALL_HOST.mem_available_bytes - weight_bytes(LARGE, 2)
-    one = slot_bytes(LARGE, "bfloat16") * (1 + (scheduler.speculative_num_draft_tokens if settings else 0))
+    one = slot_bytes(LARGE, "bfloat16") * (1 + (drafts if settings else 0))
 
     assert most * one <= left / 4 < (most + 1) * one
-    assert most < resolve(config(**settings), SPEC, SMALL_HOST).config.scheduler.max_running_requests
+    assert most < running_of(resolve(config(**settings), SPEC, SMALL_HOST).config)
     assert "their states take a quarter of the memory" in resolved.notes["max_running_requests"]
 
 
 def test_small_states_and_a_given_number_are_no_limit():
-    usual = resolve(config(), SPEC, SMALL_HOST).config.scheduler.max_running_requests
-    assert resolve(config(), SHORT, SMALL_HOST).config.scheduler.max_running_requests == usual
-    given = resolve(config(max_running_requests=48, max_model_len=1024), LARGE, HOST)
-    assert given.config.scheduler.max_running_requests == 48
+    usual = running_of(resolve(config(), SPEC, SMALL_HOST).config)
+    assert running_of(resolve(config(), SHORT, SMALL_HOST).config) == usual
+    assert running_of(resolve(config(max_running_requests=48, max_model_len=1024), LARGE, HOST).config) == 48
 
 
 def test_states_are_planned_beside_the_pool():
-    spec = msgspec.structs.replace(
-        LARGE, max_position_embeddings=1 << 20
-    )  # memory is the only bound of the pool
+    # With so many positions memory is the only bound of the pool.
+    spec = msgspec.structs.replace(LARGE, max_position_embeddings=1 << 20)
+    settings = {"max_model_len": 1 << 18, "mem_fraction": 0.4}
     fewer, more = (
-        pool_of(
-            resolve(
-                config(max_running_requests=n, max_model_len=1 << 18, mem_fraction=0.4), spec, HOST
-            ).config
-        )
-        for n in (8, 72)
+        pool_of(resolve(config(max_running_requests=n, **settings), spec, HOST).config) for n in (8, 72)
     )
     states = row_states_bytes(spec, "bfloat16", 72, 0) - row_states_bytes(spec, "bfloat16", 8, 0)
     share = checkpoint_share(spec, "bfloat16", TOKEN_BYTES)
