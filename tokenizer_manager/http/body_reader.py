@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from ...runtime.config.request_limits import RequestLimits
+from ...runtime.errors import RequestError
 from ..admission.queue_limiter import QueueFullError
 from .exchange import ClientGone, DisconnectScope
 from .schema.json_body import Body, parse_object
@@ -95,6 +96,7 @@ class BodyReader:
             return await future
         finally:
             future.cancel()
+            del future, place  # an error holds this frame, and they hold the error
 
     def close(self) -> None:
         """End the threads after the bodies in progress."""
@@ -118,6 +120,9 @@ class _Lane:
         begin_s = time.thread_time()
         try:
             return job()
+        except RequestError as error:
+            error.__context__ = None
+            raise error.with_traceback(None)  # its frames hold millions of values; they are freed here, on the thread
         finally:
             taken_s = time.thread_time() - begin_s
             if taken_s > LONG_S:
