@@ -122,7 +122,7 @@ class _Lane:
             return job()
         except RequestError as error:
             error.__context__ = None
-            raise error.with_traceback(None)  # its frames hold millions of values; they are freed here, on the thread
+            raise error.with_traceback(None) from None  # its frames hold millions of values, which are freed here
         finally:
             taken_s = time.thread_time() - begin_s
             if taken_s > LONG_S:
