@@ -122,7 +122,9 @@ class _Lane:
             return job()
         except RequestError as error:
             error.__context__ = None
-            raise error.with_traceback(None) from None  # its frames hold millions of values, which are freed here
+            raise error.with_traceback(
+                None
+            ) from None  # its frames hold millions of values, which are freed here
         finally:
             taken_s = time.thread_time() - begin_s
             if taken_s > LONG_S:
