@@ -109,6 +109,7 @@ class NativeBlockLinear(NativeMatmul):
             self._has_paired_scales,
             self.tiles_from,
             self._table_address,
+            False,
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
@@ -125,7 +126,7 @@ class NativeBlockLinear(NativeMatmul):
         )
 
     def _pair(self) -> None:
-        self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima)
+        self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima, False)
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
         self._library.blocks_rows(

@@ -16,8 +16,21 @@ struct BlockScale {
     union {
         float sum;      // sum of the block's integers, times `scale`
         int32_t start;  // initial value of the dot product: -zero * sum of the block's integers
+        int32_t starts[2];  // the same for each half of a block of 6 bits (super_blocks.h)
     };
 };
+
+// The initial value of the dot product of 16 integers, which are lanes, with integers of 6 bits: -32 times their sum.
+// Where sums have 16 bits, those of the lower and the upper two of each four integers are in the halves of the result.
+ALWAYS_INLINE int32_t six_bit_start(i32x16 numbers) {
+#if HAS_WORD_SUMS
+    const i32x16 lower = {-1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0, -1, -1, 0, 0};
+    int32_t low = sum(numbers & lower) * -32, high = sum(numbers & ~lower) * -32;
+    return int32_t((uint32_t(low) & 0xffffu) | uint32_t(high) << 16);
+#else
+    return sum(numbers) * -32;
+#endif
+}
 
 // Quantized tokens: [tokens][inputs] bytes, then [tokens][inputs / 32] `BlockScale`s.
 struct Quantized {
@@ -48,6 +61,7 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
     const bf16* from = call.x + token * call.x_stride;
     int8_t* numbers = to.numbers + token * inputs;
     BlockScale* scales = to.scales + token * (inputs / BLOCK);
+    const bool has_starts = call.is_super && call.bits == 6;
     for (int64_t block = 0; block < inputs / BLOCK; block += SPAN, from += SPAN * BLOCK, numbers += SPAN * BLOCK) {
         f32x16 a[SPAN], b[SPAN];
         for (int n = 0; n < SPAN; ++n) {
@@ -62,16 +76,20 @@ void quantize(const BlockCall& call, int64_t token, const Quantized& to) {
         float most = largest.get();
         f32x16 inverse = splat(most > TINY ? 127.0f / most : 0.0f);
         i32x16 total = {};
+        int32_t starts[2] = {};
         for (int n = 0; n < SPAN; ++n) {
             i32x16 p = round_to_int(a[n] * inverse), q = round_to_int(b[n] * inverse);
             store_bytes(numbers + n * BLOCK, p);
             store_bytes(numbers + n * BLOCK + LANES, q);
             total += p + q;
+            if (has_starts) starts[0] = six_bit_start(p), starts[1] = six_bit_start(q);
         }
         int32_t all = engine::sum(total);
         scales[block].scale = most / 127.0f * call.factor;  // not finite where x is not
         if (call.has_minima)
             scales[block].sum = scales[block].scale * float(all);
+        else if (has_starts)
+            std::memcpy(scales[block].starts, starts, sizeof starts);
         else
             scales[block].start = -call.zero * all;
     }

@@ -30,6 +30,7 @@
 #include "matmul_parts.h"
 #include "program.h"
 #include "simd.h"
+#include "super_blocks.h"
 #include "tile.h"
 
 namespace engine {
@@ -62,14 +63,15 @@ enum Code {
 constexpr int bits_of(Code code) { return code == BYTES ? 8 : 4; }
 
 struct Blocks : BlockCall {
-    // Prefetch of a row tile: `lines` cache lines at each block, into L1 (CACHE 3) or L2 (CACHE 2).
+    // Prefetch of a row tile: an eighth of `lines_of_8` cache lines at each block, into L1 (CACHE 3) or L2 (CACHE 2).
     template <int CACHE>
     struct Fetch {
         const uint8_t* from;
-        int64_t lines;
+        int64_t lines_of_8;
 
         void operator()(int64_t block) const {
-            for (int64_t n = 0; n < lines; ++n) __builtin_prefetch(from + (block * lines + n) * LINE, 0, CACHE);
+            int64_t begin = block * lines_of_8 >> 3, end = (block + 1) * lines_of_8 >> 3;
+            for (int64_t n = begin; n < end; ++n) __builtin_prefetch(from + n * LINE, 0, CACHE);
         }
     };
 
@@ -107,6 +109,41 @@ struct Blocks : BlockCall {
                         sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
                     }
                 }
+            }
+        }
+        finish(row, panel * PANEL, sums);
+    }
+
+    template <int BITS>
+    struct PackedGroups {
+        const uint8_t* superblock;
+
+        ALWAYS_INLINE u32x16 operator()(int block, int group, int vector) const {
+            typedef SuperLayout<BITS> Layout;
+            const uint8_t* lines = superblock + block * Layout::BLOCK_BYTES + vector * LINE;
+            return unpack_group<BITS>(group, [=](int n) __attribute__((always_inline)) {
+                return load_pairs(lines + n * Layout::LINE_BYTES);
+            });
+        }
+    };
+
+    template <int BITS, int ROWS, class AtBlock>
+    void multiply_super_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
+        const int64_t blocks = inputs / BLOCK, stride = inputs;
+        const int8_t* numbers = from.numbers + row * inputs;
+        const BlockScale* scales = from.scales + row * blocks;
+        const uint8_t* superblock = packed + panel * panel_bytes();
+        f32x16 sums[ROWS][VECTORS];
+        zero_tile(sums);
+        for (int64_t block = 0; block < blocks; block += SUPERBLOCK_BLOCKS, superblock += superblock_bytes(BITS),
+                     numbers += SUPERBLOCK, scales += SUPERBLOCK_BLOCKS) {
+#pragma GCC unroll 2
+            for (int first = 0; first < VECTORS; first += AT_ONCE) {
+                SuperScales<BITS> scales_of[AT_ONCE];
+                for (int v = 0; v < AT_ONCE; ++v) scales_of[v].load(superblock, first + v);
+                PackedGroups<BITS> weights = {superblock + first * LINE};
+                SuperProduct<BITS>::template multiply<ROWS, AT_ONCE>(scales_of, weights, numbers, stride, scales, blocks, first, sums,
+                                                   [&](int n) { if (first == 0) at_block(block + n); });
             }
         }
         finish(row, panel * PANEL, sums);
@@ -233,7 +270,11 @@ struct Blocks : BlockCall {
 
     template <int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        if (table != nullptr)
+        if (is_super)
+            bits == 4   ? multiply_super_row_tile<4, ROWS>(row, panel, from, at_block)
+            : bits == 5 ? multiply_super_row_tile<5, ROWS>(row, panel, from, at_block)
+                        : multiply_super_row_tile<6, ROWS>(row, panel, from, at_block);
+        else if (table != nullptr)
             HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile<SMALL_TABLE, false, 1, ROWS>(row, panel, from, at_block)
                                                      : multiply_row_tile<TABLE, false, 1, ROWS>(row, panel, from, at_block);
         else if (bits == 4)
@@ -264,7 +305,7 @@ struct Blocks : BlockCall {
 
     // Tokens [first, last) times one panel. Prefetches panel `next`; a single row tile prefetches its own panel.
     void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantized& from) const {
-        int64_t row_tiles = row_tiles_of(last - first), lines = block_bytes(bits, has_minima) / LINE;
+        int64_t row_tiles = row_tiles_of(last - first), lines = lines_of_8();
         if (row_tiles == 1)
             return multiply_rows(first, int(last - first), panel, from,
                                  Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
@@ -273,8 +314,8 @@ struct Blocks : BlockCall {
             int64_t row = first + (last - first) * row_tile / row_tiles;
             int rows = int(first + (last - first) * (row_tile + 1) / row_tiles - row);
             const uint8_t* from_next = packed + next * panel_bytes();
-            Fetch<FETCH_INTO> fetch = {from_next + row_tile * share * (inputs / BLOCK) * LINE, share};
-            if (next >= panels() || row_tile * share >= lines) fetch.lines = 0;
+            Fetch<FETCH_INTO> fetch = {from_next + row_tile * share * (inputs / BLOCK) / 8 * LINE, share};
+            if (next >= panels() || row_tile * share >= lines) fetch.lines_of_8 = 0;
             multiply_rows(row, rows, panel, from, fetch);
         }
     }
@@ -366,11 +407,13 @@ EXPORT void pack_blocks(const uint8_t* numbers, const uint16_t* scales, const ui
 }
 
 // Rearranges a packed weight for a gated matmul (output.h), in place.
-EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima) {
+EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bits, int has_minima, int is_super) {
     using namespace engine;
-    Output output = {nullptr, nullptr, GATED, outputs};
-    const int64_t bytes = Blocks::block_bytes(bits, has_minima != 0), blocks = inputs / BLOCK;
-    const int64_t panels = outputs / Blocks::PANEL, lines = GROUPS * bits / 8;
+    BlockCall call = {{nullptr, nullptr, GATED, outputs}};
+    call.inputs = inputs, call.bits = bits, call.has_minima = has_minima != 0, call.is_super = is_super != 0;
+    const int64_t blocks = inputs / (is_super ? SUPERBLOCK : BLOCK), bytes = call.panel_bytes() / blocks;
+    const int64_t panels = call.panels(), halves = has_minima ? 2 : 1;  // half precision numbers, [vector of the panel]
+    const int64_t lines = (bytes / BlockCall::LINE - halves) / BlockCall::VECTORS;  // the others: [line][vector]
     parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         uint8_t* before = reinterpret_cast<uint8_t*>(scratch.get(panels * bytes));
@@ -379,16 +422,14 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
             for (int64_t panel = 0; panel < panels; ++panel)
                 std::memcpy(before + panel * bytes, first + panel * blocks * bytes, bytes);
             for (int64_t v = 0; v < 2 * panels; ++v) {
-                int64_t old = output.first_of(v) / LANES;
+                int64_t old = call.first_of(v) / LANES;
                 const uint8_t* from = before + old / 2 * bytes;
                 uint8_t* to = first + v / 2 * blocks * bytes;
-                // [input group, or scales, or minima][vector of the panel]
                 auto copy = [&](int64_t at, int64_t size) {
                     std::memcpy(to + at + v % 2 * size, from + at + old % 2 * size, size);
                 };
-                for (int64_t line = 0; line < lines; ++line) copy(line * 2 * Blocks::LINE, Blocks::LINE);
-                copy(lines * 2 * Blocks::LINE, LANES * 2);
-                if (has_minima) copy(lines * 2 * Blocks::LINE + Blocks::PANEL * 2, LANES * 2);
+                for (int64_t line = 0; line < lines; ++line) copy(line * 2 * BlockCall::LINE, BlockCall::LINE);
+                for (int64_t n = 0; n < halves; ++n) copy((lines * 2 + n) * BlockCall::LINE, BlockCall::LINE / 2);
             }
         }
     });
@@ -397,11 +438,12 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
 // x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: contiguous,
 // see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
 // has_paired_scales: only with 8 bits and without minima; table: [16] bytes that differ from `zero` by at most 127, or null;
-// only with 4 bits and without minima.
+// only with 4 bits and without minima; is_super: in superblocks of 4, 5 or 6 bits (super_blocks.h), whose factor is 1 and
+// which have minima if they do not have 6 bits.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
                    int zero, float factor, int form, int has_paired_scales, int64_t tiles_from,
-                   const uint8_t* table) {
+                   const uint8_t* table, int is_super) {
     using namespace engine;
     BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs},
                       static_cast<const bf16*>(x),
@@ -414,7 +456,8 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
                       has_minima != 0,
                       has_paired_scales != 0,
                       factor,
-                      table};
+                      table,
+                      is_super != 0};
 #if TILES
     if (num_tokens >= tiles_from) return BlockTiles{call}.run();
 #endif

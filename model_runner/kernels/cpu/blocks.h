@@ -9,6 +9,8 @@
 //
 // All scales and minima of a weight are multiplied by a power of two that makes best use of half precision's range;
 // `factor` is its inverse.
+//
+// Weights of K-quants are in superblocks instead: super_blocks.h.
 
 #pragma once
 
@@ -18,6 +20,7 @@
 namespace engine {
 
 constexpr int64_t BLOCK = 32;      // inputs
+constexpr int64_t SUPERBLOCK = 256;  // inputs
 constexpr int GROUPS = BLOCK / 4;  // groups of four inputs, which one instruction reduces
 
 struct BlockCall : Output {
@@ -34,13 +37,24 @@ struct BlockCall : Output {
     bool has_paired_scales;  // blocks 2k and 2k + 1 share a scale; there are no minima then
     float factor;
     const uint8_t* table;  // [16]; null: the integers are the values
+    bool is_super;         // in superblocks; factor is 1 then, and there is no table
 
     static constexpr int64_t block_bytes(int bits, bool has_minima) {
         return PANEL * (BLOCK * bits / 8 + (has_minima ? 4 : 2));
     }
 
+    // Of 256 inputs in super_blocks.h: as many as in the file.
+    static constexpr int64_t superblock_bytes(int bits) { return PANEL * (32 * bits + (bits == 6 ? 16 + 2 : 12 + 4)); }
+
     int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
-    int64_t panel_bytes() const { return inputs / BLOCK * block_bytes(bits, has_minima); }
+    int64_t panel_bytes() const {
+        if (is_super) return inputs / SUPERBLOCK * superblock_bytes(bits);
+        return inputs / BLOCK * block_bytes(bits, has_minima);
+    }
+    // Cache lines of 8 blocks of a panel.
+    int64_t lines_of_8() const {
+        return is_super ? superblock_bytes(bits) / LINE : 8 * block_bytes(bits, has_minima) / LINE;
+    }
 };
 
 }  // namespace engine

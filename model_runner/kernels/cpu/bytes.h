@@ -74,6 +74,38 @@ ALWAYS_INLINE i32x16 sum_words(i32x16 words) {
 #endif
 }
 
+#if HAS_WORD_SUMS
+
+// sums[i] = words[2i] * scales[2i] + words[2i + 1] * scales[2i + 1], in 16 bits and 32 bits.
+ALWAYS_INLINE i32x16 scale_words(i32x16 words, i32x16 scales) {
+#if defined(__AVX512F__)
+    return (i32x16)_mm512_madd_epi16((__m512i)words, (__m512i)scales);
+#else
+    return {(i32x8)_mm256_madd_epi16((__m256i)words.low, (__m256i)scales.low),
+            (i32x8)_mm256_madd_epi16((__m256i)words.high, (__m256i)scales.high)};
+#endif
+}
+
+// Byte `byte` of each lane as both words of the lane.
+template <bool IS_SIGNED>
+ALWAYS_INLINE i32x16 words_of_byte(u32x16 v, int byte) {
+    // Bytes 4n to 4n + 3 of a control are for lane n; 0x80 gives zero. Signed bytes are shifted down from the upper half.
+    const uint32_t low = IS_SIGNED ? 0x80 : byte, high = IS_SIGNED ? byte : 0x80, both = (low | high << 8) * 0x10001u;
+    const __m128i control = _mm_setr_epi32(int(both), int(both + 0x04040404u), int(both + 0x08080808u), int(both + 0x0c0c0c0cu));
+#if defined(__AVX512F__)
+    __m512i words = _mm512_shuffle_epi8((__m512i)v, _mm512_broadcast_i32x4(control));
+    return (i32x16)(IS_SIGNED ? _mm512_srai_epi16(words, 8) : words);
+#else
+    auto part = [&](u32x8 v) __attribute__((always_inline)) {
+        __m256i words = _mm256_shuffle_epi8((__m256i)v, _mm256_broadcastsi128_si256(control));
+        return (i32x8)(IS_SIGNED ? _mm256_srai_epi16(words, 8) : words);
+    };
+    return {part(v.low), part(v.high)};
+#endif
+}
+
+#endif
+
 // To the nearest integer, ties to even; |v| < 2^22.
 ALWAYS_INLINE i32x16 round_to_int(f32x16 v) {
 #if defined(__AVX512F__)
