@@ -20,6 +20,7 @@
 
 #include <algorithm>
 
+#include "block_panels.h"
 #include "block_table.h"
 #include "block_tiles.h"
 #include "block_tokens.h"
@@ -30,27 +31,10 @@
 #include "matmul_parts.h"
 #include "program.h"
 #include "simd.h"
-#include "super_blocks.h"
 #include "tile.h"
 
 namespace engine {
 namespace {
-
-#if defined(__AVX512F__)
-constexpr int ROW_TILE_ROWS = 6;  // 12 dot products, 12 accumulators, 2 vectors of weights, 1 splat, unpacking
-constexpr int AT_ONCE = BlockCall::VECTORS;  // vectors of a panel
-#elif defined(__AVX2__)
-constexpr int ROW_TILE_ROWS = 4;  // 8 registers of dot products; accumulators are in memory
-constexpr int AT_ONCE = 1;
-#else
-constexpr int ROW_TILE_ROWS = 1;
-constexpr int AT_ONCE = 1;
-#endif
-constexpr int64_t SHARED_TOKENS = 60;  // more tokens are cut into blocks
-constexpr int64_t BLOCK_ROW_TILES = 42;   // row tiles per block of tokens: their x stays in L2 beside a panel
-const int64_t AHEAD = READS_AHEAD ? 4096 : 256;  // prefetch distance in bytes of a single row tile
-constexpr int64_t MIN_BYTES = 1 << 16;  // weight per thread, at least: less does not pay for waking it
-constexpr int64_t MIN_NUMBERS = 1 << 13;  // values of x per thread that quantizes, at least
 
 // What the bytes of a weight are.
 enum Code {
@@ -62,19 +46,7 @@ enum Code {
 
 constexpr int bits_of(Code code) { return code == BYTES ? 8 : 4; }
 
-struct Blocks : BlockCall {
-    // Prefetch of a row tile: an eighth of `lines_of_8` cache lines at each block, into L1 (CACHE 3) or L2 (CACHE 2).
-    template <int CACHE>
-    struct Fetch {
-        const uint8_t* from;
-        int64_t lines_of_8;
-
-        void operator()(int64_t block) const {
-            int64_t begin = block * lines_of_8 >> 3, end = (block + 1) * lines_of_8 >> 3;
-            for (int64_t n = begin; n < end; ++n) __builtin_prefetch(from + n * LINE, 0, CACHE);
-        }
-    };
-
+struct Blocks : BlockPanels<Blocks> {
     template <Code CODE, bool MINIMA, int SPAN, int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
         constexpr int BITS = bits_of(CODE);
@@ -109,41 +81,6 @@ struct Blocks : BlockCall {
                         sums[r][first + v] += to_float(dots[r][v]) * scale * splat(scales[r * blocks].scale);
                     }
                 }
-            }
-        }
-        finish(row, panel * PANEL, sums);
-    }
-
-    template <int BITS>
-    struct PackedGroups {
-        const uint8_t* superblock;
-
-        ALWAYS_INLINE u32x16 operator()(int block, int group, int vector) const {
-            typedef SuperLayout<BITS> Layout;
-            const uint8_t* lines = superblock + block * Layout::BLOCK_BYTES + vector * LINE;
-            return unpack_group<BITS>(group, [=](int n) __attribute__((always_inline)) {
-                return load_pairs(lines + n * Layout::LINE_BYTES);
-            });
-        }
-    };
-
-    template <int BITS, int ROWS, class AtBlock>
-    void multiply_super_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        const int64_t blocks = inputs / BLOCK, stride = inputs;
-        const int8_t* numbers = from.numbers + row * inputs;
-        const BlockScale* scales = from.scales + row * blocks;
-        const uint8_t* superblock = packed + panel * panel_bytes();
-        f32x16 sums[ROWS][VECTORS];
-        zero_tile(sums);
-        for (int64_t block = 0; block < blocks; block += SUPERBLOCK_BLOCKS, superblock += superblock_bytes(BITS),
-                     numbers += SUPERBLOCK, scales += SUPERBLOCK_BLOCKS) {
-#pragma GCC unroll 2
-            for (int first = 0; first < VECTORS; first += AT_ONCE) {
-                SuperScales<BITS> scales_of[AT_ONCE];
-                for (int v = 0; v < AT_ONCE; ++v) scales_of[v].load(superblock, first + v);
-                PackedGroups<BITS> weights = {superblock + first * LINE};
-                SuperProduct<BITS>::template multiply<ROWS, AT_ONCE>(scales_of, weights, numbers, stride, scales, blocks, first, sums,
-                                                   [&](int n) { if (first == 0) at_block(block + n); });
             }
         }
         finish(row, panel * PANEL, sums);
@@ -270,11 +207,7 @@ struct Blocks : BlockCall {
 
     template <int ROWS, class AtBlock>
     void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        if (is_super)
-            bits == 4   ? multiply_super_row_tile<4, ROWS>(row, panel, from, at_block)
-            : bits == 5 ? multiply_super_row_tile<5, ROWS>(row, panel, from, at_block)
-                        : multiply_super_row_tile<6, ROWS>(row, panel, from, at_block);
-        else if (table != nullptr)
+        if (table != nullptr)
             HAS_WORD_SUMS && has_small_values(table) ? multiply_row_tile<SMALL_TABLE, false, 1, ROWS>(row, panel, from, at_block)
                                                      : multiply_row_tile<TABLE, false, 1, ROWS>(row, panel, from, at_block);
         else if (bits == 4)
@@ -286,70 +219,6 @@ struct Blocks : BlockCall {
             has_minima ? multiply_row_tile<BYTES, true, 1, ROWS>(row, panel, from, at_block)
                        : multiply_row_tile<BYTES, false, 1, ROWS>(row, panel, from, at_block);
     }
-
-    template <class AtBlock>
-    void multiply_rows(int64_t row, int rows, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        switch (rows) {
-            case 1: return multiply_row_tile<1>(row, panel, from, at_block);
-#if defined(__AVX2__)
-            case 2: return multiply_row_tile<2>(row, panel, from, at_block);
-            case 3: return multiply_row_tile<3>(row, panel, from, at_block);
-            case 4: return multiply_row_tile<4>(row, panel, from, at_block);
-#endif
-#if defined(__AVX512F__)
-            case 5: return multiply_row_tile<5>(row, panel, from, at_block);
-            case 6: return multiply_row_tile<6>(row, panel, from, at_block);
-#endif
-        }
-    }
-
-    // Tokens [first, last) times one panel. Prefetches panel `next`; a single row tile prefetches its own panel.
-    void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantized& from) const {
-        int64_t row_tiles = row_tiles_of(last - first), lines = lines_of_8();
-        if (row_tiles == 1)
-            return multiply_rows(first, int(last - first), panel, from,
-                                 Fetch<3>{packed + panel * panel_bytes() + AHEAD, lines});
-        int64_t share = (lines + row_tiles - 1) / row_tiles;
-        for (int64_t row_tile = 0; row_tile < row_tiles; ++row_tile) {
-            int64_t row = first + (last - first) * row_tile / row_tiles;
-            int rows = int(first + (last - first) * (row_tile + 1) / row_tiles - row);
-            const uint8_t* from_next = packed + next * panel_bytes();
-            Fetch<FETCH_INTO> fetch = {from_next + row_tile * share * (inputs / BLOCK) / 8 * LINE, share};
-            if (next >= panels() || row_tile * share >= lines) fetch.lines_of_8 = 0;
-            multiply_rows(row, rows, panel, from, fetch);
-        }
-    }
-
-    static int64_t row_tiles_of(int64_t tokens) { return (tokens + ROW_TILE_ROWS - 1) / ROW_TILE_ROWS; }
-
-    void multiply_part(const Quantized& tokens, int64_t begin, int64_t end) const {
-        for_token_blocks(num_tokens, ROW_TILE_ROWS, BLOCK_ROW_TILES, [&](int64_t first, int64_t last) {
-            for (int64_t panel = begin / VECTORS; panel * VECTORS < end; ++panel)
-                multiply(first, last, panel, (panel + 1) * VECTORS < end ? panel + 1 : panels(), tokens);
-        });
-    }
-
-    void run(void* workspace) const {
-        if (num_tokens == 0) return;
-        Quantized all(workspace, num_tokens, inputs);
-        parallel_for(num_tokens, (MIN_NUMBERS + inputs - 1) / inputs, [&](int64_t begin, int64_t end) {
-            for (int64_t token = begin; token < end; ++token) quantize(*this, token, all);
-        });
-        if (num_tokens <= SHARED_TOKENS) {
-            parallel_for(panels(), (MIN_BYTES + panel_bytes() - 1) / panel_bytes(), [&](int64_t begin, int64_t end) {
-                for (int64_t panel = begin; panel < end; ++panel) multiply(0, num_tokens, panel, panel + 1, all);
-            });
-            return;
-        }
-        int64_t row_tiles = row_tiles_of(num_tokens), blocks = (row_tiles + BLOCK_ROW_TILES - 1) / BLOCK_ROW_TILES;
-        int64_t ahead = max_threads();  // a thread gets every ahead-th panel, if all threads are equally fast
-        parallel_for_dynamic(blocks * panels(), [&](int64_t n) {
-            int64_t block = n / panels(), panel = n % panels();
-            int64_t first = num_tokens * (row_tiles * block / blocks) / row_tiles;
-            int64_t last = num_tokens * (row_tiles * (block + 1) / blocks) / row_tiles;
-            multiply(first, last, panel, (n + ahead) % panels(), all);
-        });
-    }
 };
 
 }  // namespace
@@ -360,7 +229,8 @@ void engine::multiply_blocks_part(const BlockCall& call, const Quantized& tokens
 #if TILES
     if (part_takes_tiles(call.num_tokens, tiles_from)) return BlockTiles{call}.multiply_part(begin, end);
 #endif
-    Blocks{call}.multiply_part(tokens, begin, end);
+    if (call.is_super) return multiply_superblocks_part(call, tokens, begin, end);
+    Blocks{{call}}.multiply_part(tokens, begin, end);
 }
 
 // Whether the ISA target has byte dot products; without them the matmul is exact, but slow.
@@ -461,7 +331,8 @@ EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const
 #if TILES
     if (num_tokens >= tiles_from) return BlockTiles{call}.run();
 #endif
-    Blocks{call}.run(workspace);
+    if (call.is_super) return multiply_superblocks(call, workspace);
+    Blocks{{call}}.run(workspace);
 }
 
 // out[n] = weight[ids[n]], rounded to bfloat16; ids: [num_rows] in [0, outputs); out: [num_rows][inputs] bfloat16.
@@ -470,7 +341,7 @@ EXPORT void blocks_rows(const uint8_t* packed, const int64_t* ids, void* out_, i
     using namespace engine;
     bf16* out = static_cast<bf16*>(out_);
     int64_t blocks = inputs / BLOCK, bytes = Blocks::block_bytes(bits, has_minima != 0);
-    parallel_for(num_rows, MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
+    parallel_for(num_rows, Blocks::MIN_NUMBERS / inputs + 1, [&](int64_t begin, int64_t end) {
         for (int64_t n = begin; n < end; ++n) {
             const uint8_t* from = packed + ids[n] / Blocks::PANEL * blocks * bytes;
             int64_t column = ids[n] % Blocks::PANEL;

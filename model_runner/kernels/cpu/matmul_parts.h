@@ -21,6 +21,10 @@ void multiply_compressed_part(const LinearCall& call, int64_t begin, int64_t end
 // `tokens`: those of the call, quantized; not read if `part_takes_tiles`.
 void multiply_blocks_part(const BlockCall& call, const Quantized& tokens, int64_t begin, int64_t end, int64_t tiles_from);
 
+// The matmul of a weight in superblocks and its part, for blocks.cpp alone (super_matmul.cpp).
+void multiply_superblocks(const BlockCall& call, void* workspace);
+void multiply_superblocks_part(const BlockCall& call, const Quantized& tokens, int64_t begin, int64_t end);
+
 // Whether tokens are multiplied without quantization (block_tiles.h).
 inline bool part_takes_tiles(int64_t num_tokens, int64_t tiles_from) { return TILES && num_tokens >= tiles_from; }
 

@@ -1,5 +1,5 @@
 // Weights in superblocks (super_blocks.h): packing rows of a GGUF file, and reading rows of the packed weight. The matmul
-// is that of blocks.cpp.
+// is super_matmul.cpp.
 
 #include "super_blocks.h"
 
@@ -12,8 +12,6 @@ namespace engine {
 namespace {
 
 constexpr int64_t MIN_NUMBERS = 1 << 13;  // inputs of rows per thread, at least
-constexpr int64_t PACKED_PANELS = 1;      // per piece of work
-
 constexpr int64_t SUPERBLOCK_GROUPS = SUPERBLOCK / 4;
 
 inline uint32_t word_at(const uint8_t* from, int64_t n) { return load_pair(from + 4 * n); }
@@ -106,7 +104,7 @@ template <int BITS>
 void pack_rows(const RowsOfFile& from, int64_t first, int64_t num_rows, int64_t inputs, uint8_t* packed) {
     constexpr int64_t PANEL = BlockCall::PANEL, BYTES = SuperLayout<BITS>::BYTES;
     const int64_t superblocks = inputs / SUPERBLOCK, last = first + num_rows, begin_panel = first / PANEL;
-    parallel_for((last + PANEL - 1) / PANEL - begin_panel, PACKED_PANELS, [&](int64_t begin, int64_t end) {
+    parallel_for((last + PANEL - 1) / PANEL - begin_panel, 1, [&](int64_t begin, int64_t end) {
         for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
             uint8_t* to = packed + panel * superblocks * BYTES;
             int64_t start = std::max(first, panel * PANEL), stop = std::min(last, (panel + 1) * PANEL);
