@@ -173,7 +173,7 @@ class NoisyStore:
             return
         seed = int.from_bytes(blake2b(name.encode(), digest_size=7).digest(), "little")
         noise = torch.rand(out.shape, generator=torch.Generator().manual_seed(seed)).sub_(0.5)
-        steps = blocks.scales.repeat_interleave(32, dim=1)
+        steps = blocks.unpacked().scales.repeat_interleave(32, dim=1)
         out.copy_(out.to(torch.float32).addcmul_(noise, steps))
 
 

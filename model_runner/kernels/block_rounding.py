@@ -62,7 +62,7 @@ def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, paired_scales: bool 
     assert columns % BLOCK_SIZE == 0, weight.shape
     blocks_per_scale = 2 if paired_scales and bits == 8 and columns % (2 * BLOCK_SIZE) == 0 else 1
     blocks = weight.contiguous().view(-1, blocks_per_scale * BLOCK_SIZE)
-    factor = 2.0 ** (_LARGEST_EXPONENT - _exponent(blocks))
+    factor = factor_for(max(abs(float(end)) for end in blocks.aminmax()) if blocks.numel() else 0.0)
     numbers = torch.empty(blocks.shape, dtype=torch.uint8)
     scales = torch.empty((len(blocks), 1), dtype=torch.float32)
     minima = torch.empty_like(scales) if bits == 4 else None
@@ -90,12 +90,18 @@ def round_to_blocks(weight: Tensor, bits: Literal[4, 8], *, paired_scales: bool 
     )
 
 
-def _exponent(blocks: Tensor) -> int:
-    """e such that all absolute values are smaller than 2^e; 0 if any value is not finite (the scales then show it)."""
-    if not blocks.numel():
-        return 0
-    largest = max(abs(float(end)) for end in blocks.aminmax())
-    return max(math.frexp(largest)[1], _LEAST_EXPONENT) if math.isfinite(largest) else 0
+def factor_for(largest: float) -> float:
+    """The power of two that a weight is multiplied by first; `largest`: the largest of its absolute values.
+
+    2^14 if that is not finite (the scales then show it).
+    """
+    exponent = max(math.frexp(largest)[1], _LEAST_EXPONENT) if math.isfinite(largest) else 0
+    return 2.0 ** (_LARGEST_EXPONENT - exponent)
+
+
+def int8_scales(largest: Tensor) -> Tensor:
+    """Scales of 8-bit blocks from their largest absolute values, which are multiplied by `factor_for`."""
+    return _in_16_bits(largest / _INT8_MAX).clamp_(min=_SMALLEST_SCALE)
 
 
 def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
@@ -125,7 +131,7 @@ def _on_all_threads(work: Callable[[int], None], starts: range) -> None:
 
 def _to_int8(values: Tensor) -> tuple[Tensor, Tensor]:
     """Integers [B, n] and scales [B, 1] of blocks [B, n]."""
-    scales = _in_16_bits(values.abs().amax(dim=1, keepdim=True) / _INT8_MAX).clamp_(min=_SMALLEST_SCALE)
+    scales = int8_scales(values.abs().amax(dim=1, keepdim=True))
     numbers = (values / scales).round_().clamp_(-_INT8_MAX, _INT8_MAX).add_(_INT8_ZERO)
     return numbers, scales
 

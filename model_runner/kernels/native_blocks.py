@@ -12,18 +12,19 @@ whether its call has at least `tiles_from` tokens; `NO_TILES` removes that depen
 from __future__ import annotations
 
 import ctypes
-import math
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from .cpu.library import load_library, reasons_against_library
 from .native_matmul import NativeMatmul
-from .quantized_weights import BLOCK_SIZE, BlockWeight
+from .packed_blocks import pack
+from .quantized_weights import BLOCK_SIZE
 
-_HALF_EXPONENT: Final = 15
-"""Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""
+if TYPE_CHECKING:
+    from .quantized_weights import BlockWeight
+    from .stored_rows import StoredRows
 
 TILES_FROM: Final = 32
 """With fewer tokens some shapes are slower with AMX tiles; from this number on no shape is."""
@@ -48,7 +49,7 @@ def reasons_against_native_blocks(
 
 
 class NativeBlockLinear(NativeMatmul):
-    """A `BlockWeight` [N, K].
+    """A block-quantized weight [N, K].
 
     Scales and minima are rounded to half precision, in which most formats store them; where they differ by more than
     2^29 within one weight, the smallest lose bits. `rows` rounds once, to bfloat16.
@@ -56,34 +57,18 @@ class NativeBlockLinear(NativeMatmul):
 
     kind = NativeMatmul.BLOCKS
 
-    def __init__(self, library: ctypes.CDLL, weight: BlockWeight, tiles_from: int = TILES_FROM) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, weight: BlockWeight | StoredRows, tiles_from: int = TILES_FROM
+    ) -> None:
         """`tiles_from`: number of tokens, at least 1, from which AMX tiles are used if the CPU has them."""
-        _check(weight)
         assert tiles_from > 0, tiles_from
         self.tiles_from = tiles_from
-        self._bits, self._zero = weight.bits, weight.zero if weight.minima is None else 0
-        self._has_minima = weight.minima is not None
-        self._has_paired_scales = weight.bits == 8 and not self._has_minima and weight.has_paired_scales
-        self._table = None if weight.table is None else torch.tensor(weight.table, dtype=torch.uint8)
+        made = pack(library, weight)
+        self._bits, self._zero, self._has_minima = made.bits, made.zero, made.has_minima
+        self._has_paired_scales, self._factor = made.has_paired_scales, made.factor
+        self._table = made.table
         self._table_address = None if self._table is None else self._table.data_ptr()
-        outputs, inputs = weight.shape
-        num_bytes = library.packed_blocks_bytes(outputs, inputs, self._bits, self._has_minima)
-        packed = torch.empty(num_bytes, dtype=torch.uint8)
-        exponent = _HALF_EXPONENT - _exponent(weight)
-        self._factor = 2.0**-exponent
-        numbers = weight.numbers.contiguous()
-        scales = _halves(weight.scales, exponent)
-        minima = None if weight.minima is None else _halves(weight.minima, exponent)
-        library.pack_blocks(
-            numbers.data_ptr(),
-            scales.data_ptr(),
-            None if minima is None else minima.data_ptr(),
-            outputs,
-            inputs,
-            self._bits,
-            packed.data_ptr(),
-        )
-        super().__init__(library, outputs, inputs, packed)
+        super().__init__(library, *made.shape, made.packed)
 
     def _multiply(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         num_tokens = x.shape[0]
@@ -141,36 +126,3 @@ class NativeBlockLinear(NativeMatmul):
             self._factor,
             self._table_address,
         )
-
-
-def _check(weight: BlockWeight) -> None:
-    """Check the ranges and shapes that the kernel relies on."""
-    num_outputs, num_inputs = weight.shape
-    assert weight.bits in (4, 8) and num_inputs % BLOCK_SIZE == 0, (weight.bits, num_inputs)
-    assert weight.numbers.dtype == torch.uint8 and weight.numbers.device.type == "cpu", weight.numbers.dtype
-    assert 0 <= weight.zero <= 255, weight.zero
-    if weight.table is not None:
-        assert weight.bits == 4 and weight.minima is None and len(weight.table) == 16, weight.table
-        assert all(0 <= value <= 255 and abs(value - weight.zero) <= 127 for value in weight.table), (
-            weight.table
-        )
-    for part in (weight.scales, weight.minima):
-        if part is not None:
-            assert part.dtype == torch.float32, part.dtype
-            assert part.shape == (num_outputs, num_inputs // BLOCK_SIZE), part.shape
-
-
-def _halves(part: Tensor, exponent: int) -> Tensor:
-    """part * 2^exponent in half precision."""
-    return torch.ldexp(part, torch.tensor(exponent)).to(torch.float16).contiguous()
-
-
-def _exponent(weight: BlockWeight) -> int:
-    """e such that all scales and minima are smaller than 2^e."""
-    largest = max(
-        float(part.abs().max())
-        for part in (weight.scales, weight.minima)
-        if part is not None and part.numel()
-    )
-    assert math.isfinite(largest), "scales must be finite"
-    return math.frexp(largest)[1] if largest else 0

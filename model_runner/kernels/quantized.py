@@ -30,10 +30,11 @@ from .quantized_weights import (
     stack_int4,
 )
 from .sgl import operators
+from .stored_rows import StoredRows, stack_rows
 
 logger = logging.getLogger(__name__)
 
-QuantizedWeight = Fp8Weight | Int4Weight | BlockWeight
+QuantizedWeight = Fp8Weight | Int4Weight | BlockWeight | StoredRows
 
 Part = Tensor | QuantizedWeight
 """The weight of one module, or this rank's part of it: [N, K] in the serving dtype, or quantized."""
@@ -169,11 +170,11 @@ def _make_int4_triton(target: QuantTarget, weight: Int4Weight) -> LinearWeight:
 # ---------------------------------------------------------------- blocks of 4 or 8 bits
 
 
-def _against_blocks_native(target: QuantTarget, weight: BlockWeight) -> list[str]:
+def _against_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows) -> list[str]:
     return reasons_against_native_blocks(target.device, target.dtype, weight.shape)
 
 
-def _make_blocks_native(target: QuantTarget, weight: BlockWeight) -> LinearWeight:
+def _make_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows) -> LinearWeight:
     return NativeBlockLinear(load_library(), weight, target.tiles_from)
 
 
@@ -207,6 +208,7 @@ _KINDS: Final[Mapping[type[QuantizedWeight], _Kind]] = {
     Fp8Weight: _Kind("fp8", FP8_PROVIDERS, stack_fp8),
     Int4Weight: _Kind("int4", INT4_PROVIDERS, stack_int4),
     BlockWeight: _Kind("blocks", BLOCK_PROVIDERS, stack_blocks),
+    StoredRows: _Kind("blocks", BLOCK_PROVIDERS, stack_rows),
 }
 
 
@@ -269,10 +271,13 @@ class QuantizedLinears:
         if provider is None:
             return self._pack_plain(self._dequantized(weight))
         self._log(weight, provider.name, why)
-        return provider.make(self._target, weight)
+        made = provider.make(self._target, weight)
+        _release(weight)
+        return made
 
     def _dequantized(self, weight: QuantizedWeight) -> Tensor:
         plain = weight.dequantized(self._target.dtype)
+        _release(weight)
         # The format already logs what the CPU has no kernels for; a GPU without a kernel is unexpected.
         level = logging.WARNING if self._target.device.type == "cuda" and self._keep else logging.INFO
         cost = f"dequantized while loading ({plain.nbytes / weight.num_bytes:.1f} times the memory)"
@@ -295,6 +300,11 @@ def stacked(parts: Sequence[Part]) -> Part:
     return _KINDS[type(first)].stack(parts)
 
 
+def _release(weight: QuantizedWeight) -> None:
+    if isinstance(weight, StoredRows):
+        weight.release()
+
+
 def dequantized(part: Part, dtype: torch.dtype) -> Tensor:
     """[N, K] in `dtype`, from any format."""
     return part if isinstance(part, Tensor) else part.dequantized(dtype)
@@ -306,5 +316,7 @@ def _stack(one: Part, other: Part) -> bool:
     if isinstance(one, Int4Weight) and isinstance(other, Int4Weight):
         return one.stacks_with(other)
     if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
+        return one.stacks_with(other)
+    if isinstance(one, StoredRows) and isinstance(other, StoredRows):
         return one.stacks_with(other)
     return isinstance(one, Tensor) and isinstance(other, Tensor)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 FP8: Final = torch.float8_e4m3fn
@@ -164,6 +165,11 @@ class BlockWeight:
         )
 
     @property
+    def is_finite(self) -> bool:
+        """Whether all values are: integers always are, NaN and inf can only be in the scales and minima."""
+        return all(part is None or bool(part.isfinite().all()) for part in (self.scales, self.minima))
+
+    @property
     def has_paired_scales(self) -> bool:
         """Whether blocks 2k and 2k + 1 have the same scale everywhere: in effect groups of 64."""
         return self.scales.shape[1] % 2 == 0 and torch.equal(self.scales[:, ::2], self.scales[:, 1::2])
@@ -175,24 +181,24 @@ class BlockWeight:
             return blocks.sub_(self.zero).mul_(self.scales.unsqueeze(2)).to(dtype).flatten(1)
         return blocks.mul_(self.scales.unsqueeze(2)).add_(self.minima.unsqueeze(2)).to(dtype).flatten(1)
 
-    def inputs(self, start: int, stop: int) -> BlockWeight:
-        """The weight for inputs [start, stop); both are multiples of 32."""
-        assert start % BLOCK_SIZE == stop % BLOCK_SIZE == 0, (start, stop)
-        blocks = slice(start // BLOCK_SIZE, stop // BLOCK_SIZE)
-        minima = None if self.minima is None else self.minima[:, blocks].contiguous()
+    def take_blocks(self, blocks: Tensor) -> BlockWeight:
+        """The weight with these blocks of 32 of its inputs, [K / 32] int64."""
         return replace(
             self,
-            numbers=self.numbers[:, start:stop].contiguous(),
-            scales=self.scales[:, blocks].contiguous(),
-            minima=minima,
+            numbers=self.numbers.view(*self.scales.shape, BLOCK_SIZE)[:, blocks].flatten(1),
+            scales=self.scales[:, blocks],
+            minima=None if self.minima is None else self.minima[:, blocks],
         )
 
-    def reordered(self, order: Tensor) -> BlockWeight:
-        """The weight with its inputs in another order, [K], which leaves blocks whole."""
-        blocks = order[::BLOCK_SIZE] // BLOCK_SIZE
-        assert torch.equal(order.view(-1, BLOCK_SIZE), order[::BLOCK_SIZE, None] + torch.arange(BLOCK_SIZE))
-        minima = None if self.minima is None else self.minima[:, blocks]
-        return replace(self, numbers=self.numbers[:, order], scales=self.scales[:, blocks], minima=minima)
+    def padded(self, rows: int) -> BlockWeight:
+        """The weight with outputs of zeros at the end, [rows, K]."""
+        more = (0, 0, 0, rows - len(self.scales))
+        return replace(
+            self,
+            numbers=F.pad(self.numbers, more),
+            scales=F.pad(self.scales, more),
+            minima=None if self.minima is None else F.pad(self.minima, more),
+        )
 
     def widened(self) -> BlockWeight:
         """The same weight in the most general form: 8 bits and minima."""

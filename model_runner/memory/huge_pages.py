@@ -2,9 +2,10 @@
 
 A decode step reads all weights once. With pages of 4 KB each page costs a page walk (two nested ones in a virtual
 machine), the core's prefetcher stops at every page boundary, and afterwards the TLB holds no entries for the memory
-that Python uses between two steps. Weights are in hundreds of allocations, most of them smaller than a huge page, so
-huge pages are not requested per allocation. Instead, all densely filled memory of the process is moved into huge pages
-when loading is done (`MADV_COLLAPSE`, Linux 6.1). Addresses do not change.
+that Python uses between two steps. Weights are in hundreds of allocations, many of them smaller than a huge page. So
+all densely filled memory of the process is moved into huge pages when loading is done (`MADV_COLLAPSE`, Linux 6.1).
+Addresses do not change. Large weights request them before they are written (`request_huge_pages`): nothing is moved
+then, and the system clears the memory in a fraction of the time.
 
 Memory that is reserved for later belongs to `host_memory`.
 """
@@ -70,6 +71,13 @@ def collapse_resident_memory() -> int:
     taken_ms = (time.perf_counter() - started_s) * 1e3
     logger.debug("huge_pages_mib=%.0f huge_pages_ms=%.0f", moved_bytes / (1 << 20), taken_ms)
     return moved_bytes
+
+
+def request_huge_pages(address: int, num_bytes: int) -> None:
+    """Let the system use huge pages for the memory that is first written from now on; harmless where it has none."""
+    start, num_bytes = Mapping(address, address + num_bytes, 0).inner()
+    if num_bytes and (madvise := find_madvise()) is not None:
+        madvise(start, num_bytes, MADV_HUGEPAGE)
 
 
 def collapse(found: Iterable[Mapping], madvise: Madvise) -> int:

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
@@ -21,6 +19,7 @@ from ...runtime.model_files.block_forms import BLOCK_LEN
 from ...runtime.model_files.quantization import unnumbered
 from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantized_weights import BlockWeight
+from ..kernels.stored_rows import StoredRows
 from ..ops import LinearWithRows
 from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
@@ -64,12 +63,15 @@ class BlockParts:
         if form is not None and self._quantization.stored:
             blocks = weights.blocks(f"{name}.weight", shape, part)
             assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
-            return _checked(blocks, name)
+            _check_finite(blocks, name)
+            return blocks
         slices = None if part is None else [part]
         values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
-        return (
-            values if form is None else _checked(round_to_blocks(values, form.bits, paired_scales=True), name)
-        )
+        if form is None:
+            return values
+        made = round_to_blocks(values, form.bits, paired_scales=True)
+        _check_finite(made, name)
+        return made
 
     def _warn_of_cut(self, name: str, part: Slice) -> None:
         """Warn once for all experts of a layer."""
@@ -119,7 +121,7 @@ class BlockFormat(QuantizedFormat):
     ) -> LinearWithRows | None:
         """See `LinearFormat`."""
         part = self._rows(weights, name, shape, rows)
-        packed = self._linears.pack([part]) if isinstance(part, BlockWeight) else None
+        packed = self._linears.pack([part]) if isinstance(part, BlockWeight | StoredRows) else None
         return packed if isinstance(packed, LinearWithRows) else None
 
     def _rows(
@@ -135,29 +137,16 @@ class BlockFormat(QuantizedFormat):
         if rows.start >= stop or not self._blocks.has(name, shape[1]):
             return None
         part = self._blocks.read(weights, name, shape, Slice(0, rows.start, stop), plain_rows)
-        return _padded(part, len(rows)) if isinstance(part, BlockWeight) and stop < rows.stop else part
+        return part if stop == rows.stop or isinstance(part, Tensor) else part.padded(len(rows))
 
 
 def _parts_blocks(part: Slice) -> bool:
     return part.start % BLOCK_LEN != 0 or part.stop % BLOCK_LEN != 0
 
 
-def _checked(weight: BlockWeight, name: str) -> BlockWeight:
-    """Check that the weight is finite. Integers always are; NaN and inf can only be in the scales and minima."""
-    if all(part is None or bool(part.isfinite().all()) for part in (weight.scales, weight.minima)):
-        return weight
-    raise ConfigError(
-        f"{name}.weight holds values that are not finite, which block quantization cannot represent; the file is "
-        "damaged: download the model again, or load it as it is with --quantization none"
-    )
-
-
-def _padded(weight: BlockWeight, rows: int) -> BlockWeight:
-    """The weight, padded with outputs of zeros at the end to [rows, K]."""
-    more = (0, 0, 0, rows - len(weight.scales))
-    return replace(
-        weight,
-        numbers=F.pad(weight.numbers, more),
-        scales=F.pad(weight.scales, more),
-        minima=None if weight.minima is None else F.pad(weight.minima, more),
-    )
+def _check_finite(weight: BlockWeight | StoredRows, name: str) -> None:
+    if not weight.is_finite:
+        raise ConfigError(
+            f"{name}.weight holds values that are not finite, which block quantization cannot represent; the file is "
+            "damaged: download the model again, or load it as it is with --quantization none"
+        )

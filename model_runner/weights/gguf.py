@@ -25,13 +25,15 @@ from ...runtime.model_files.gguf.families.registry import family_of
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...runtime.model_files.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
-from .gguf_layout.gguf_blocks import block_weight
-from .gguf_layout.gguf_order import StoredOrder
+from ..kernels.quantized_weights import BLOCK_SIZE
+from ..kernels.stored_rows import StoredRows, TensorRows
+from .gguf_layout.gguf_order import StoredOrder, whole_blocks
 from .reader import Slice, cut_from_whole
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..kernels.quantized_weights import BlockWeight
 
 _STATE_LAYER: Final = ".linear_attn."
 _ROWS_AT_A_TIME: Final = 4096
@@ -107,6 +109,7 @@ class GGUFStore:
         raw = self._file.raw(info)
         if expert is not None:
             raw = raw[expert]
+        release = self._release_of(self._stored[name])
         try:
             if out.ndim > len(info.shape):  # see `full_shape`
                 out = out.view(info.shape)
@@ -121,6 +124,7 @@ class GGUFStore:
                 for start in range(0, out.shape[0], _ROWS_AT_A_TIME):
                     rows = slice(start, start + _ROWS_AT_A_TIME)
                     out[rows].copy_(torch.from_numpy(dequantize(info, raw[rows])))
+                    release()
         except ConfigError as error:
             raise ConfigError(f"{self._file.path}: {error}") from None
         order, inputs = self._order.rows(name, len(out)), self._order.inputs(name)
@@ -129,8 +133,8 @@ class GGUFStore:
         if inputs is not None:
             out.copy_(out[:, inputs])
 
-    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
-        """See `TensorStore`. For a part by outputs only the bytes of its rows are read."""
+    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
+        """See `TensorStore`. Nothing is read here, and later only what belongs to the part."""
         if name in self._split_kv:
             return None
         stored = self._stored[name]
@@ -140,13 +144,23 @@ class GGUFStore:
         raw = self._file.raw(info)
         if expert is not None:
             raw = raw[expert]
-        outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
         order, inputs = self._order.rows(name, len(raw)), self._order.inputs(name)
-        raw = raw[outputs] if order is None else raw[order[outputs].numpy()]
-        weight = block_weight(raw, info.ggml_type)
-        if inputs is not None:
-            weight = weight.reordered(inputs)
-        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+        blocks = None if inputs is None else whole_blocks(inputs)
+        if part is not None and part.axis == 0:
+            outputs = slice(part.start, part.stop)
+            raw, order = (raw[outputs], None) if order is None else (raw, order[outputs])
+        elif part is not None:
+            taken = slice(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE)
+            blocks = (torch.arange(stored.shape[1] // BLOCK_SIZE) if blocks is None else blocks)[taken]
+        return StoredRows((TensorRows(raw, info.ggml_type, order, blocks, self._release_of(stored)),))
+
+    def _release_of(self, stored: _Stored) -> Callable[[], None]:
+        """Gives back the memory of a tensor's pages, or of an expert's."""
+        info, expert = stored
+        if expert is None:
+            return partial(self._file.release, info)
+        num_bytes = info.num_bytes // info.shape[0]
+        return partial(self._file.release, info, expert * num_bytes, (expert + 1) * num_bytes)
 
     def describe(self, name: str) -> str:
         """See `TensorStore`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..kernels.quantized_weights import BlockWeight
+    from ..kernels.stored_rows import StoredRows
 
 
 class Slice(NamedTuple):
@@ -41,7 +41,7 @@ class TensorStore(Protocol):
         """Fill `out` (host, contiguous) with a tensor, or with a part of it, converted to the dtype of `out`."""
         ...
 
-    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
         """A block-quantized matrix as stored, or a part of it; None: the matrix is not block-quantized.
 
         Args:
@@ -117,7 +117,7 @@ class WeightReader:
             self._left.discard(name)
         return result.to(self._device)
 
-    def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> BlockWeight | None:
+    def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> StoredRows | None:
         """See `TensorStore`; the result is on the host.
 
         Raises:

@@ -23,13 +23,14 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     read_headers,
 )
 from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
-from .gguf_layout.gguf_blocks import MXFP4, block_weight, mxfp4_rows
+from ..kernels.quantized_weights import BLOCK_SIZE
+from ..kernels.stored_rows import StoredRows, TensorRows
+from .gguf_layout.gguf_blocks import MXFP4, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:
     from ...runtime.model_files.gguf.ggml_bytes import Bytes
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..kernels.quantized_weights import BlockWeight
 
 _DTYPES: Final = {
     "F32": torch.float32,
@@ -141,13 +142,15 @@ class SafetensorsStore:
     def _where(self, name: str) -> str:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
-    def blocks(self, name: str, part: Slice | None = None) -> BlockWeight | None:
+    def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
         """See `TensorStore`; only the experts of gpt-oss are stored in blocks, in MXFP4."""
         if name + BLOCKS not in self._entries:
             return None
         outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
-        weight = block_weight(self._mxfp4(name, outputs), MXFP4)
-        return weight.inputs(part.start, part.stop) if part is not None and part.axis == 1 else weight
+        blocks = None
+        if part is not None and part.axis == 1:
+            blocks = torch.arange(part.start // BLOCK_SIZE, part.stop // BLOCK_SIZE)
+        return StoredRows((TensorRows(self._mxfp4(name, outputs), MXFP4, blocks=blocks),))
 
     def _mxfp4(self, name: str, outputs: slice = slice(None)) -> Bytes:
         """Outputs of a weight in MXFP4, as rows of a GGUF file."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from ....runtime.model_files.block_forms import BLOCK_LEN
 from ....runtime.model_files.gguf.families.registry import family_of
 from ....runtime.model_files.gguf.gguf_names import A_LOG
 
@@ -64,6 +65,13 @@ class StoredOrder:
         assert self._delta is not None
         by_head = torch.arange(size).view(self._delta.values_per_key, self._delta.num_key_heads, -1)
         return by_head.transpose(0, 1).flatten()
+
+
+def whole_blocks(inputs: Tensor) -> Tensor:
+    """The order of the blocks of 32 in an order of inputs, [K] -> [K / 32]; it must leave blocks whole."""
+    first = inputs[::BLOCK_LEN]
+    assert torch.equal(inputs.view(-1, BLOCK_LEN), first[:, None] + torch.arange(BLOCK_LEN)), inputs
+    return first // BLOCK_LEN
 
 
 def pairs_apart(weight: Tensor, num_heads: int) -> Tensor:

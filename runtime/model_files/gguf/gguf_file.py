@@ -134,6 +134,16 @@ class GGUFFile:
         flat = np.frombuffer(self._maps[info.part], dtype=np.uint8, count=info.num_bytes, offset=info.offset)
         return flat.reshape(*info.shape[:-1], info.ggml_type.row_bytes(info.shape[-1]))
 
+    def release(self, info: TensorInfo, start: int = 0, stop: int | None = None) -> None:
+        """Give back the memory of the pages of bytes [start, stop) of a tensor; arrays from `raw` stay valid.
+
+        The pages stay in the system's cache of the file, so reading them again is cheap.
+        """
+        stop = info.num_bytes if stop is None else stop
+        if stop > start and hasattr(mmap, "MADV_DONTNEED"):
+            first = (info.offset + start) // mmap.PAGESIZE * mmap.PAGESIZE
+            self._maps[info.part].madvise(mmap.MADV_DONTNEED, first, info.offset + stop - first)
+
     def read(self, name: str) -> npt.NDArray[np.float32]:
         """One tensor as float32, in its numpy shape.
 

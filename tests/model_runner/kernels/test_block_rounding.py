@@ -154,7 +154,7 @@ def test_parts_of_the_inputs_and_stacks_of_outputs(weight: Tensor) -> None:
     rounded = round_to_blocks(weight, 4)
     whole = rounded.dequantized(torch.float32)
 
-    assert torch.equal(rounded.inputs(64, 192).dequantized(torch.float32), whole[:, 64:192])
+    assert torch.equal(rounded.take_blocks(torch.arange(2, 6)).dequantized(torch.float32), whole[:, 64:192])
     stacked = stack_blocks([rounded, round_to_blocks(weight[:7], 4)])
     assert torch.equal(stacked.dequantized(torch.float32), torch.cat((whole, whole[:7])))
     wide = round_to_blocks(weight, 8)
@@ -165,4 +165,4 @@ def test_parts_of_the_inputs_and_stacks_of_outputs(weight: Tensor) -> None:
     torch.testing.assert_close(
         mixed.dequantized(torch.float32)[len(whole) :], wide.dequantized(torch.float32)
     )
-    assert not rounded.stacks_with(rounded.inputs(0, 32))
+    assert not rounded.stacks_with(rounded.take_blocks(torch.arange(1)))

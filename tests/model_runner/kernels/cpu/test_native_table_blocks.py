@@ -13,9 +13,9 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
+from engine.model_runner.kernels.stored_rows import block_weight as read_blocks
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
-from engine.model_runner.weights.gguf_layout.gguf_blocks import block_weight as read_blocks
 from engine.runtime.model_files.block_forms import IQ4, MXFP4, BlockForm
 from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
 
@@ -123,7 +123,7 @@ def test_a_weight_with_others_has_the_values_of_each():
     assert torch.equal(stack_blocks(parts).dequantized(torch.float32), expected)
     alike = stack_blocks([parts[1], table_weight(MXFP4, 16, 64, 3)])
     assert alike.bits == 4 and alike.table == MXFP4.table
-    assert torch.equal(parts[0].inputs(32, 64).dequantized(torch.float32), expected[:32, 32:])
+    assert torch.equal(parts[0].take_blocks(torch.tensor([1])).dequantized(torch.float32), expected[:32, 32:])
 
 
 def test_experts_are_products_of_their_own(library, form):

@@ -1,0 +1,167 @@
+"""`PackedBlocks`: a block-quantized weight in the layout of the C++ kernels (`kernels/cpu/blocks.h`); `pack` makes it.
+
+The rows of a GGUF file are packed in one pass (`kernels/cpu/pack_rows.cpp`). Rows of types that this does not know (the
+rare ones with grids, with digits in base 3, and NVFP4) are unpacked into a `BlockWeight` first.
+"""
+
+# Shapes: K inputs, N outputs.
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...runtime.model_files.block_forms import BlockForm
+from ..memory.huge_pages import request_huge_pages
+from .quantized_weights import BLOCK_SIZE, BlockWeight
+from .stored_rows import ROUNDED_AT_A_TIME, ScaleRange, StoredRows, TensorRows
+
+_HALF_EXPONENT: Final = 15
+"""Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""
+_PANEL: Final = 32
+"""Outputs per panel of the layout; the last panel is padded with zeros."""
+
+
+class PackedBlocks(NamedTuple):
+    """A packed weight [N, K].
+
+    Attributes:
+        packed: its bytes.
+        factor: the scales and minima are to be multiplied by it.
+        has_paired_scales: blocks 2k and 2k + 1 of each output have the same scale; 8 bits, no minima.
+    """
+
+    packed: Tensor
+    shape: tuple[int, int]
+    bits: int
+    zero: int
+    has_minima: bool
+    has_paired_scales: bool
+    table: Tensor | None
+    factor: float
+
+
+def pack(library: ctypes.CDLL, weight: BlockWeight | StoredRows) -> PackedBlocks:
+    """Pack a weight. Its scales must be finite."""
+    if isinstance(weight, BlockWeight):
+        return _pack_unpacked(library, weight)
+    if all(library.packs_rows(one.type_number) for one in weight.tensors):
+        return _pack_stored(library, weight)
+    return _pack_unpacked(library, weight.unpacked())
+
+
+def _pack_stored(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
+    form, shape = weight.form, weight.shape
+    packed = _new_packed(library, shape, form.bits, has_minima=form.has_minima)
+    num_stored = shape[0] - weight.padding
+    if num_stored % _PANEL or weight.padding:
+        packed.view(-(-shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
+    exponent = _HALF_EXPONENT - _exponent_of([_widened_range(one, form) for one in weight.tensors])
+    first, is_paired = 0, form.bits == 8 and not form.has_minima
+    for one in weight.tensors:
+        table = None if one.form.table is None or form.table is not None else _table(one.form.table)
+        factors = None if one.form.is_exact else one.factors
+        is_paired &= bool(
+            library.pack_rows(
+                *one.arguments,
+                packed.data_ptr(),
+                first,
+                form.bits,
+                form.has_minima,
+                exponent,
+                one.form.zero,
+                None if table is None else table.data_ptr(),
+                None if factors is None else factors.data_ptr(),
+                ROUNDED_AT_A_TIME,
+            )
+        )
+        first += one.shape[0]
+    table = None if form.table is None else _table(form.table)
+    zero = 0 if form.has_minima else form.zero
+    return PackedBlocks(packed, shape, form.bits, zero, form.has_minima, is_paired, table, 2.0**-exponent)
+
+
+def _widened_range(rows: TensorRows, form: BlockForm) -> ScaleRange:
+    """The range of scales, and of minima where the rows get them only in the form of the whole weight."""
+    found = rows.scale_range
+    if rows.form.has_minima or not form.has_minima:
+        return found
+    return found._replace(minimum=float(torch.tensor(found.scale) * rows.form.zero))
+
+
+def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight) -> PackedBlocks:
+    _check(weight)
+    has_minima = weight.minima is not None
+    outputs, inputs = weight.shape
+    packed = _new_packed(library, weight.shape, weight.bits, has_minima=has_minima)
+    largest = (
+        float(part.abs().max()) if part is not None and part.numel() else 0.0
+        for part in (weight.scales, weight.minima)
+    )
+    exponent = _HALF_EXPONENT - _exponent_of([ScaleRange(*largest)])
+    numbers = weight.numbers.contiguous()
+    scales = _halves(weight.scales, exponent)
+    minima = None if weight.minima is None else _halves(weight.minima, exponent)
+    library.pack_blocks(
+        numbers.data_ptr(),
+        scales.data_ptr(),
+        None if minima is None else minima.data_ptr(),
+        outputs,
+        inputs,
+        weight.bits,
+        packed.data_ptr(),
+    )
+    return PackedBlocks(
+        packed,
+        weight.shape,
+        weight.bits,
+        0 if has_minima else weight.zero,
+        has_minima,
+        weight.bits == 8 and not has_minima and weight.has_paired_scales,
+        None if weight.table is None else _table(weight.table),
+        2.0**-exponent,
+    )
+
+
+def _new_packed(library: ctypes.CDLL, shape: tuple[int, int], bits: int, *, has_minima: bool) -> Tensor:
+    num_bytes = library.packed_blocks_bytes(*shape, bits, has_minima)
+    packed = torch.empty(num_bytes, dtype=torch.uint8)
+    request_huge_pages(packed.data_ptr(), num_bytes)
+    return packed
+
+
+def _table(values: tuple[int, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.uint8)
+
+
+def _check(weight: BlockWeight) -> None:
+    """Check the ranges and shapes that the kernel relies on."""
+    num_outputs, num_inputs = weight.shape
+    assert weight.bits in (4, 8) and num_inputs % BLOCK_SIZE == 0, (weight.bits, num_inputs)
+    assert weight.numbers.dtype == torch.uint8 and weight.numbers.device.type == "cpu", weight.numbers.dtype
+    assert 0 <= weight.zero <= 255, weight.zero
+    if weight.table is not None:
+        assert weight.bits == 4 and weight.minima is None and len(weight.table) == 16, weight.table
+        assert all(0 <= value <= 255 and abs(value - weight.zero) <= 127 for value in weight.table), (
+            weight.table
+        )
+    for part in (weight.scales, weight.minima):
+        if part is not None:
+            assert part.dtype == torch.float32, part.dtype
+            assert part.shape == (num_outputs, num_inputs // BLOCK_SIZE), part.shape
+
+
+def _halves(part: Tensor, exponent: int) -> Tensor:
+    """part * 2^exponent in half precision."""
+    return torch.ldexp(part, torch.tensor(exponent)).to(torch.float16).contiguous()
+
+
+def _exponent_of(ranges: list[ScaleRange]) -> int:
+    """e such that all scales and minima are smaller than 2^e."""
+    assert all(one.is_finite for one in ranges), "scales must be finite"
+    largest = max(max(one) for one in ranges)
+    return math.frexp(largest)[1] if largest else 0

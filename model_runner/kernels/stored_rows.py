@@ -1,0 +1,233 @@
+"""`StoredRows`: a block-quantized weight as the rows of a GGUF file, until a kernel packs it.
+
+A GGUF store returns it without reading the file. Kernels pack the raw rows in one pass (`packed_blocks`); for
+everything else `unpacked` gives the same weight as a `BlockWeight`.
+"""
+
+# Shapes: K inputs, N outputs.
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...runtime.model_files.block_forms import GGUF_FORMS, WIDEST, BlockForm
+from ...runtime.model_files.gguf.ggml_blocks import unpack_blocks
+from ...runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
+from .block_rounding import factor_for, int8_scales, round_to_blocks
+from .cpu.library import load_library, reasons_against_library
+from .quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.gguf.ggml_bytes import Bytes
+    from ...runtime.model_files.gguf.ggml_types import GGMLType
+
+ROUNDED_AT_A_TIME: Final = 4096
+"""Rows rounded to 8 bits at a time: bounds their float32 copy. They share a factor (`round_to_blocks`)."""
+
+
+_NUMBERS: Final = {one.name: number for number, one in GGML_TYPES.items()}
+
+
+class ScaleRange(NamedTuple):
+    """The largest magnitudes of scales and minima; infinite or NaN if one of them is."""
+
+    scale: float
+    minimum: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are finite."""
+        return math.isfinite(self.scale) and math.isfinite(self.minimum)
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRows:
+    """Outputs of one tensor.
+
+    Attributes:
+        raw: [M, row_bytes] uint8, read-only; the bytes of a row are contiguous. Usually a view of the mapped file.
+        ggml_type: a type of `GGUF_FORMS`.
+        rows: [N] int64, the row of each output; None: output n is row n.
+        blocks: [K / 32] int64, the block of a row for each 32 inputs; None: all blocks in order.
+        release: ends the use of `raw`: the memory of the mapped pages is given back. They can be read again.
+    """
+
+    raw: Bytes
+    ggml_type: GGMLType
+    rows: Tensor | None = None
+    blocks: Tensor | None = None
+    release: Callable[[], None] = _nothing
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        num_blocks = self.blocks_per_row if self.blocks is None else len(self.blocks)
+        return len(self.raw) if self.rows is None else len(self.rows), num_blocks * BLOCK_SIZE
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks of 32 in a row of `raw`."""
+        return self.raw.shape[1] // self.ggml_type.block_bytes * self.ggml_type.block_len // BLOCK_SIZE
+
+    @property
+    def form(self) -> BlockForm:
+        """The form of these rows alone."""
+        return GGUF_FORMS[self.ggml_type.name]
+
+    @property
+    def type_number(self) -> int:
+        """The type's number in a file."""
+        return _NUMBERS[self.ggml_type.name]
+
+    @property
+    def arguments(self) -> tuple[int | None, ...]:
+        """The first arguments of the library's functions for rows; valid while this object is."""
+        assert self.raw.dtype == np.uint8 and self.raw.strides[1] == 1, self.raw.strides
+        for order in (self.rows, self.blocks):
+            assert order is None or (order.dtype == torch.int64 and order.is_contiguous()), order
+        num_rows, num_inputs = self.shape
+        return (
+            self.raw.ctypes.data,
+            self.raw.strides[0],
+            self.type_number,
+            None if self.rows is None else self.rows.data_ptr(),
+            num_rows,
+            None if self.blocks is None else self.blocks.data_ptr(),
+            num_inputs // BLOCK_SIZE,
+        )
+
+    @cached_property
+    def scale_range(self) -> ScaleRange:
+        """Computed once: it is needed for the check of values and for packing."""
+        if reasons_against_library() or not load_library().packs_rows(self.type_number):
+            weight = self.unpacked()
+            return ScaleRange(*(_largest(part) for part in (weight.scales, weight.minima)))
+        scales, minima = self._scanned
+        if not self.form.is_exact:  # values, not scales
+            scales = int8_scales(scales * self.factors).div_(self.factors)
+        return ScaleRange(_largest(scales), _largest(minima))
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """Of a type that is rounded: the factors of `round_to_blocks`, [N / 4096] float32."""
+        whole = self if self.blocks is None else replace(self, blocks=None)  # inputs are taken after rounding
+        return torch.tensor([factor_for(largest) for largest in whole._scanned[0].tolist()])
+
+    @cached_property
+    def _scanned(self) -> tuple[Tensor, Tensor]:
+        return scan(load_library(), self)
+
+    def unpacked(self) -> BlockWeight:
+        """The outputs as a `BlockWeight`."""
+        weight = block_weight(self.raw if self.rows is None else self.raw[self.rows.numpy()], self.ggml_type)
+        return weight if self.blocks is None else weight.take_blocks(self.blocks)
+
+
+@dataclass(frozen=True, eq=False)
+class StoredRows:
+    """The outputs of one or several tensors, one after the other.
+
+    Attributes:
+        tensors: at least one; all have the same inputs.
+        padding: outputs of zeros at the end.
+    """
+
+    tensors: tuple[TensorRows, ...]
+    padding: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        return sum(one.shape[0] for one in self.tensors) + self.padding, self.tensors[0].shape[1]
+
+    @cached_property
+    def form(self) -> BlockForm:
+        """The form of all outputs; see `stack_blocks`."""
+        first = self.tensors[0].form
+        return first if all(one.form.is_held_like(first) for one in self.tensors[1:]) else WIDEST
+
+    @property
+    def bits(self) -> int:
+        """Bits per integer of `unpacked`."""
+        return self.form.bits
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory in the layout of the kernels, as that of `unpacked`."""
+        return self.form.num_bytes(*self.shape)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are finite; integers always are."""
+        return all(one.scale_range.is_finite for one in self.tensors)
+
+    def unpacked(self) -> BlockWeight:
+        """The weight as a `BlockWeight`."""
+        weight = stack_blocks([one.unpacked() for one in self.tensors])
+        return weight.padded(self.shape[0]) if self.padding else weight
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded once."""
+        return self.unpacked().dequantized(dtype)
+
+    def padded(self, rows: int) -> StoredRows:
+        """The weight with outputs of zeros at the end, [rows, K]."""
+        return replace(self, padding=self.padding + rows - self.shape[0])
+
+    def stacks_with(self, other: StoredRows) -> bool:
+        """Whether both can become one weight with the outputs of both."""
+        return self.shape[1] == other.shape[1]
+
+    def release(self) -> None:
+        """Give back the memory of the file's pages; see `TensorRows`."""
+        for one in self.tensors:
+            one.release()
+
+
+def stack_rows(weights: Sequence[StoredRows]) -> StoredRows:
+    """One weight with the outputs of all; they must stack, and only the last may have padding."""
+    assert not any(one.padding for one in weights[:-1])
+    return StoredRows(tuple(one for weight in weights for one in weight.tensors), weights[-1].padding)
+
+
+def scan(library: ctypes.CDLL, rows: TensorRows) -> tuple[Tensor, Tensor]:
+    """See `scan_rows` of pack_rows.cpp: one result per `ROUNDED_AT_A_TIME` rows. For types that `packs_rows`."""
+    scales, minima = torch.zeros(2, -(-rows.shape[0] // ROUNDED_AT_A_TIME))
+    library.scan_rows(*rows.arguments, ROUNDED_AT_A_TIME, scales.data_ptr(), minima.data_ptr())
+    return scales, minima
+
+
+def _largest(part: Tensor | None) -> float:
+    return 0.0 if part is None or not part.numel() else float(part.abs().max())
+
+
+def block_weight(raw: Bytes, ggml_type: GGMLType) -> BlockWeight:
+    """Convert rows [N, row_bytes] of a type of `GGUF_FORMS`: the file's integers, or values rounded to 8 bits."""
+    form = GGUF_FORMS[ggml_type.name]
+    if not form.is_exact:
+        pieces = (raw[start : start + ROUNDED_AT_A_TIME] for start in range(0, len(raw), ROUNDED_AT_A_TIME))
+        return stack_blocks(
+            [round_to_blocks(torch.from_numpy(dequantize(one, ggml_type)), 8) for one in pieces]
+        )
+    numbers, scales, minima = unpack_blocks(raw, ggml_type)
+    return BlockWeight(
+        torch.from_numpy(numbers),
+        torch.from_numpy(scales),
+        None if minima is None else torch.from_numpy(minima),
+        form.zero,
+        form.bits,
+        form.table,
+    )
