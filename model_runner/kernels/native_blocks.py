@@ -12,6 +12,7 @@ whether its call has at least `tiles_from` tokens; `NO_TILES` removes that depen
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -55,8 +56,6 @@ class NativeBlockLinear(NativeMatmul):
     2^29 within one weight, the smallest lose bits. `rows` rounds once, to bfloat16.
     """
 
-    kind = NativeMatmul.BLOCKS
-
     def __init__(
         self, library: ctypes.CDLL, weight: BlockWeight | StoredRows, tiles_from: int = TILES_FROM
     ) -> None:
@@ -66,6 +65,8 @@ class NativeBlockLinear(NativeMatmul):
         made = pack(library, weight)
         self._bits, self._zero, self._has_minima = made.bits, made.zero, made.has_minima
         self._has_paired_scales, self._factor = made.has_paired_scales, made.factor
+        self._is_super = made.is_super
+        self.kind = self.SUPERBLOCKS if made.is_super else self.BLOCKS
         self._table = made.table
         self._table_address = None if self._table is None else self._table.data_ptr()
         super().__init__(library, *made.shape, made.packed)
@@ -94,7 +95,8 @@ class NativeBlockLinear(NativeMatmul):
             self._has_paired_scales,
             self.tiles_from,
             self._table_address,
-            False,
+            self._is_super,
+            out.stride(0),
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
@@ -111,18 +113,52 @@ class NativeBlockLinear(NativeMatmul):
         )
 
     def _pair(self) -> None:
-        self._library.pair_blocks(self._address, self._outputs, self._inputs, self._bits, self._has_minima, False)
+        self._library.pair_blocks(
+            self._address, self._outputs, self._inputs, self._bits, self._has_minima, self._is_super
+        )
 
     def _take_rows(self, ids: Tensor, out: Tensor) -> None:
+        arguments = self._address, ids.data_ptr(), out.data_ptr(), len(ids), self._inputs, self._bits
+        if self._is_super:
+            self._library.superblocks_rows(*arguments)
+            return
         self._library.blocks_rows(
-            self._address,
-            ids.data_ptr(),
-            out.data_ptr(),
-            len(ids),
-            self._inputs,
-            self._bits,
-            self._has_minima,
-            self._zero,
-            self._factor,
-            self._table_address,
+            *arguments, self._has_minima, self._zero, self._factor, self._table_address
         )
+
+    def multiply_into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """The matmul into columns of a larger tensor: [T, N] bfloat16 or float32, the values of a row contiguous."""
+        assert not self.fuses_silu_and_mul and out.shape == (len(x), self._outputs), out.shape
+        self._multiply(x, bias, out)
+
+
+class BlocksSideBySide:
+    """Several weights with the same inputs, in different layouts: a `LinearWeight` with the outputs of all.
+
+    For example q and k in Q4_K, and v in Q6_K: each stays in the bytes of the file.
+    """
+
+    def __init__(self, weights: Sequence[NativeBlockLinear]) -> None:
+        self.weights = list(weights)
+        self._widths = [weight.shape[0] for weight in weights]
+        assert len({weight.shape[1] for weight in weights}) == 1, "inputs differ"
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearWeight`."""
+        return self._multiplied(x, bias, torch.bfloat16)
+
+    def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """See `LinearToFloat32`."""
+        return self._multiplied(x, bias, torch.float32)
+
+    def _multiplied(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        inputs = self.weights[0].shape[1]
+        assert x.dtype == torch.bfloat16 and x.shape[1] == inputs, (x.dtype, x.shape)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = x.new_empty((len(x), sum(self._widths)), dtype=dtype)
+        biases = [None] * len(self.weights) if bias is None else bias.contiguous().split(self._widths)
+        for weight, part, columns in zip(self.weights, biases, out.split(self._widths, dim=1), strict=True):
+            assert part is None or part.dtype == torch.bfloat16, part.dtype
+            weight.multiply_into(x, part, columns)
+        return out

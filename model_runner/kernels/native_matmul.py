@@ -29,7 +29,8 @@ class NativeMatmul(ABC):
     PACKED: ClassVar = 0
     COMPRESSED: ClassVar = 1
     BLOCKS: ClassVar = 2
-    kind: ClassVar[int]
+    SUPERBLOCKS: ClassVar = 3
+    kind: int
     """Packed layout; `Kind` of `kernels/cpu/experts.cpp`."""
 
     def __init__(self, library: ctypes.CDLL, outputs: int, inputs: int, packed: Tensor) -> None:
@@ -159,7 +160,7 @@ class NativeMatmul(ABC):
         Args:
             x: [T, K] bfloat16; the values of a row are contiguous.
             bias: [N] bfloat16, contiguous.
-            out: [T, N] contiguous, bfloat16 or float32; [T, N / 2] bfloat16 after `fuse_silu_and_mul`.
+            out: [T, N] bfloat16 or float32, contiguous; [T, N / 2] bfloat16 after `fuse_silu_and_mul`.
         """
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""`PackedBlocks`: a block-quantized weight in the layout of the C++ kernels (`kernels/cpu/blocks.h`); `pack` makes it.
+"""`PackedBlocks`: a block-quantized weight in a layout of the C++ kernels (`kernels/cpu/blocks.h`, or `super_blocks.h`);
+`pack` makes it.
 
 The rows of a GGUF file are packed in one pass (`kernels/cpu/pack_rows.cpp`). Rows of types that this does not know (the
 rare ones with grids, with digits in base 3, and NVFP4) are unpacked into a `BlockWeight` first.
@@ -22,6 +23,7 @@ from .stored_rows import ROUNDED_AT_A_TIME, ScaleRange, StoredRows, TensorRows
 
 _HALF_EXPONENT: Final = 15
 """Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""
+SUPERBLOCK_BITS: Final = {"Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
 _PANEL: Final = 32
 """Outputs per panel of the layout; the last panel is padded with zeros."""
 
@@ -33,6 +35,7 @@ class PackedBlocks(NamedTuple):
         packed: its bytes.
         factor: the scales and minima are to be multiplied by it.
         has_paired_scales: blocks 2k and 2k + 1 of each output have the same scale; 8 bits, no minima.
+        is_super: the layout is that of `kernels/cpu/super_blocks.h`, with 4, 5 or 6 bits.
     """
 
     packed: Tensor
@@ -43,12 +46,15 @@ class PackedBlocks(NamedTuple):
     has_paired_scales: bool
     table: Tensor | None
     factor: float
+    is_super: bool = False
 
 
 def pack(library: ctypes.CDLL, weight: BlockWeight | StoredRows) -> PackedBlocks:
     """Pack a weight. Its scales must be finite."""
     if isinstance(weight, BlockWeight):
         return _pack_unpacked(library, weight)
+    if weight.is_in_superblocks:
+        return _pack_superblocks(library, weight)
     if all(library.packs_rows(one.type_number) for one in weight.tensors):
         return _pack_stored(library, weight)
     return _pack_unpacked(library, weight.unpacked())
@@ -83,6 +89,32 @@ def _pack_stored(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
     table = None if form.table is None else _table(form.table)
     zero = 0 if form.has_minima else form.zero
     return PackedBlocks(packed, shape, form.bits, zero, form.has_minima, is_paired, table, 2.0**-exponent)
+
+
+def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
+    bits = SUPERBLOCK_BITS[weight.tensors[0].ggml_type.name]
+    packed = _allocated(library.packed_superblocks_bytes(*weight.shape, bits))
+    num_stored = weight.shape[0] - weight.padding
+    if num_stored % _PANEL or weight.padding:
+        packed.view(-(-weight.shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
+    first = 0
+    for one in weight.tensors:
+        raw, row_bytes, _, rows, num_rows, _, _ = one.arguments
+        superblocks = None if one.blocks is None else one.superblocks
+        library.pack_superblocks(
+            raw,
+            row_bytes,
+            rows,
+            None if superblocks is None else superblocks.data_ptr(),
+            first,
+            num_rows,
+            weight.shape[1],
+            bits,
+            packed.data_ptr(),
+        )
+        first += one.shape[0]
+    has_minima = weight.form.has_minima
+    return PackedBlocks(packed, weight.shape, bits, 0, has_minima, False, None, 1.0, is_super=True)
 
 
 def _widened_range(rows: TensorRows, form: BlockForm) -> ScaleRange:
@@ -128,7 +160,10 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight) -> PackedBlocks:
 
 
 def _new_packed(library: ctypes.CDLL, shape: tuple[int, int], bits: int, *, has_minima: bool) -> Tensor:
-    num_bytes = library.packed_blocks_bytes(*shape, bits, has_minima)
+    return _allocated(library.packed_blocks_bytes(*shape, bits, has_minima))
+
+
+def _allocated(num_bytes: int) -> Tensor:
     packed = torch.empty(num_bytes, dtype=torch.uint8)
     request_huge_pages(packed.data_ptr(), num_bytes)
     return packed

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..ops import LinearWeight, PackLinear
 from .cpu.library import load_library
-from .native_blocks import TILES_FROM, NativeBlockLinear, reasons_against_native_blocks
+from .native_blocks import TILES_FROM, BlocksSideBySide, NativeBlockLinear, reasons_against_native_blocks
 from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglMatmul, SideBySide, torch_matmul
 from .quantized_weights import (
     BLOCK_SIZE,
@@ -238,18 +238,25 @@ class QuantizedLinears:
         self._keep = keep
         self._logged: set[tuple[str, ...]] = set()
 
-    def pack(self, parts: Sequence[Part]) -> LinearWeight:
-        """One layer's weight from those of the modules whose outputs are stacked, in as few matmuls as possible."""
+    def pack(self, parts: Sequence[Part], *, as_one: bool = False) -> LinearWeight:
+        """One layer's weight from those of the modules whose outputs are stacked, in as few matmuls as possible.
+
+        Args:
+            as_one: stack parts also if that takes more memory: kernels of experts know only whole weights.
+        """
         parts = [self._computable(part) for part in parts]
         runs: list[list[Part]] = []
         for part in parts:
-            if runs and _stack(runs[-1][-1], part):
+            if runs and _stack(runs[-1][-1], part, as_one=as_one):
                 runs[-1].append(part)
             else:
                 runs.append([part])
         weights = [self._pack_run(run) for run in runs]
         if len(weights) == 1:
             return weights[0]
+        blocks = [weight for weight in weights if isinstance(weight, NativeBlockLinear)]
+        if len(blocks) == len(weights):
+            return BlocksSideBySide(blocks)
         return SideBySide(weights, [sum(part.shape[0] for part in run) for run in runs])
 
     def _computable(self, part: Part) -> Part:
@@ -310,7 +317,7 @@ def dequantized(part: Part, dtype: torch.dtype) -> Tensor:
     return part if isinstance(part, Tensor) else part.dequantized(dtype)
 
 
-def _stack(one: Part, other: Part) -> bool:
+def _stack(one: Part, other: Part, *, as_one: bool) -> bool:
     if isinstance(one, Fp8Weight) and isinstance(other, Fp8Weight):
         return one.stacks_with(other)
     if isinstance(one, Int4Weight) and isinstance(other, Int4Weight):
@@ -318,5 +325,5 @@ def _stack(one: Part, other: Part) -> bool:
     if isinstance(one, BlockWeight) and isinstance(other, BlockWeight):
         return one.stacks_with(other)
     if isinstance(one, StoredRows) and isinstance(other, StoredRows):
-        return one.stacks_with(other)
+        return one.stacks_with(other) and (as_one or one.is_held_like(other))
     return isinstance(one, Tensor) and isinstance(other, Tensor)

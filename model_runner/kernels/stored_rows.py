@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.model_files.block_forms import GGUF_FORMS, WIDEST, BlockForm
+from ...runtime.model_files.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, WIDEST, BlockForm
 from ...runtime.model_files.gguf.ggml_blocks import unpack_blocks
 from ...runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
 from .block_rounding import factor_for, int8_scales, round_to_blocks
@@ -87,6 +88,20 @@ class TensorRows:
         """The form of these rows alone."""
         return GGUF_FORMS[self.ggml_type.name]
 
+    @cached_property
+    def superblocks(self) -> Tensor | None:
+        """[K / 256] int64: the superblock of a row for each 256 inputs; None: there is no layout of superblocks for this
+        type, or inputs are parts of one.
+        """
+        if not self.form.superblock_bytes or self.shape[1] % SUPERBLOCK_LEN:
+            return None
+        if self.blocks is None:
+            return torch.arange(self.shape[1] // SUPERBLOCK_LEN)
+        blocks = self.blocks.view(-1, SUPERBLOCK_LEN // BLOCK_SIZE)
+        first = blocks[:, :1]
+        is_whole = torch.equal(blocks, first + torch.arange(blocks.shape[1])) and not (first % blocks.shape[1]).any()
+        return (first // blocks.shape[1]).flatten().contiguous() if is_whole else None
+
     @property
     def type_number(self) -> int:
         """The type's number in a file."""
@@ -108,6 +123,18 @@ class TensorRows:
             None if self.blocks is None else self.blocks.data_ptr(),
             num_inputs // BLOCK_SIZE,
         )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are finite; integers always are."""
+        if self.superblocks is None:
+            return self.scale_range.is_finite
+        size = self.ggml_type.block_bytes
+        blocks = self.raw.reshape(len(self.raw), -1, size)
+        found = blocks[:, :, size - 2 :] if self.ggml_type.name == "Q6_K" else blocks[:, :, :4]
+        if self.rows is not None:
+            found = found[self.rows.numpy()]
+        return bool(np.isfinite(np.ascontiguousarray(found).view(np.float16)).all())
 
     @cached_property
     def scale_range(self) -> ScaleRange:
@@ -135,6 +162,19 @@ class TensorRows:
         weight = block_weight(self.raw if self.rows is None else self.raw[self.rows.numpy()], self.ggml_type)
         return weight if self.blocks is None else weight.take_blocks(self.blocks)
 
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """[N, K], rounded once."""
+        if self.form.is_exact or self.superblocks is None:
+            return self.unpacked().dequantized(dtype)
+        out = torch.empty(self.shape, dtype=dtype)
+        columns = self.superblocks.view(-1, 1) * SUPERBLOCK_LEN + torch.arange(SUPERBLOCK_LEN)
+        for start in range(0, len(out), ROUNDED_AT_A_TIME):
+            rows = slice(start, start + ROUNDED_AT_A_TIME)
+            raw = self.raw[rows] if self.rows is None else self.raw[self.rows[rows].numpy()]
+            values = torch.from_numpy(dequantize(raw, self.ggml_type))
+            out[rows] = values if self.blocks is None else values[:, columns.flatten()]
+        return out
+
 
 @dataclass(frozen=True, eq=False)
 class StoredRows:
@@ -157,7 +197,15 @@ class StoredRows:
     def form(self) -> BlockForm:
         """The form of all outputs; see `stack_blocks`."""
         first = self.tensors[0].form
-        return first if all(one.form.is_held_like(first) for one in self.tensors[1:]) else WIDEST
+        if not all(one.form.is_held_like(first) for one in self.tensors[1:]):
+            return WIDEST
+        return first if self.is_in_superblocks else first._replace(superblock_bytes=0)
+
+    @cached_property
+    def is_in_superblocks(self) -> bool:
+        """Whether kernels hold the weight in the layout of the file; see `BlockForm`."""
+        form = self.tensors[0].form
+        return all(one.form == form and one.superblocks is not None for one in self.tensors)
 
     @property
     def bits(self) -> int:
@@ -172,7 +220,7 @@ class StoredRows:
     @property
     def is_finite(self) -> bool:
         """Whether all scales and minima are finite; integers always are."""
-        return all(one.scale_range.is_finite for one in self.tensors)
+        return all(one.is_finite for one in self.tensors)
 
     def unpacked(self) -> BlockWeight:
         """The weight as a `BlockWeight`."""
@@ -181,7 +229,8 @@ class StoredRows:
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """[N, K], rounded once."""
-        return self.unpacked().dequantized(dtype)
+        weight = torch.cat([one.dequantized(dtype) for one in self.tensors])
+        return F.pad(weight, (0, 0, 0, self.padding)) if self.padding else weight
 
     def padded(self, rows: int) -> StoredRows:
         """The weight with outputs of zeros at the end, [rows, K]."""
@@ -190,6 +239,11 @@ class StoredRows:
     def stacks_with(self, other: StoredRows) -> bool:
         """Whether both can become one weight with the outputs of both."""
         return self.shape[1] == other.shape[1]
+
+    def is_held_like(self, other: StoredRows) -> bool:
+        """Whether that weight takes the memory of both."""
+        mine, others = (one.form._replace(is_exact=True) for one in (self, other))
+        return mine == others
 
     def release(self) -> None:
         """Give back the memory of the file's pages; see `TensorRows`."""

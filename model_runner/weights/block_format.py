@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import BLOCK_LEN
-from ...runtime.model_files.quantization import unnumbered
+from ...runtime.model_files.quantization import is_of_expert, unnumbered
 from ..kernels.block_rounding import round_to_blocks
 from ..kernels.quantized_weights import BlockWeight
 from ..kernels.stored_rows import StoredRows
@@ -93,6 +93,17 @@ class BlockFormat(QuantizedFormat):
     def __init__(self, quantization: QuantizationSpec, linears: QuantizedLinears) -> None:
         self._blocks = BlockParts(quantization)
         super().__init__(self._blocks, linears)
+
+    def load(
+        self,
+        weights: WeightReader,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, int]],
+        slices: Sequence[Slice] | None,
+    ) -> LinearWeight:
+        """See `LinearFormat`."""
+        as_one = any(is_of_expert(name) for name in names)
+        return self._linears.pack(self._read(weights, names, shapes, slices), as_one=as_one)
 
     def dense(
         self,

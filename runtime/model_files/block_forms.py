@@ -4,6 +4,9 @@ A weight is number * scale + minimum, with one scale and one minimum per 32 neig
 formats the number is the code of a value in a table. GGUF formats that are equivalent to this keep their numbers. The
 others (one scale per 16 numbers) are rounded again to 8 bits. The step of that rounding is at most a quarter of the
 step of the file's own rounding.
+
+Q4_K, Q5_K and Q6_K also have a layout of their own, with the numbers and the bytes of the file (`super_blocks.h`). It
+needs whole superblocks of 256 inputs; the form is for parts of one.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from typing import Final, Literal, NamedTuple
 
 BLOCK_LEN: Final = 32
 """Inputs that share a scale."""
+SUPERBLOCK_LEN: Final = 256
+"""Inputs of a block of K-quants, whose scales share a factor."""
 
 
 class BlockForm(NamedTuple):
@@ -25,6 +30,7 @@ class BlockForm(NamedTuple):
         is_exact: whether the numbers are those of the file.
         table: the values of the 16 numbers of 4 bits; None: numbers are their own values. `zero`
             differs from each by at most 127.
+        superblock_bytes: bytes of 256 inputs in the layout of the file; 0: there is no kernel for it.
     """
 
     bits: Literal[4, 8]
@@ -32,14 +38,18 @@ class BlockForm(NamedTuple):
     has_minima: bool
     is_exact: bool = True
     table: tuple[int, ...] | None = None
+    superblock_bytes: int = 0
 
     def num_bytes(self, rows: int, columns: int) -> int:
-        """Memory of a weight in the kernels' layout: scales and minima have 16 bits."""
+        """Memory of a weight in the kernels' layout: scales and minima have 16 bits, except in superblocks."""
+        if self.superblock_bytes and columns % SUPERBLOCK_LEN == 0:
+            return rows * (columns // SUPERBLOCK_LEN) * self.superblock_bytes
         return rows * columns * self.bits // 8 + rows * (columns // BLOCK_LEN) * (4 if self.has_minima else 2)
 
     def is_held_like(self, other: BlockForm) -> bool:
-        """Whether weights of both forms can be stored as one."""
-        return self._replace(is_exact=True) == other._replace(is_exact=True)
+        """Whether weights of both forms can be stored as one, in blocks."""
+        mine, others = (one._replace(is_exact=True, superblock_bytes=0) for one in (self, other))
+        return mine == others
 
 
 WIDEST: Final = BlockForm(8, 0, has_minima=True)
@@ -74,10 +84,10 @@ IQ1: Final = _with_table([-7, 1, 9, 0, 0, 0, 0, 0, -9, -1, 7])
 GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "Q4_0": BlockForm(4, 8, has_minima=False),
     "Q4_1": BlockForm(4, 0, has_minima=True),
-    "Q4_K": BlockForm(4, 0, has_minima=True),
+    "Q4_K": BlockForm(4, 0, has_minima=True, superblock_bytes=144),
     "Q5_0": BlockForm(8, 16, has_minima=False),
     "Q5_1": BlockForm(8, 0, has_minima=True),
-    "Q5_K": BlockForm(8, 0, has_minima=True),
+    "Q5_K": BlockForm(8, 0, has_minima=True, superblock_bytes=176),
     "Q8_0": INT8,
     "IQ4_NL": IQ4,
     "IQ4_XS": IQ4,
@@ -90,7 +100,7 @@ GGUF_FORMS: Final[Mapping[str, BlockForm]] = {
     "TQ2_0": TERNARY,
     "Q2_K": INT8._replace(is_exact=False),
     "Q3_K": INT8._replace(is_exact=False),
-    "Q6_K": INT8._replace(is_exact=False),
+    "Q6_K": INT8._replace(is_exact=False, superblock_bytes=210),
     "IQ2_S": INT8._replace(is_exact=False),
     "IQ2_XS": INT8._replace(is_exact=False),
     "IQ1_M": INT8._replace(is_exact=False),

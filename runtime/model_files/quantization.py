@@ -118,11 +118,18 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
         return rows * columns // 2 + 3 * rows * groups  # a scale in float16 and a zero in a byte
 
     def bytes_together(self, modules: Sequence[tuple[str, int]], columns: int) -> list[int | None]:
-        """The same for modules that are fused into one weight, each with its number of rows."""
+        """The same for modules that are fused, each with its number of rows; those of an expert into one weight."""
         forms = [self.form_of(name, columns) for name, _ in modules]
         held = [form for form in forms if form is not None]
-        if all(form.is_held_like(held[0]) for form in held):
+        is_one_weight = any(is_of_expert(name) for name, _ in modules)
+        if not is_one_weight or all(form == held[0] for form in held):
             return [self.bytes_of(name, rows, columns) for name, rows in modules]
+        held = [form._replace(superblock_bytes=0) for form in held]
+        if all(form.is_held_like(held[0]) for form in held):
+            return [
+                None if form is None else held[0].num_bytes(rows, columns)
+                for form, (_, rows) in zip(forms, modules, strict=True)
+            ]
         return [
             None if form is None else WIDEST.num_bytes(rows, columns)
             for form, (_, rows) in zip(forms, modules, strict=True)
@@ -132,6 +139,11 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True):
 def unnumbered(name: str) -> str:
     """The name of a module without the expert's number: the experts of a layer are one tensor of the file."""
     return _EXPERT.sub(".experts.", name)
+
+
+def is_of_expert(name: str) -> bool:
+    """Whether a module belongs to an expert."""
+    return unnumbered(name) != name
 
 
 @functools.lru_cache(maxsize=8)

@@ -109,7 +109,7 @@ def rounded_bytes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
         if module.name == "model.embed_tokens" and not spec.tie_word_embeddings:  # in the serving dtype
             continue
         form = quantization.form_of(module.name, module.shape[-1]) if len(module.shape) == 2 else None
-        if form is None or form.is_exact:
+        if form is None or form.is_exact or form.superblock_bytes:
             continue
         name, (rows, columns) = quantization.types[unnumbered(module.name)], module.shape
         num = spec.experts.num_experts if module.is_expert and spec.experts is not None else 1

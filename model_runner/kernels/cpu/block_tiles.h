@@ -15,6 +15,7 @@
 #include "parallel.h"
 #include "matmul_parts.h"
 #include "simd.h"
+#include "super_blocks.h"
 
 #if TILES
 
@@ -66,39 +67,98 @@ struct BlockTiles : BlockCall {
         }
     }
 
-    // Dequantizes block by block, LEAD k-steps before the tiles are loaded: a load right after the stores would stall.
+    // The blocks of a panel.
     template <int BITS, bool MINIMA, bool HAS_TABLE>
-    struct Unpack {
+    struct PanelOfBlocks {
         static constexpr int64_t BYTES = block_bytes(BITS, MINIMA);
 
         const BlockTiles& call;
         const uint8_t* from;
+
+        inline __attribute__((always_inline)) void unpack(int64_t block, uint32_t* to) const {
+            const uint8_t* at = from + block * BYTES;
+            for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
+            call.unpack_block<BITS, MINIMA, HAS_TABLE>(at, to);
+        }
+    };
+
+    // The same of a panel in superblocks.
+    template <int BITS>
+    struct PanelOfSuperblocks {
+        typedef SuperLayout<BITS> Layout;
+        static constexpr int64_t BYTES_AHEAD = Layout::BYTES / SUPERBLOCK_BLOCKS;
+
+        const uint8_t* from;
+
+        inline __attribute__((always_inline)) void unpack(int64_t index, uint32_t* to) const {
+            const uint8_t* superblock = from + index / SUPERBLOCK_BLOCKS * Layout::BYTES;
+            const int block = int(index % SUPERBLOCK_BLOCKS);
+            for (int64_t n = 0; n < BYTES_AHEAD; n += LINE)
+                __builtin_prefetch(superblock + AHEAD + block * BYTES_AHEAD + n);
+            const uint16_t* factors = reinterpret_cast<const uint16_t*>(superblock + Layout::FACTORS);
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v, to += STEP_PAIRS * LANES) {
+                auto line = [=](int n) __attribute__((always_inline)) {
+                    return load_pairs(superblock + Layout::SCALES + n * Layout::LINE_BYTES + v * LINE);
+                };
+                auto integers = [=](int n) __attribute__((always_inline)) {
+                    return load_pairs(superblock + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + v * LINE);
+                };
+                constexpr float OFFSET = 256.0f + (Layout::HAS_MINIMA ? 0.0f : 32.0f);  // see unpack_group
+                f32x16 d = load_halves(factors + v * LANES), scales[2], starts[2];
+                if constexpr (Layout::HAS_MINIMA) {
+                    scales[0] = unsigned_byte(six_bit_scales(block / 4, line), block % 4) * d;
+                    starts[0] = scales[0] * splat(-OFFSET);
+                    starts[0] -= unsigned_byte(six_bit_minima(block / 4, line), block % 4) * load_halves(factors + PANEL + v * LANES);
+                    scales[1] = scales[0], starts[1] = starts[0];
+                } else {
+                    for (int half = 0; half < 2; ++half) {
+                        scales[half] = signed_byte(line(block / 2), block % 2 * 2 + half) * d;
+                        starts[half] = scales[half] * splat(-OFFSET);
+                    }
+                }
+#pragma GCC unroll 8
+                for (int group = 0; group < GROUPS; ++group)
+                    unpack_group<8>(group_of_lines<BITS>(group, integers), false, scales[group / 4], starts[group / 4],
+                                    to + group * 2 * LANES);
+            }
+        }
+    };
+
+    // Dequantizes block by block, LEAD k-steps before the tiles are loaded: a load right after the stores would stall.
+    template <class Panel>
+    struct Unpack {
+        Panel panel;
         uint32_t* to;
         int64_t blocks;
 
         inline __attribute__((always_inline)) void operator()(int64_t step) const {
             int64_t block = step + LEAD;
-            if (block < blocks) unpack(block);
+            if (block < blocks) panel.unpack(block, to + block * STEP_WORDS);
         }
 
         // Call before the first k-step.
         void begin() const {
-            for (int64_t block = 0; block < std::min(LEAD, blocks); ++block) unpack(block);
-        }
-
-        inline __attribute__((always_inline)) void unpack(int64_t block) const {
-            const uint8_t* at = from + block * BYTES;
-            for (int64_t n = 0; n < BYTES; n += LINE) __builtin_prefetch(at + AHEAD + n);
-            call.unpack_block<BITS, MINIMA, HAS_TABLE>(at, to + block * STEP_WORDS);
+            for (int64_t block = 0; block < std::min(LEAD, blocks); ++block) panel.unpack(block, to + block * STEP_WORDS);
         }
     };
 
-    template <int BITS, bool MINIMA, bool HAS_TABLE = false>
-    void multiply(int64_t first, int64_t last, int64_t panel) const {
+    template <class Panel>
+    void multiply(int64_t first, int64_t last, int64_t panel, const Panel& from) const {
         uint32_t* unpacked = panel_memory();
-        Unpack<BITS, MINIMA, HAS_TABLE> unpack = {*this, packed + panel * panel_bytes(), unpacked, inputs / BLOCK};
+        Unpack<Panel> unpack = {from, unpacked, inputs / BLOCK};
         unpack.begin();
         product().multiply(first, last, {panel * PANEL, VECTORS, unpacked, PANEL}, nullptr, unpack);
+    }
+
+    template <int BITS, bool MINIMA, bool HAS_TABLE = false>
+    void multiply_blocks(int64_t first, int64_t last, int64_t panel) const {
+        multiply(first, last, panel, PanelOfBlocks<BITS, MINIMA, HAS_TABLE>{*this, packed + panel * panel_bytes()});
+    }
+
+    template <int BITS>
+    void multiply_superblocks(int64_t first, int64_t last, int64_t panel) const {
+        multiply(first, last, panel, PanelOfSuperblocks<BITS>{packed + panel * panel_bytes()});
     }
 
     uint32_t* panel_memory() const {
@@ -112,12 +172,16 @@ struct BlockTiles : BlockCall {
 
     // Tokens [first, last) times one panel.
     void multiply(int64_t first, int64_t last, int64_t panel) const {
-        if (table != nullptr)
-            multiply<4, false, true>(first, last, panel);
+        if (is_super)
+            bits == 4   ? multiply_superblocks<4>(first, last, panel)
+            : bits == 5 ? multiply_superblocks<5>(first, last, panel)
+                        : multiply_superblocks<6>(first, last, panel);
+        else if (table != nullptr)
+            multiply_blocks<4, false, true>(first, last, panel);
         else if (bits == 4)
-            has_minima ? multiply<4, true>(first, last, panel) : multiply<4, false>(first, last, panel);
+            has_minima ? multiply_blocks<4, true>(first, last, panel) : multiply_blocks<4, false>(first, last, panel);
         else
-            has_minima ? multiply<8, true>(first, last, panel) : multiply<8, false>(first, last, panel);
+            has_minima ? multiply_blocks<8, true>(first, last, panel) : multiply_blocks<8, false>(first, last, panel);
     }
 
     void multiply_part(int64_t begin, int64_t end) const {

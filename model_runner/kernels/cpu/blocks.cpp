@@ -305,17 +305,17 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     });
 }
 
-// x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: contiguous,
-// see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
+// x: [num_tokens][inputs] bfloat16, rows `x_stride` elements apart; bias: [outputs] bfloat16 or null; out: rows
+// `out_stride` elements apart, contiguous if gated, see output.h for `form`; workspace: blocks_workspace_bytes for the same `tiles_from`, which is at least 1;
 // has_paired_scales: only with 8 bits and without minima; table: [16] bytes that differ from `zero` by at most 127, or null;
 // only with 4 bits and without minima; is_super: in superblocks of 4, 5 or 6 bits (super_blocks.h), whose factor is 1 and
 // which have minima if they do not have 6 bits.
 EXPORT void blocks(const void* x, int64_t x_stride, const uint8_t* packed, const void* bias, void* out,
                    void* workspace, int64_t num_tokens, int64_t inputs, int64_t outputs, int bits, int has_minima,
                    int zero, float factor, int form, int has_paired_scales, int64_t tiles_from,
-                   const uint8_t* table, int is_super) {
+                   const uint8_t* table, int is_super, int64_t out_stride) {
     using namespace engine;
-    BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs},
+    BlockCall call = {{static_cast<const bf16*>(bias), out, Form(form), outputs, out_stride},
                       static_cast<const bf16*>(x),
                       x_stride,
                       packed,

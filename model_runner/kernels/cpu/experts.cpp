@@ -37,13 +37,15 @@ int64_t divided_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit; }
 
 // One expert's weight; Python fills it in (native_experts.py).
 struct ExpertWeight {
-    enum Kind : int32_t { PACKED, COMPRESSED, BLOCKS };
+    enum Kind : int32_t { PACKED, COMPRESSED, BLOCKS, SUPERBLOCKS };
 
     const void* packed;
     Kind kind;
-    int32_t bits, zero, has_minima, has_paired_scales;  // BLOCKS only
+    int32_t bits, zero, has_minima, has_paired_scales;  // BLOCKS and SUPERBLOCKS only
     float factor;
     const uint8_t* table;  // null: the integers are the values
+
+    bool is_in_blocks() const { return kind == BLOCKS || kind == SUPERBLOCKS; }
 };
 static_assert(sizeof(ExpertWeight) == 40 && offsetof(ExpertWeight, bits) == 12 && offsetof(ExpertWeight, factor) == 28);
 
@@ -219,7 +221,7 @@ struct ExpertProducts {
         return {output_of(expert), x + groups.starts[expert] * inputs, inputs,
                 static_cast<const uint8_t*>(weight.packed), groups.num_rows_of(expert), inputs,
                 weight.bits, weight.zero, weight.has_minima != 0, weight.has_paired_scales != 0, weight.factor,
-                weight.table};
+                weight.table, weight.kind == ExpertWeight::SUPERBLOCKS};
     }
 
     void quantize_rows(int64_t begin, int64_t end) const {
@@ -227,7 +229,7 @@ struct ExpertProducts {
         int64_t expert = groups.expert_of(begin, num_experts);
         for (int64_t row = begin; row < end; ++expert) {
             int64_t first = groups.starts[expert], last = std::min<int64_t>(groups.starts[expert + 1], end);
-            if (weights[expert].kind == ExpertWeight::BLOCKS && !part_takes_tiles(groups.num_rows_of(expert), tiles_from))
+            if (weights[expert].is_in_blocks() && !part_takes_tiles(groups.num_rows_of(expert), tiles_from))
                 for (BlockCall call = block_call(expert); row < last; ++row)
                     quantize(call, row - first, to.from(first, inputs));
             row = std::max(row, last);
@@ -242,6 +244,7 @@ struct ExpertProducts {
             case ExpertWeight::PACKED: return multiply_part(linear_call(expert), begin, end);
             case ExpertWeight::COMPRESSED: return multiply_compressed_part(linear_call(expert), begin, end);
             case ExpertWeight::BLOCKS:
+            case ExpertWeight::SUPERBLOCKS:
                 return multiply_blocks_part(block_call(expert), quantized().from(groups.starts[expert], inputs), begin, end,
                                             tiles_from);
         }

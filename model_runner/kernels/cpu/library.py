@@ -54,7 +54,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "pack_rows": ("i", "pnipnpnpniiiippn"),
     "pair_blocks": ("", "pnniii"),
     "blocks_workspace_bytes": ("n", "nnn"),
-    "blocks": ("", "pnppppnnniiifiinpi"),
+    "blocks": ("", "pnppppnnniiifiinpin"),
     "blocks_rows": ("", "pppnniiifp"),
     "packed_superblocks_bytes": ("n", "nni"),
     "pack_superblocks": ("", "pnppnnnip"),

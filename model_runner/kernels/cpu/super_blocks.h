@@ -8,7 +8,7 @@
 //
 // A superblock of a panel is a list of lines of 64 bytes, [line][vector of the panel][16 outputs][4 bytes]:
 //
-//   integers of a block: `BITS` lines, see `unpack_group`
+//   integers of a block: `BITS` lines, see `group_of_lines`
 //   4 and 5 bits: scales of blocks 0-3; minima of blocks 0-3; the low halves of the scales (low) and minima (high) of
 //                 blocks 4-7, whose upper two bits are in the first two lines
 //   6 bits:       scales of the 16 inputs 4n to 4n + 3, n in 0..3
@@ -33,7 +33,7 @@ constexpr int64_t SUPERBLOCK_BLOCKS = SUPERBLOCK / BLOCK;
 //   6 bits: groups 0 to 2 are in the lower bits of lines 0 to 2, and group 3 in the upper two bits of the three; groups 4
 //           to 7 the same in lines 3 to 5
 template <int BITS, class Line>
-ALWAYS_INLINE auto unpack_group(int group, const Line& line) {
+ALWAYS_INLINE auto group_of_lines(int group, const Line& line) {
     if constexpr (BITS == 4) {
         auto both = line(group % 4);
         return (group < 4 ? both : both >> 4) & 0x0f0f0f0fu;
@@ -53,7 +53,7 @@ ALWAYS_INLINE auto unpack_group(int group, const Line& line) {
     }
 }
 
-// The lines of a block for 8 groups; the inverse of unpack_group.
+// The lines of a block for 8 groups; the inverse of group_of_lines.
 template <int BITS>
 inline void fold_groups(const uint32_t* groups, uint32_t* lines) {
     if constexpr (BITS == 4) {

@@ -88,7 +88,7 @@ struct SuperProduct {
 
     // sums[r][first + v] += rows[r] . columns of vector v. rows: `numbers` and `scales` of the first row at the superblock; the
     // others are `stride` bytes and `blocks` scales apart. line(block, n, v): a line of a block.
-    template <int ROWS, int AT_ONCE, class Weights, class AtBlock>
+    template <int ROWS, class Weights, class AtBlock>
     static inline __attribute__((always_inline)) void multiply(const SuperScales<BITS>* scales_of, const Weights& weights,
                                                                const int8_t* numbers, int64_t stride,
                                                                const BlockScale* tokens, int64_t blocks,
@@ -163,7 +163,7 @@ struct PackedGroups {
     ALWAYS_INLINE u32x16 operator()(int block, int group, int vector) const {
         typedef SuperLayout<BITS> Layout;
         const uint8_t* lines = superblock + block * Layout::BLOCK_BYTES + vector * BlockCall::LINE;
-        return unpack_group<BITS>(group, [=](int n) __attribute__((always_inline)) {
+        return group_of_lines<BITS>(group, [=](int n) __attribute__((always_inline)) {
             return load_pairs(lines + n * Layout::LINE_BYTES);
         });
     }

@@ -74,7 +74,7 @@ struct Superblock {
         const float d = factor(0), dmin = Layout::HAS_MINIMA ? factor(1) : 0.0f;
         for (int group = 0; group < SUPERBLOCK_GROUPS; ++group) {
             int block = group / GROUPS;
-            uint32_t four = unpack_group<BITS>(group % GROUPS, [=](int n) {
+            uint32_t four = group_of_lines<BITS>(group % GROUPS, [=](int n) {
                 return load_pair(panel + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + 4 * column);
             });
             float scale, minimum;
