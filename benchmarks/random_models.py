@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     Bytes = np.typing.NDArray[np.uint8]
 
+Recipe = Literal["Q4_0", "Q4_K_M"]
+"""GGUF types of the linear layers; the second mixes Q4_K and Q6_K."""
 DEVIATION: Final = 0.02
 """Of the weights of linear layers, as that of real models."""
 
@@ -214,7 +216,7 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
     return folder
 
 
-def write_gguf(shape: Shape, path: Path, tokenizer: Path) -> Path:
+def write_gguf(shape: Shape, path: Path, tokenizer: Path, recipe: Recipe = "Q4_0") -> Path:
     """A GGUF file in 4 bits, written atomically if it is missing; `tokenizer`: another one with a tokenizer."""
     import gguf
 
@@ -234,7 +236,7 @@ def write_gguf(shape: Shape, path: Path, tokenizer: Path) -> Path:
     for key, value in shape.metadata.items():
         kind = {bool: "add_bool", int: "add_uint32", float: "add_float32"}[type(value)]
         getattr(writer, kind)(f"{arch}.{key}", value)
-    _add_tensors(writer, spec, shape.expert_type)
+    _add_tensors(writer, spec, shape.expert_type, recipe)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -314,7 +316,7 @@ def _add_metadata(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_expert_feed_forward_length(spec.experts.intermediate_size)
 
 
-def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str) -> None:
+def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str, recipe: Recipe) -> None:
     import gguf
 
     rng = np.random.default_rng(0)
@@ -331,8 +333,9 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str) -> 
         if _is_norm(module):
             writer.add_tensor(name, np.ones(module.shape, dtype=np.float32))
         elif module.is_linear or module.name in ("model.embed_tokens", "lm_head"):
-            blocks = random_blocks(rng, module.shape, "Q4_0")
-            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+            kind = "Q4_0" if recipe == "Q4_0" else _type_in_q4_k_m(module.name, spec)
+            blocks = random_blocks(rng, module.shape, kind)
+            writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:  # a router, or a convolution without its axis of length 1
             weight = rng.standard_normal(module.shape, dtype=np.float32) * np.float32(DEVIATION)
             writer.add_tensor(name, weight.reshape(module.shape[0], -1))
@@ -340,8 +343,21 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str) -> 
             writer.add_tensor(stored[f"{module.name}.bias"], np.zeros(module.shape[0], dtype=np.float32))
 
 
+def _type_in_q4_k_m(name: str, spec: ModelSpec) -> str:
+    """As `llama-quantize` chooses: 6 bits for the head, and for some layers' v and down projection."""
+    if name in ("model.embed_tokens", "lm_head"):
+        return "Q6_K" if name == "lm_head" or spec.tie_word_embeddings else "Q4_K"
+    if not name.endswith(("v_proj", "down_proj")):
+        return "Q4_K"
+    layer, eighth = int(name.split(".")[2]), spec.num_layers // 8
+    is_outer = layer < eighth or layer >= 7 * spec.num_layers // 8
+    return "Q6_K" if is_outer or (layer - eighth) % 3 == 2 else "Q4_K"
+
+
 def random_blocks(rng: np.random.Generator, shape: tuple[int, ...], ggml_type: str) -> Bytes:
-    """Weights of about `DEVIATION` in blocks of 32: uniform nibbles, and scales that give their values this size."""
+    """Weights of about `DEVIATION`: uniform numbers, and scales that give their values this size."""
+    if ggml_type in ("Q4_K", "Q6_K"):
+        return _random_super_blocks(rng, shape, ggml_type)
     num = int(np.prod(shape)) // 32
     nibbles = rng.integers(0, 256, (num, 16), dtype=np.uint8)
     if ggml_type == "MXFP4":  # a power of two; the nibbles are values to 6, with a deviation of 2.9
@@ -352,3 +368,20 @@ def random_blocks(rng: np.random.Generator, shape: tuple[int, ...], ggml_type: s
         scales = deltas.astype(np.float16).view(np.uint8).reshape(-1, 2)
     blocks = np.concatenate([scales, nibbles], axis=1)
     return blocks.reshape(*shape[:-1], -1)
+
+
+def _random_super_blocks(rng: np.random.Generator, shape: tuple[int, ...], ggml_type: str) -> Bytes:
+    num = int(np.prod(shape)) // 256
+    deltas = rng.uniform(0.7, 1.3, (num, 1)) * DEVIATION
+
+    def halves(values: np.typing.NDArray[np.float64]) -> Bytes:
+        return values.astype(np.float16).view(np.uint8)
+
+    if ggml_type == "Q4_K":  # 63 * (0 to 15, less 7.5); the 6 bits of all scales and minima are ones
+        scales = deltas / (4.6 * 63)
+        ones = np.full((num, 12), 255, dtype=np.uint8)
+        parts = [halves(scales), halves(scales * 7.5), ones, rng.integers(0, 256, (num, 128), dtype=np.uint8)]
+    else:  # 64 * (-32 to 31)
+        numbers = rng.integers(0, 256, (num, 192), dtype=np.uint8)
+        parts = [numbers, np.full((num, 16), 64, dtype=np.uint8), halves(deltas / (18.5 * 64))]
+    return np.concatenate(parts, axis=1).reshape(*shape[:-1], -1)

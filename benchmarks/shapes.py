@@ -24,14 +24,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, get_args
 
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernel_builds import at_least
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from benchmarks.random_models import SHAPES, Shape, write_folder, write_gguf
+from benchmarks.random_models import SHAPES, Recipe, Shape, write_folder, write_gguf
 from engine.runtime.model_files.built_in.fetch import ensure_model
 from engine.runtime.model_files.cache_dir import cache_dir
 
@@ -75,7 +75,8 @@ def main() -> None:
         return
     folder = cache_dir() / "benchmarks" / "shapes"
     if arguments.start is not None:
-        path = write_gguf(SHAPES[arguments.start], folder / f"{arguments.start}-Q4_0.gguf", ensure_model())
+        path = folder / f"{arguments.start}-{arguments.recipe}.gguf"
+        write_gguf(SHAPES[arguments.start], path, ensure_model(), arguments.recipe)
         print(
             start_table(
                 path,
@@ -106,6 +107,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
     parser.add_argument(
         "--start", choices=SHAPES, help="measure the time to the first token of this shape instead"
+    )
+    parser.add_argument("--port", type=at_least(1), default=8791, help="of the servers of --start")
+    parser.add_argument(
+        "--recipe", choices=get_args(Recipe), default="Q4_0", help="GGUF types of the model of --start"
     )
     parser.add_argument(_ENGINE, type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -71,20 +71,21 @@ def _pack_stored(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
     for one in weight.tensors:
         table = None if one.form.table is None or form.table is not None else _table(one.form.table)
         factors = None if one.form.is_exact else one.factors
-        is_paired &= bool(
-            library.pack_rows(
-                *one.arguments,
-                packed.data_ptr(),
-                first,
-                form.bits,
-                form.has_minima,
-                exponent,
-                one.form.zero,
-                None if table is None else table.data_ptr(),
-                None if factors is None else factors.data_ptr(),
-                ROUNDED_AT_A_TIME,
+        for start, piece in one.pieces():
+            is_paired &= bool(
+                library.pack_rows(
+                    *piece.arguments,
+                    packed.data_ptr(),
+                    first + start,
+                    form.bits,
+                    form.has_minima,
+                    exponent,
+                    one.form.zero,
+                    None if table is None else table.data_ptr(),
+                    None if factors is None else factors[start // ROUNDED_AT_A_TIME :].data_ptr(),
+                    ROUNDED_AT_A_TIME,
+                )
             )
-        )
         first += one.shape[0]
     table = None if form.table is None else _table(form.table)
     zero = 0 if form.has_minima else form.zero

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 ROUNDED_AT_A_TIME: Final = 4096
 """Rows rounded to 8 bits at a time: bounds their float32 copy. They share a factor (`round_to_blocks`)."""
 
+
+_PIECE_BYTES: Final = 32 << 20
+"""Of a large tensor so much of the file is mapped at a time."""
 
 _NUMBERS: Final = {one.name: number for number, one in GGML_TYPES.items()}
 
@@ -157,6 +160,25 @@ class TensorRows:
     def _scanned(self) -> tuple[Tensor, Tensor]:
         return scan(load_library(), self)
 
+    def pieces(self) -> Iterator[tuple[int, TensorRows]]:
+        """The outputs in pieces of some megabytes, each with the number of its first output.
+
+        All but the last have a multiple of `ROUNDED_AT_A_TIME` outputs. The pages of a piece are given back when the
+        next one is taken.
+        """
+        num_rows, most = self.shape[0], _PIECE_BYTES // self.raw.strides[0]
+        step = max(most // ROUNDED_AT_A_TIME, 1) * ROUNDED_AT_A_TIME
+        if num_rows <= step:
+            yield 0, self
+            return
+        for start in range(0, num_rows, step):
+            part = slice(start, start + step)
+            if self.rows is None:
+                yield start, replace(self, raw=self.raw[part])
+            else:
+                yield start, replace(self, rows=self.rows[part])
+            self.release()
+
     def unpacked(self) -> BlockWeight:
         """The outputs as a `BlockWeight`."""
         weight = block_weight(self.raw if self.rows is None else self.raw[self.rows.numpy()], self.ggml_type)
@@ -260,7 +282,9 @@ def stack_rows(weights: Sequence[StoredRows]) -> StoredRows:
 def scan(library: ctypes.CDLL, rows: TensorRows) -> tuple[Tensor, Tensor]:
     """See `scan_rows` of pack_rows.cpp: one result per `ROUNDED_AT_A_TIME` rows. For types that `packs_rows`."""
     scales, minima = torch.zeros(2, -(-rows.shape[0] // ROUNDED_AT_A_TIME))
-    library.scan_rows(*rows.arguments, ROUNDED_AT_A_TIME, scales.data_ptr(), minima.data_ptr())
+    for start, piece in rows.pieces():
+        to = (found[start // ROUNDED_AT_A_TIME :].data_ptr() for found in (scales, minima))
+        library.scan_rows(*piece.arguments, ROUNDED_AT_A_TIME, *to)
     return scales, minima
 
 

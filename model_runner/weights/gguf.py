@@ -103,7 +103,10 @@ class GGUFStore:
             cut_from_whole(partial(self.read, name), shape, out, part)
             return
         if name in self._split_kv:
-            out.copy_(torch.from_numpy(self._split_kv[name].read(self._file)))
+            split = self._split_kv[name]
+            out.copy_(torch.from_numpy(split.read(self._file)))
+            for one in split:
+                self._file.release(one)
             return
         info, expert = self._stored[name]
         raw = self._file.raw(info)

@@ -110,15 +110,11 @@ class FileBlock {
     void round(const Rows& rows, const float (&factors)[ROWS]) {
         alignas(64) float values[ROWS][MAX_UNITS * BLOCK], steps[MAX_UNITS][ROWS];
         for (int r = 0; r < ROWS; ++r) {
-            Format::values(rows[r], values[r]);
+            Format::values(rows[r], factors[r], values[r]);
             for (int unit = 0; unit < MAX_UNITS; ++unit) {
                 LargestMagnitude largest;
-                float* at = values[r] + unit * BLOCK;
-                for (int half = 0; half < 2; ++half, at += LANES) {
-                    f32x16 scaled = load(at) * factors[r];
-                    store(at, scaled);
-                    largest.see(scaled);
-                }
+                largest.see(load(values[r] + unit * BLOCK));
+                largest.see(load(values[r] + unit * BLOCK + LANES));
                 steps[unit][r] = largest.get();
             }
         }
@@ -145,6 +141,39 @@ class FileBlock {
     alignas(64) uint8_t numbers_[ROWS][Format::UNITS * Format::BITS * 4];
 };
 
+// Fetches the next rows into the cache while rows are packed: a stride of a row is more than the core foresees.
+class NextRows {
+  public:
+    // [begin, end), and the number of calls in which they are fetched; nothing if only parts of rows are packed.
+    NextRows(const StoredRows& from, int64_t begin, int64_t end, int64_t calls)
+        : from_(from), row_(begin), end_(from.blocks == nullptr ? std::min(end, from.num_rows) : begin) {
+        lines_ = ((end_ - row_) * ((from.row_bytes + LINE - 1) / LINE) + calls - 1) / calls;
+        start();
+    }
+
+    ALWAYS_INLINE void fetch_some() {
+        for (int64_t n = 0; n < lines_ && row_ < end_; ++n) {
+            __builtin_prefetch(at_, 0, 2);
+            if ((at_ += LINE) < row_end_) continue;
+            ++row_;
+            start();
+        }
+    }
+
+  private:
+    static constexpr int64_t LINE = BlockCall::LINE;
+
+    void start() {
+        if (row_ >= end_) return;
+        at_ = from_.row(row_);
+        row_end_ = at_ + from_.row_bytes;
+    }
+
+    const StoredRows& from_;
+    int64_t row_, end_, lines_;
+    const uint8_t *at_ = nullptr, *row_end_ = nullptr;
+};
+
 // Packs rows [begin, end) of one panel, in which they have the outputs from `column` on; BITS, MINIMA: the form of the
 // packed weight. Returns whether blocks 2k and 2k + 1 have the same scale everywhere.
 template <class Format, int BITS, bool MINIMA>
@@ -166,7 +195,9 @@ bool pack_panel(const StoredRows& from, const Target& target, int64_t begin, int
     uint8_t part[BYTES];
     bool is_paired = from.num_blocks % 2 == 0;
     int64_t known = -1;
+    NextRows next(from, end, end + ROWS, from.num_blocks);
     for (int64_t n = 0; n < from.num_blocks; ++n, panel += BYTES) {
+        next.fetch_some();
         int64_t at = from.block(n) / Format::UNITS;
         int unit = int(from.block(n) % Format::UNITS);
         if (at != known) {
@@ -236,6 +267,13 @@ bool pack_as(const StoredRows& from, const Target& target, int bits, bool has_mi
 
 // ---------------------------------------------------------------- the largest scales
 
+float value_of(const std::atomic<uint32_t>& from) {
+    uint32_t bits = from.load(std::memory_order_relaxed);
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
 // Raises the magnitude at `to`; NaN is larger than infinity.
 void raise(std::atomic<uint32_t>& to, float value) {
     uint32_t bits, found = to.load(std::memory_order_relaxed);
@@ -245,64 +283,99 @@ void raise(std::atomic<uint32_t>& to, float value) {
     }
 }
 
-// Of a format that is rounded: the largest value of rows [begin, end), or `least` if that is larger.
+ALWAYS_INLINE float half_magnitude(uint16_t half) {
+    uint32_t bits = uint32_t(half & 0x7fff) << 13;
+    float scaled;
+    std::memcpy(&scaled, &bits, sizeof scaled);
+    return scaled * 0x1p112f;  // corrects the exponent bias
+}
+
+// The largest scales and minima, or values, of some rows.
 template <class Format>
-float largest_value(const StoredRows& from, int64_t begin, int64_t end, float least) {
-    alignas(64) float values[Format::UNITS * BLOCK];
-    for (int64_t row = begin; row < end; ++row) {
-        int64_t known = -1;
-        bool may_be_larger = false;
-        for (int64_t n = 0; n < from.num_blocks; ++n) {
-            int64_t at = from.block(n) / Format::UNITS;
-            if (at != known) {
-                const uint8_t* block = from.row(row) + at * Format::BYTES;
-                if (!Format::is_finite(block)) return std::numeric_limits<float>::quiet_NaN();
-                if ((may_be_larger = Format::bound(block) > least)) Format::values(block, values);
-                known = at;
-            }
-            if (!may_be_larger) continue;
-            LargestMagnitude largest;
-            const float* unit = values + from.block(n) % Format::UNITS * BLOCK;
-            largest.see(load(unit));
-            largest.see(load(unit + LANES));
-            least = std::max(least, largest.get());
+class Largest {
+  public:
+    // Only what is larger than these is looked for.
+    Largest(float scale, float minimum) : scale_(scale), minimum_(minimum) {}
+
+    void see_row(const StoredRows& from, const uint8_t* row) {
+        for (int64_t n = 0; n < from.num_blocks;) {
+            const int64_t begin = n, at = from.block(n) / Format::UNITS;
+            if (from.blocks == nullptr) n += Format::UNITS;
+            else
+                while (++n < from.num_blocks && from.block(n) / Format::UNITS == at) {
+                }
+            see(from, row + at * Format::BYTES, begin, n);
         }
     }
-    return least;
-}
+
+    // NaN if a scale or a minimum is not finite.
+    float scale() const {
+        if (std::max(scale_half_, minimum_half_) >= 0x7c00) return std::numeric_limits<float>::quiet_NaN();
+        return ONLY_HALVES ? std::max(scale_, half_magnitude(scale_half_)) : scale_;
+    }
+
+    float minimum() const { return ONLY_HALVES ? std::max(minimum_, half_magnitude(minimum_half_)) : minimum_; }
+
+  private:
+    static constexpr bool ONLY_HALVES = Format::UNITS == 1 && Format::SCALE_AT >= 0;
+
+    // Inputs [begin, end) * 32 of the row, which are in this block.
+    ALWAYS_INLINE void see(const StoredRows& from, const uint8_t* block, int64_t begin, int64_t end) {
+        if constexpr (Format::SCALE_AT < 0) {
+            scale_ = std::max(scale_, Format::scale(block[0]));
+            return;
+        }
+        const uint16_t half = see_half(block + Format::SCALE_AT, scale_half_);
+        const uint16_t other = Format::MINIMUM_AT < 0 ? 0 : see_half(block + Format::MINIMUM_AT, minimum_half_);
+        if constexpr (ONLY_HALVES) return;
+        const float most = half_magnitude(half) * Format::MOST;
+        const float most_of_minima = half_magnitude(other) * Format::MOST_OF_MINIMA;
+        if constexpr (Format::ROUNDED) {
+            if (most + most_of_minima <= scale_) return;
+            alignas(64) float values[Format::UNITS * BLOCK];
+            Format::values(block, 1.0f, values);
+            LargestMagnitude largest;
+            for (int64_t n = begin; n < end; ++n) {
+                const float* unit = values + from.block(n) % Format::UNITS * BLOCK;
+                largest.see(load(unit));
+                largest.see(load(unit + LANES));
+            }
+            scale_ = std::max(scale_, largest.get());
+        } else {
+            if (most <= scale_ && most_of_minima <= minimum_) return;
+            Rows rows;
+            Scales found;
+            std::fill(rows, rows + ROWS, block);
+            Format::scales(rows, found);
+            for (int64_t n = begin; n < end; ++n) {
+                int unit = int(from.block(n) % Format::UNITS);
+                scale_ = std::max(scale_, std::abs(found.scales[unit][0]));
+                if (Format::MINIMA) minimum_ = std::max(minimum_, std::abs(found.minima[unit][0]));
+            }
+        }
+    }
+
+    ALWAYS_INLINE static uint16_t see_half(const uint8_t* at, uint16_t& largest) {
+        uint16_t half;
+        std::memcpy(&half, at, sizeof half);
+        half &= 0x7fff;
+        largest = std::max(largest, half);
+        return half;
+    }
+
+    float scale_, minimum_;
+    uint16_t scale_half_ = 0, minimum_half_ = 0;  // the largest of all blocks, without sign
+};
 
 template <class Format>
 void scan(const StoredRows& from, int64_t rows_per_result, std::atomic<uint32_t>* scales, std::atomic<uint32_t>* minima) {
     parallel_for((from.num_rows + ROWS - 1) / ROWS, 1, [&](int64_t begin, int64_t end) {
         for (int64_t first = begin * ROWS; first < std::min(end * ROWS, from.num_rows); first += ROWS) {
             int64_t last = std::min(first + ROWS, from.num_rows), result = first / rows_per_result;
-            if constexpr (Format::ROUNDED) {
-                uint32_t bits = scales[result].load(std::memory_order_relaxed);
-                float least;
-                std::memcpy(&least, &bits, sizeof least);
-                raise(scales[result], largest_value<Format>(from, first, last, least));
-                continue;
-            } else {
-                LargestMagnitude scale, minimum;
-                Scales found;
-                Rows rows;
-                int64_t known = -1;
-                for (int64_t n = 0; n < from.num_blocks; ++n) {
-                    int64_t at = from.block(n) / Format::UNITS;
-                    if (at != known) {
-                        for (int r = 0; r < ROWS; ++r)
-                            rows[r] = from.row(std::min(first + r, last - 1)) + at * Format::BYTES;
-                        Format::scales(rows, found);
-                        known = at;
-                    }
-                    for (int r = 0; r < ROWS; r += LANES) {
-                        scale.see(load(found.scales[from.block(n) % Format::UNITS] + r));
-                        if (Format::MINIMA) minimum.see(load(found.minima[from.block(n) % Format::UNITS] + r));
-                    }
-                }
-                raise(scales[result], found.finite ? scale.get() : std::numeric_limits<float>::quiet_NaN());
-                if (Format::MINIMA) raise(minima[result], minimum.get());
-            }
+            Largest<Format> largest(value_of(scales[result]), value_of(minima[result]));
+            for (int64_t row = first; row < last; ++row) largest.see_row(from, from.row(row));
+            raise(scales[result], largest.scale());
+            raise(minima[result], largest.minimum());
         }
     });
 }
