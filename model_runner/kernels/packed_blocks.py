@@ -100,19 +100,20 @@ def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
         packed.view(-(-weight.shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
     first = 0
     for one in weight.tensors:
-        raw, row_bytes, _, rows, num_rows, _, _ = one.arguments
         superblocks = None if one.blocks is None else one.superblocks
-        library.pack_superblocks(
-            raw,
-            row_bytes,
-            rows,
-            None if superblocks is None else superblocks.data_ptr(),
-            first,
-            num_rows,
-            weight.shape[1],
-            bits,
-            packed.data_ptr(),
-        )
+        for start, piece in one.pieces():
+            raw, row_bytes, _, rows, num_rows, _, _ = piece.arguments
+            library.pack_superblocks(
+                raw,
+                row_bytes,
+                rows,
+                None if superblocks is None else superblocks.data_ptr(),
+                first + start,
+                num_rows,
+                weight.shape[1],
+                bits,
+                packed.data_ptr(),
+            )
         first += one.shape[0]
     has_minima = weight.form.has_minima
     return PackedBlocks(packed, weight.shape, bits, 0, has_minima, False, None, 1.0, is_super=True)

@@ -133,11 +133,13 @@ class TensorRows:
         if self.superblocks is None:
             return self.scale_range.is_finite
         size = self.ggml_type.block_bytes
-        blocks = self.raw.reshape(len(self.raw), -1, size)
-        found = blocks[:, :, size - 2 :] if self.ggml_type.name == "Q6_K" else blocks[:, :, :4]
-        if self.rows is not None:
-            found = found[self.rows.numpy()]
-        return bool(np.isfinite(np.ascontiguousarray(found).view(np.float16)).all())
+        factors = slice(size - 2, size) if self.ggml_type.name == "Q6_K" else slice(4)
+        for _, piece in self.pieces():
+            found = piece.raw.reshape(len(piece.raw), -1, size)[:, :, factors]
+            found = found if piece.rows is None else found[piece.rows.numpy()]
+            if not np.isfinite(np.ascontiguousarray(found).view(np.float16)).all():
+                return False
+        return True
 
     @cached_property
     def scale_range(self) -> ScaleRange:
@@ -185,16 +187,17 @@ class TensorRows:
         return weight if self.blocks is None else weight.take_blocks(self.blocks)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], rounded once."""
-        if self.form.is_exact or self.superblocks is None:
+        """[N, K], rounded once; the values of the file for types that have a layout of superblocks."""
+        if self.form.is_exact or not self.form.superblock_bytes:
             return self.unpacked().dequantized(dtype)
         out = torch.empty(self.shape, dtype=dtype)
-        columns = self.superblocks.view(-1, 1) * SUPERBLOCK_LEN + torch.arange(SUPERBLOCK_LEN)
         for start in range(0, len(out), ROUNDED_AT_A_TIME):
             rows = slice(start, start + ROUNDED_AT_A_TIME)
             raw = self.raw[rows] if self.rows is None else self.raw[self.rows[rows].numpy()]
             values = torch.from_numpy(dequantize(raw, self.ggml_type))
-            out[rows] = values if self.blocks is None else values[:, columns.flatten()]
+            if self.blocks is not None:
+                values = values.view(len(values), -1, BLOCK_SIZE)[:, self.blocks].flatten(1)
+            out[rows] = values
         return out
 
 

@@ -118,7 +118,7 @@ def test_blocks_mean_what_is_read_without_them(tmp_path: Path, kind: str) -> Non
 
         assert blocks is not None and blocks.bits == GGUF_FORMS[kind].bits and blocks.shape == shape
         means = blocks.dequantized(torch.float32)
-        if GGUF_FORMS[kind].is_exact:
+        if GGUF_FORMS[kind].is_exact or kind == "Q6_K":
             assert torch.equal(means, plain)
         else:  # half a step of 8 bits, and what the scale loses by having 16
             bound = plain.view(-1, 32).abs().amax(1).repeat_interleave(32).view(shape) / 220
@@ -136,7 +136,7 @@ class Kept:
     def __init__(self) -> None:
         self.parts: list[Part] = []
 
-    def pack(self, parts: Sequence[Part]) -> LinearWeight:
+    def pack(self, parts: Sequence[Part], *, as_one: bool = False) -> LinearWeight:
         self.parts = list(parts)
         return lambda x, bias=None: x
 

@@ -25,11 +25,14 @@ SPEC_OF_TYPES = replace(SPEC, quantization=QuantizationSpec(method="gguf", types
 
 
 def test_formats_with_scales_of_16_numbers_take_8_bits() -> None:
-    assert rounded_bytes(SPEC_OF_TYPES) == {
-        "Q6_K": (96 * 512 + 2 * 96 * 16, 96 * 2 * 210),
+    types = {**TYPES, HEAD: "Q3_K"}
+    spec = replace(SPEC, quantization=QuantizationSpec(method="gguf", types=types))
+    assert rounded_bytes(spec) == {
+        "Q3_K": (96 * 512 + 2 * 96 * 16, 96 * 2 * 110),
         "IQ2_S": (512 * 768 + 2 * 512 * 24, 512 * 3 * 82),
     }
-    untied = replace(SPEC_OF_TYPES, tie_word_embeddings=False)  # the embedding is no linear layer then
+    assert list(rounded_bytes(SPEC_OF_TYPES)) == ["IQ2_S"]  # Q6_K has a kernel
+    untied = replace(spec, tie_word_embeddings=False)  # the embedding is no linear layer then
     assert list(rounded_bytes(untied)) == ["IQ2_S"]
     assert not rounded_bytes(SPEC)
     assert not rounded_bytes(replace(SPEC, quantization=QuantizationSpec(method="int8", stored=False)))
@@ -45,7 +48,7 @@ def test_one_line_names_the_formats_and_their_memory(caplog: pytest.LogCaptureFi
         make_linear_format(None, large, ops, CPU, torch.bfloat16)  # type: ignore[arg-type]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "weights are kept as gguf (IQ4_XS x 1, IQ2_S x 1, Q6_K x 1), weights_mib=" in line
-    assert line.endswith("; Q6_K, IQ2_S: no kernel, rounded to 8 bits, mib=34, in the file 10")
+    assert line.endswith("; IQ2_S: no kernel, rounded to 8 bits, mib=34, in the file 10")
 
 
 def test_without_kernels_all_formats_are_named(caplog: pytest.LogCaptureFixture) -> None:

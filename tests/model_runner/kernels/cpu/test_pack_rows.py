@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.kernels import stored_rows
-from engine.model_runner.kernels.packed_blocks import pack
+from engine.model_runner.kernels import packed_blocks, stored_rows
+from engine.model_runner.kernels.packed_blocks import PackedBlocks, pack
 from engine.model_runner.kernels.stored_rows import ScaleRange, StoredRows, TensorRows, scan, stack_rows
 from engine.runtime.model_files.block_forms import GGUF_FORMS, WIDEST
 from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name
@@ -39,8 +39,15 @@ def random_rows(kind: str, num_rows: int, num_inputs: int, seed: int = 0) -> Ten
     return TensorRows(blocks.reshape(num_rows, -1), ggml_type)
 
 
+def packed(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
+    """In blocks, also where the kernels would take superblocks (test_superblocks.py)."""
+    if all(library.packs_rows(one.type_number) for one in weight.tensors):
+        return packed_blocks._pack_stored(library, weight)
+    return pack(library, weight)
+
+
 def check(library: ctypes.CDLL, weight: StoredRows) -> None:
-    made, expected = pack(library, weight), pack(library, weight.unpacked())
+    made, expected = packed(library, weight), pack(library, weight.unpacked())
     assert made._replace(packed=None, table=None) == expected._replace(packed=None, table=None)
     assert (made.table is None) == (expected.table is None)
     assert made.table is None or torch.equal(made.table, expected.table)
@@ -101,7 +108,7 @@ def test_equal_scales_in_pairs_are_found(library, kind):
     else:
         blocks[1::2, :2] = blocks[::2, :2]
     weight = StoredRows((rows,))
-    assert pack(library, weight).has_paired_scales
+    assert packed(library, weight).has_paired_scales
     check(library, weight)
     check(library, StoredRows((replace(rows, blocks=torch.arange(1, 9)),)))
     check(library, StoredRows((replace(rows, blocks=torch.arange(15)),)))
