@@ -122,9 +122,7 @@ class NativeBlockLinear(NativeMatmul):
         if self._is_super:
             self._library.superblocks_rows(*arguments)
             return
-        self._library.blocks_rows(
-            *arguments, self._has_minima, self._zero, self._factor, self._table_address
-        )
+        self._library.blocks_rows(*arguments, self._has_minima, self._zero, self._factor, self._table_address)
 
     def multiply_into(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
         """The matmul into columns of a larger tensor: [T, N] bfloat16 or float32, the values of a row contiguous."""

@@ -1,5 +1,6 @@
-"""`PackedBlocks`: a block-quantized weight in a layout of the C++ kernels (`kernels/cpu/blocks.h`, or `super_blocks.h`);
-`pack` makes it.
+"""`PackedBlocks`: a block-quantized weight in a layout of the C++ kernels; `pack` makes it.
+
+The layouts are those of `kernels/cpu/blocks.h` and, for K-quants of whole superblocks, `kernels/cpu/super_blocks.h`.
 
 The rows of a GGUF file are packed in one pass (`kernels/cpu/pack_rows.cpp`). Rows of types that this does not know (the
 rare ones with grids, with digits in base 3, and NVFP4) are unpacked into a `BlockWeight` first.

@@ -93,8 +93,9 @@ class TensorRows:
 
     @cached_property
     def superblocks(self) -> Tensor | None:
-        """[K / 256] int64: the superblock of a row for each 256 inputs; None: there is no layout of superblocks for this
-        type, or inputs are parts of one.
+        """[K / 256] int64: the superblock of a row for each 256 inputs.
+
+        None: there is no layout of superblocks for this type, or inputs are parts of one.
         """
         if not self.form.superblock_bytes or self.shape[1] % SUPERBLOCK_LEN:
             return None
@@ -102,7 +103,9 @@ class TensorRows:
             return torch.arange(self.shape[1] // SUPERBLOCK_LEN)
         blocks = self.blocks.view(-1, SUPERBLOCK_LEN // BLOCK_SIZE)
         first = blocks[:, :1]
-        is_whole = torch.equal(blocks, first + torch.arange(blocks.shape[1])) and not (first % blocks.shape[1]).any()
+        is_whole = (
+            torch.equal(blocks, first + torch.arange(blocks.shape[1])) and not (first % blocks.shape[1]).any()
+        )
         return (first // blocks.shape[1]).flatten().contiguous() if is_whole else None
 
     @property

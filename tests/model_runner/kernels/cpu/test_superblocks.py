@@ -124,8 +124,12 @@ def test_rows_and_superblocks_in_another_order_with_others_and_padding(library, 
     first = TensorRows(raw, ggml_type, rows, blocks)
     second = TensorRows(raw_rows(kind, 40, 768), ggml_type)
     weight = stack_rows([StoredRows((first,)), StoredRows((second,)).padded(50)])
-    expected = torch.from_numpy(dequantize(raw[rows.numpy()], ggml_type)).view(75, 4, 256)[:, [3, 0, 2]].flatten(1)
-    expected = torch.cat((expected, torch.from_numpy(dequantize(second.raw, ggml_type)), torch.zeros(10, 768)))
+    expected = (
+        torch.from_numpy(dequantize(raw[rows.numpy()], ggml_type)).view(75, 4, 256)[:, [3, 0, 2]].flatten(1)
+    )
+    expected = torch.cat(
+        (expected, torch.from_numpy(dequantize(second.raw, ggml_type)), torch.zeros(10, 768))
+    )
     assert weight.is_in_superblocks and torch.equal(weight.dequantized(F32), expected)
     linear = NativeBlockLinear(library, weight, NO_TILES)
     found = linear.rows(torch.arange(125)).double()
