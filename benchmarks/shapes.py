@@ -47,6 +47,7 @@ LEAST: Final = 0.95
 START_TARGET: Final = 2.0
 """Of the time to the first token to llama.cpp's, at most."""
 HOST: Final = "127.0.0.1"
+ANY_MODEL: Final = "any"
 RATES: Final = "rates: "
 _POLL_S: Final = 0.02
 _LOADING: Final = 503
@@ -250,6 +251,7 @@ def start_table(path: Path, llama: LlamaCpp, threads: int, rounds: int, port: in
     """Seconds from the command to the first token over HTTP; the file is in the page cache for both."""
     where = ["--host", HOST, "--port", str(port)]
     ours = [sys.executable, "-P", "-m", "engine", "serve", str(path), *where, "--num-threads", str(threads)]
+    ours += ["--served-model-name", ANY_MODEL]
     theirs = [
         str(llama.server),
         "--model",
@@ -278,7 +280,7 @@ def first_token_s(command: Sequence[str], port: int) -> float:
     Raises:
         SideError: it ends before.
     """
-    body = json.dumps({"model": "any", "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
+    body = json.dumps({"model": ANY_MODEL, "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"http://{HOST}:{port}/v1/completions", body, {"Content-Type": "application/json"}
     )
