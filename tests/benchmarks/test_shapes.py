@@ -62,6 +62,7 @@ def tiny(models: ModuleType, name: str) -> Any:
     return models.Shape({**shape.config, **TINY}, shape.metadata, shape.expert_type)
 
 
+@pytest.mark.slow
 def test_every_shape_is_written_in_both_forms(models: ModuleType, tokenizer: Path, tmp_path: Path) -> None:
     params = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
     assert models.SHAPES
