@@ -59,7 +59,10 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def tiny(models: ModuleType, name: str) -> Any:
     shape = models.SHAPES[name]
-    return models.Shape({**shape.config, **TINY}, shape.metadata, shape.expert_type)
+    sizes = dict(TINY)
+    if "num_local_experts" in shape.config:
+        sizes["num_local_experts"] = sizes.pop("num_experts")
+    return models.Shape({**shape.config, **sizes}, shape.metadata, shape.expert_type)
 
 
 @pytest.mark.slow
