@@ -267,6 +267,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
+@pytest.mark.fast_cases(4)
 @needs_kernel
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("tied", [True, False])
