@@ -14,7 +14,7 @@ import torch
 from engine.model_runner import load
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.latent import plain as plain_latent
-from engine.model_runner.kernels.plain_delta import PlainDeltas
+from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.streams import plain as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops

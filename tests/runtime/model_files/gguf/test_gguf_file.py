@@ -181,6 +181,28 @@ EDITS = st.lists(
 )
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc")
+def test_pages_that_are_released_are_not_resident_and_read_the_same(
+    make_gguf: MakeGGUF,
+) -> None:
+    weights = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    path = make_gguf({}, {"w": weights, "norm": np.ones(64, np.float32)})
+    file = GGUFFile(path)
+    info = file.tensors["w"]
+    raw = file.raw(info)
+
+    def resident_kib() -> int:
+        _, _, after = Path("/proc/self/smaps").read_text().partition(str(path))
+        return int(after.partition("Rss:")[2].split()[0])
+
+    assert np.array_equal(raw.view(np.float32), weights) and resident_kib() >= 4096
+    file.release(info, 0, 2 << 20)
+    assert resident_kib() <= 2200
+    file.release(info)
+    assert resident_kib() <= 100
+    assert np.array_equal(raw.view(np.float32), weights)
+
+
 @settings(
     max_examples=600,
     deadline=None,
