@@ -46,7 +46,7 @@ class Shape:
     """
 
     config: Mapping[str, Any]
-    metadata: Mapping[str, float | int | bool] = field(default_factory=dict)
+    metadata: Mapping[str, float | int | bool | str] = field(default_factory=dict)
     expert_type: str = "Q4_0"
 
     def with_layers(self, layers: int) -> Shape:
@@ -161,6 +161,44 @@ SHAPES: Final[Mapping[str, Shape]] = {
             "norm_topk_prob": True,
         }
     ),
+    "gpt-oss-20b": Shape(
+        {
+            **_COMMON,
+            "model_type": "gpt_oss",
+            "architectures": ["GptOssForCausalLM"],
+            "vocab_size": 49152,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "tie_word_embeddings": False,
+            "sliding_window": 128,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+        },
+        {
+            "attention.sliding_window": 128,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 32.0,
+            "rope.scaling.original_context_length": 4096,
+        },
+        expert_type="MXFP4",
+    ),
     "llama-3.1-8b": Shape(
         {
             **_COMMON,
@@ -179,7 +217,7 @@ SHAPES: Final[Mapping[str, Shape]] = {
         }
     ),
 }
-"""By the name of the model. The mixture has four layers, and the vocabulary of the default model."""
+"""By the name of the model. Mixtures have four layers, and the vocabulary of the default model."""
 
 
 def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
@@ -204,7 +242,7 @@ def write_folder(shape: Shape, folder: Path, tokenizer: Path) -> Path:
 
     index: dict[str, str] = {}
     for number, modules in enumerate(_shards(spec_of(partial))):
-        tensors = {f"{module.name}.weight": random(module) for module in modules}
+        tensors = {f"{module.name}.{module.part}": random(module) for module in modules}
         for module in modules:
             if module.has_bias:
                 tensors[f"{module.name}.bias"] = torch.zeros(module.shape[0], dtype=torch.bfloat16)
@@ -234,7 +272,7 @@ def write_gguf(shape: Shape, path: Path, tokenizer: Path, recipe: Recipe = "Q4_0
     _copy_tokenizer(writer, gguf.GGUFReader(tokenizer), spec.vocab_size)
     _add_metadata(writer, spec)
     for key, value in shape.metadata.items():
-        kind = {bool: "add_bool", int: "add_uint32", float: "add_float32"}[type(value)]
+        kind = {bool: "add_bool", int: "add_uint32", float: "add_float32", str: "add_string"}[type(value)]
         getattr(writer, kind)(f"{arch}.{key}", value)
     _add_tensors(writer, spec, shape.expert_type, recipe)
     writer.write_header_to_file()
@@ -328,8 +366,11 @@ def _add_tensors(writer: gguf.GGUFWriter, spec: ModelSpec, expert_type: str, rec
             stack = module.name.replace(".experts.0.", ".experts.")
             blocks = random_blocks(rng, (spec.experts.num_experts, *module.shape), expert_type)
             writer.add_tensor(stacks[stack], blocks, raw_dtype=gguf.GGMLQuantizationType[expert_type])
+            if module.has_bias:
+                biases = np.zeros((spec.experts.num_experts, module.shape[0]), dtype=np.float32)
+                writer.add_tensor(stacks[stack].removesuffix("weight") + "bias", biases)
             continue
-        name = stored[f"{module.name}.weight"]
+        name = stored[f"{module.name}.{module.part}"]
         if _is_norm(module):
             writer.add_tensor(name, np.ones(module.shape, dtype=np.float32))
         elif module.is_linear or module.name in ("model.embed_tokens", "lm_head"):

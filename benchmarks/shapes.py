@@ -47,6 +47,7 @@ LEAST: Final = 0.95
 START_TARGET: Final = 2.0
 """Of the time to the first token to llama.cpp's, at most."""
 HOST: Final = "127.0.0.1"
+ANY_MODEL: Final = "any"
 RATES: Final = "rates: "
 _POLL_S: Final = 0.02
 _LOADING: Final = 503
@@ -58,6 +59,13 @@ class Rates(NamedTuple):
 
     prompt: float
     output: float
+
+
+class Start(NamedTuple):
+    """From the command to the first token."""
+
+    seconds: float
+    peak_mib: int
 
 
 class SideError(Exception):
@@ -250,6 +258,7 @@ def start_table(path: Path, llama: LlamaCpp, threads: int, rounds: int, port: in
     """Seconds from the command to the first token over HTTP; the file is in the page cache for both."""
     where = ["--host", HOST, "--port", str(port)]
     ours = [sys.executable, "-P", "-m", "engine", "serve", str(path), *where, "--num-threads", str(threads)]
+    ours += ["--served-model-name", ANY_MODEL]
     theirs = [
         str(llama.server),
         "--model",
@@ -262,23 +271,27 @@ def start_table(path: Path, llama: LlamaCpp, threads: int, rounds: int, port: in
     ]
     sides = {"engine": ours, "llama.cpp": theirs}
     size_bytes = len(path.read_bytes())
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    found: dict[str, list[Start]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, command in sides.items():
-            seconds[name].append(first_token_s(command, port))
-    ratio = statistics.median(a / b for a, b in zip(*seconds.values(), strict=True))
-    rows = [f"{name}: {statistics.median(each):.2f} s" for name, each in seconds.items()]
+            found[name].append(start(command, port))
+    ratio = statistics.median(a.seconds / b.seconds for a, b in zip(*found.values(), strict=True))
+    rows = [
+        f"{name}: {statistics.median(one.seconds for one in each):.2f} s, "
+        f"peak of the largest process {max(one.peak_mib for one in each):,} MiB"
+        for name, each in found.items()
+    ]
     size = f"{path.name}: {size_bytes / 1e9:.1f} GB"
     return "\n".join([size, *rows, f"engine to llama.cpp: {ratio:.2f} (target {START_TARGET} or less)"])
 
 
-def first_token_s(command: Sequence[str], port: int) -> float:
-    """Seconds from the start of a server to its first token.
+def start(command: Sequence[str], port: int) -> Start:
+    """Start a server and wait for its first token.
 
     Raises:
         SideError: it ends before.
     """
-    body = json.dumps({"model": "any", "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
+    body = json.dumps({"model": ANY_MODEL, "prompt": "Hello", "max_tokens": 1, "temperature": 0}).encode()
     request = urllib.request.Request(
         f"http://{HOST}:{port}/v1/completions", body, {"Content-Type": "application/json"}
     )
@@ -290,7 +303,7 @@ def first_token_s(command: Sequence[str], port: int) -> float:
                 try:
                     with urllib.request.urlopen(request, timeout=600) as answer:
                         answer.read()
-                    return time.perf_counter() - started_s
+                    return Start(time.perf_counter() - started_s, _peak_mib(server.pid))
                 except urllib.error.HTTPError as error:
                     if error.code != _LOADING:
                         raise SideError(f"{error.code}: {error.read().decode()[-1500:]}") from None
@@ -302,6 +315,16 @@ def first_token_s(command: Sequence[str], port: int) -> float:
         finally:
             server.terminate()
             server.wait()
+
+
+def _peak_mib(pid: int) -> int:
+    """Peak memory of the process or the largest of its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    peaks = []
+    for process in (str(pid), *children):
+        status = Path(f"/proc/{process}/status").read_text()
+        peaks.append(int(status.partition("VmHWM:")[2].split()[0]) >> 10)
+    return max(peaks)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

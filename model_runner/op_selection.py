@@ -18,7 +18,7 @@ import torch
 from .kernels import native, native_linear, plain, sgl
 from .kernels.latent import native as native_latent
 from .kernels.latent import plain as plain_latent
-from .kernels.plain_delta import PlainDeltas
+from .kernels.lora.plain import PlainDeltas
 from .kernels.streams import native as native_streams
 from .kernels.streams import plain as plain_streams
 from .ops import OpChoice, Ops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -64,8 +65,13 @@ def modules(room: str) -> Iterator[Path]:
     yield from (ROOT / room).rglob("*.py")
 
 
-def imports_at_load(path: Path, root: Path = ROOT) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
+@functools.cache
+def imports_at_load(path: Path, root: Path = ROOT) -> list[tuple[ast.Import | ast.ImportFrom, str]]:
     """The imports that run when the module is loaded, each with the room or package it names."""
+    return list(_imports_at_load(path, root))
+
+
+def _imports_at_load(path: Path, root: Path) -> Iterator[tuple[ast.Import | ast.ImportFrom, str]]:
     package = path.relative_to(root).parent.parts
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import importlib
 import importlib.metadata
 import os
@@ -146,13 +147,16 @@ def test_command_line_runs_from_the_wheel(
     assert engine.__version__ in version
 
 
-def imported_modules(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imported_modules(path: Path) -> list[tuple[int, str]]:
     """Line and name of each absolute import of a file."""
+    found: list[tuple[int, str]] = []
     for node in ast.walk(ast.parse((ROOT / path).read_bytes(), filename=str(path))):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.lineno, node.module
+            found.append((node.lineno, node.module))
+    return found
 
 
 def test_product_imports_itself_relatively() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 
 from ...runtime.model_files.adapters.base_modules import EMBEDDING, HEAD, BaseModules
-from ..kernels.plain_delta import PlainDelta, PlainEmbeddingDelta
+from ..kernels.lora.plain import PlainDelta, PlainEmbeddingDelta
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -25,7 +25,7 @@ from ..ops import (
 from . import native_experts, plain
 from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
-from .native_delta import NativeDeltas
+from .lora.native import NativeDeltas
 from .native_experts import NativeExperts
 from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul

@@ -24,6 +24,7 @@ from .packed_blocks import pack
 from .quantized_weights import BLOCK_SIZE
 
 if TYPE_CHECKING:
+    from ..memory.weight_memory import WeightMemory
     from .quantized_weights import BlockWeight
     from .stored_rows import StoredRows
 
@@ -57,12 +58,21 @@ class NativeBlockLinear(NativeMatmul):
     """
 
     def __init__(
-        self, library: ctypes.CDLL, weight: BlockWeight | StoredRows, tiles_from: int = TILES_FROM
+        self,
+        library: ctypes.CDLL,
+        weight: BlockWeight | StoredRows,
+        tiles_from: int = TILES_FROM,
+        memory: WeightMemory | None = None,
     ) -> None:
-        """`tiles_from`: number of tokens, at least 1, from which AMX tiles are used if the CPU has them."""
+        """Pack a weight.
+
+        Args:
+            tiles_from: number of tokens, at least 1, from which AMX tiles are used if the CPU has them.
+            memory: gives the memory for it; None: of its own.
+        """
         assert tiles_from > 0, tiles_from
         self.tiles_from = tiles_from
-        made = pack(library, weight)
+        made = pack(library, weight, memory)
         self._bits, self._zero, self._has_minima = made.bits, made.zero, made.has_minima
         self._has_paired_scales, self._factor = made.has_paired_scales, made.factor
         self._is_super = made.is_super

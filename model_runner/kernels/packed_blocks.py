@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.model_files.block_forms import BlockForm
-from ..memory.huge_pages import request_huge_pages
+from ..memory.weight_memory import WeightMemory
 from .quantized_weights import BLOCK_SIZE, BlockWeight
 from .stored_rows import ROUNDED_AT_A_TIME, ScaleRange, StoredRows, TensorRows
 
@@ -50,20 +50,23 @@ class PackedBlocks(NamedTuple):
     is_super: bool = False
 
 
-def pack(library: ctypes.CDLL, weight: BlockWeight | StoredRows) -> PackedBlocks:
-    """Pack a weight. Its scales must be finite."""
+def pack(
+    library: ctypes.CDLL, weight: BlockWeight | StoredRows, memory: WeightMemory | None = None
+) -> PackedBlocks:
+    """Pack a weight, into memory of its own if `memory` is None. Its scales must be finite."""
+    memory = memory or WeightMemory()
     if isinstance(weight, BlockWeight):
-        return _pack_unpacked(library, weight)
+        return _pack_unpacked(library, weight, memory)
     if weight.is_in_superblocks:
-        return _pack_superblocks(library, weight)
+        return _pack_superblocks(library, weight, memory)
     if all(library.packs_rows(one.type_number) for one in weight.tensors):
-        return _pack_stored(library, weight)
-    return _pack_unpacked(library, weight.unpacked())
+        return _pack_stored(library, weight, memory)
+    return _pack_unpacked(library, weight.unpacked(), memory)
 
 
-def _pack_stored(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
+def _pack_stored(library: ctypes.CDLL, weight: StoredRows, memory: WeightMemory) -> PackedBlocks:
     form, shape = weight.form, weight.shape
-    packed = _new_packed(library, shape, form.bits, has_minima=form.has_minima)
+    packed = memory.take(library.packed_blocks_bytes(*shape, form.bits, form.has_minima))
     num_stored = shape[0] - weight.padding
     if num_stored % _PANEL or weight.padding:
         packed.view(-(-shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
@@ -93,9 +96,9 @@ def _pack_stored(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
     return PackedBlocks(packed, shape, form.bits, zero, form.has_minima, is_paired, table, 2.0**-exponent)
 
 
-def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
+def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows, memory: WeightMemory) -> PackedBlocks:
     bits = SUPERBLOCK_BITS[weight.tensors[0].ggml_type.name]
-    packed = _allocated(library.packed_superblocks_bytes(*weight.shape, bits))
+    packed = memory.take(library.packed_superblocks_bytes(*weight.shape, bits))
     num_stored = weight.shape[0] - weight.padding
     if num_stored % _PANEL or weight.padding:
         packed.view(-(-weight.shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
@@ -128,11 +131,11 @@ def _widened_range(rows: TensorRows, form: BlockForm) -> ScaleRange:
     return found._replace(minimum=float(torch.tensor(found.scale) * rows.form.zero))
 
 
-def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight) -> PackedBlocks:
+def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight, memory: WeightMemory) -> PackedBlocks:
     _check(weight)
     has_minima = weight.minima is not None
     outputs, inputs = weight.shape
-    packed = _new_packed(library, weight.shape, weight.bits, has_minima=has_minima)
+    packed = memory.take(library.packed_blocks_bytes(outputs, inputs, weight.bits, has_minima))
     largest = (
         float(part.abs().max()) if part is not None and part.numel() else 0.0
         for part in (weight.scales, weight.minima)
@@ -160,16 +163,6 @@ def _pack_unpacked(library: ctypes.CDLL, weight: BlockWeight) -> PackedBlocks:
         None if weight.table is None else _table(weight.table),
         2.0**-exponent,
     )
-
-
-def _new_packed(library: ctypes.CDLL, shape: tuple[int, int], bits: int, *, has_minima: bool) -> Tensor:
-    return _allocated(library.packed_blocks_bytes(*shape, bits, has_minima))
-
-
-def _allocated(num_bytes: int) -> Tensor:
-    packed = torch.empty(num_bytes, dtype=torch.uint8)
-    request_huge_pages(packed.data_ptr(), num_bytes)
-    return packed
 
 
 def _table(values: tuple[int, ...]) -> Tensor:

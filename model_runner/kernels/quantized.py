@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..memory.weight_memory import WeightMemory
 from ..ops import LinearWeight, PackLinear
 from .cpu.library import load_library
 from .native_blocks import TILES_FROM, BlocksSideBySide, NativeBlockLinear, reasons_against_native_blocks
@@ -53,6 +54,7 @@ class QuantTarget:
         triton_reason: why the Triton kernels cannot run; empty: they can.
         sgl_reason: the same for sgl_kernel.
         tiles_from: number of tokens from which block-quantized weights may take another kernel (`native_blocks`).
+        memory: for the packed weights of a model on a CPU.
     """
 
     device: torch.device
@@ -61,6 +63,7 @@ class QuantTarget:
     triton_reason: str
     sgl_reason: str
     tiles_from: int = TILES_FROM
+    memory: WeightMemory = field(default_factory=WeightMemory)
 
 
 class LinearProvider(NamedTuple):
@@ -175,7 +178,7 @@ def _against_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows
 
 
 def _make_blocks_native(target: QuantTarget, weight: BlockWeight | StoredRows) -> LinearWeight:
-    return NativeBlockLinear(load_library(), weight, target.tiles_from)
+    return NativeBlockLinear(load_library(), weight, target.tiles_from, target.memory)
 
 
 # ---------------------------------------------------------------- choice

@@ -4,8 +4,7 @@ A decode step reads all weights once. With pages of 4 KB each page costs a page 
 machine), the core's prefetcher stops at every page boundary, and afterwards the TLB holds no entries for the memory
 that Python uses between two steps. Weights are in hundreds of allocations, many of them smaller than a huge page. So
 all densely filled memory of the process is moved into huge pages when loading is done (`MADV_COLLAPSE`, Linux 6.1).
-Addresses do not change. Large weights request them before they are written (`request_huge_pages`): nothing is moved
-then, and the system clears the memory in a fraction of the time.
+Addresses do not change. Block-quantized weights are in huge pages from the beginning (`weight_memory`).
 
 Memory that is reserved for later belongs to `host_memory`.
 """

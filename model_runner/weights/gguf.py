@@ -60,7 +60,7 @@ class GGUFStore:
         Raises:
             ConfigError: the file is truncated or damaged, or its number of experts differs from the model's.
         """
-        self._file = GGUFFile(path)
+        self._file = GGUFFile(path, with_lists=False)  # another process has the vocabulary
         family = family_of(spec.model_type)
         self._order = StoredOrder(spec)
         self._norms_are_offset = family is not None and family.offset_norms

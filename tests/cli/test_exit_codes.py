@@ -205,6 +205,7 @@ def test_a_port_in_use_is_something_to_correct(capsys):
     assert "is in use" in capsys.readouterr().err
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.real_process
 @pytest.mark.parametrize("arguments", [("--help",), ("serve", "--help"), ("doctor", "/nope")], ids=" ".join)
 def test_a_reader_that_closes_the_output_ends_a_command_in_silence(arguments):

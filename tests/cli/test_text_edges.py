@@ -175,6 +175,7 @@ def run_in(locale, *arguments, stdin=b""):
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.real_process
 @pytest.mark.parametrize("locale", LOCALES)
 def test_in_every_locale_the_position_of_the_byte_is_told(locale):

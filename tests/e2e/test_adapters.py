@@ -154,6 +154,7 @@ def test_generate_with_one_adapter_for_each_prompt(server: EngineServe, referenc
     assert [answer["text"] for answer in answers] == [reference.text(n) for n in (5, 6, 5)]
 
 
+@pytest.mark.slow
 def test_an_llm_computes_the_same(model: Path, reference: Reference):
     lora = [f"a{n}={reference.root / f'a{n}'}" for n in range(3)]
     sampling = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -202,6 +203,7 @@ def test_changed_files_under_one_name_and_path(
     assert unload(server.url, "changing").status_code == 200
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["truncated", "nan", "swapped", "absurd", "link", "name", "outside", "rank"])
 def test_a_broken_adapter_fails_alone(
     client: openai.OpenAI, reference: Reference, server: EngineServe, tmp_path: Path, kind: str
@@ -251,6 +253,7 @@ def test_a_broken_adapter_fails_alone(
     assert complete(client, "a1").choices[0].text == reference.text(1)
 
 
+@pytest.mark.slow
 def test_an_unload_in_the_middle_of_sixteen_answers(
     start_serve: StartServe, model: Path, reference: Reference
 ):
@@ -283,6 +286,7 @@ def test_an_unload_in_the_middle_of_sixteen_answers(
 # ---------------------------------------------------------------- lost processes
 
 
+@pytest.mark.slow
 def test_streams_of_three_adapters_survive_a_killed_scheduler(
     start_serve: StartServe, model: Path, reference: Reference
 ):

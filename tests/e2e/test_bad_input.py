@@ -127,6 +127,7 @@ def error_of(response, status=400):
     return body["error"]
 
 
+@pytest.mark.fast_cases(14)
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"), BAD_FIELDS, ids=lambda value: str(value)[:40].replace("/", "")
 )

@@ -139,6 +139,7 @@ def break_the_chat_template(folder):
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("break_it", "pattern"),
     [
@@ -197,6 +198,7 @@ def test_a_path_that_is_not_there(start_serve, tmp_path):
     assert str(tmp_path / "nothing") in refusal_of(start_serve(str(tmp_path / "nothing")))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["empty.gguf", "text.gguf", "short.gguf"])
 def test_a_file_that_is_no_gguf(start_serve, tmp_path, name):
     contents = {"empty": b"", "text": b"not a model\n" * 100, "short": b"GGUF\x03\x00\x00\x00" + b"\xff" * 16}
@@ -226,6 +228,7 @@ def test_a_port_in_use(start_serve, model):
     assert "--port" in cause
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
@@ -244,6 +247,7 @@ def test_a_bad_flag(start_serve, model, arguments, pattern):
     assert re.search(pattern, refusal_of(start_serve(str(model), *arguments)))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("text", "pattern"),
     [

@@ -68,6 +68,7 @@ def test_bench_serve_without_a_server_says_so(model, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bench_offline_measures_in_its_own_process_and_compare_judges(model, tmp_path):
     path = tmp_path / "offline.json"
     arguments = (

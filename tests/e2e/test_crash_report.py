@@ -21,6 +21,7 @@ def title(pid):
     return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode()
 
 
+@pytest.mark.slow
 def test_a_report_and_json_logs_of_a_server_whose_detokenizer_died(start_serve, model):
     flags = ("--dtype", "float32", "--log-format", "json", "--max-restarts", "0")
     engine = start_serve(str(model), *flags).wait_until_ready()

@@ -65,6 +65,7 @@ def frames_of(path: Path) -> set[str]:
     return {frame for line in path.read_text().splitlines() for frame in line.rpartition(" ")[0].split(";")}
 
 
+@pytest.mark.slow
 def test_log_level_and_profile_of_a_running_request(start_serve, model):
     engine = start_serve(str(model), "--dtype", "float32", "--tp", "2", *SLOW).wait_until_ready()
     with (

@@ -11,6 +11,7 @@ from .serving import run_engine
 pytestmark = pytest.mark.real_process
 
 
+@pytest.mark.slow
 def test_doctor_says_that_a_model_will_be_served_and_that_a_broken_one_will_not(model, model_copy, tmp_path):
     done = run_engine(tmp_path, "doctor", str(model), "--port", "0", "--json")
     assert done.returncode == 0, done.stdout

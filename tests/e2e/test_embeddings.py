@@ -144,6 +144,7 @@ def test_documents_are_ranked_and_pairs_scored(server, folder):
         np.testing.assert_allclose(llm.score(query, TEXTS), expected, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_reranker(start_serve: StartServe, tmp_path):
     folder = make_reranker(tmp_path / "tiny-reranker")
     server = start_serve(str(folder), "--dtype", "float32").wait_until_ready()
@@ -165,6 +166,7 @@ def test_a_reranker(start_serve: StartServe, tmp_path):
 # ---------------------------------------------------------------- many inputs, and bad ones
 
 
+@pytest.mark.slow
 def test_a_call_of_2048_inputs(server, folder):
     texts = many(MAX_INPUTS)
     answer = post(server, "/v1/embeddings", input=texts, encoding_format="base64").json()
@@ -213,6 +215,7 @@ def test_10_000_inputs_of_five_clients_at_once(start_serve: StartServe, folder):
 # ---------------------------------------------------------------- faults, and what is told afterwards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")
@@ -244,6 +247,7 @@ def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: S
     assert server.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
 def test_decisions_about_vectors_are_explained_and_replayed(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")

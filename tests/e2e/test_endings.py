@@ -50,6 +50,7 @@ def engine(start_serve, model):
     return start_serve(str(model), "--dtype", "float32", "--max-restarts", "0", *SLOW).wait_until_ready()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_a_killed_process_ends_everything_with_an_error_for_the_client(engine, role):
     with Stream(engine) as stream:
@@ -66,6 +67,7 @@ def test_a_killed_process_ends_everything_with_an_error_for_the_client(engine, r
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_killed_tokenizer_manager_breaks_the_connection(engine):
     with Stream(engine) as stream:
         os.kill(engine.pids["tokenizer_manager"], signal.SIGKILL)
@@ -108,6 +110,7 @@ def test_sigterm_lets_a_running_stream_come_to_its_end(engine):
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_while_draining_new_requests_are_sent_elsewhere(engine):
     with Stream(engine, max_tokens=200, min_tokens=200) as stream:
         with engine.stopped():
@@ -122,6 +125,7 @@ def test_while_draining_new_requests_are_sent_elsewhere(engine):
     assert engine.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_drain_that_takes_too_long_is_cut_off_with_an_error(start_serve, model):
     engine = start_serve(str(model), "--drain-timeout", "0.1", *SLOW).wait_until_ready()
     with Stream(engine, n=16) as stream:

@@ -137,6 +137,7 @@ async def streams(engine: EngineServe) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- a run full of faults
 
 
+@pytest.mark.slow
 def test_faults_change_no_text(recorded, mode, client):
     """The shared server, without faults and with other settings of the cache, says what each text must be."""
     expected = [client.completions.create(**fields(number)).choices[0].text for number in range(NUM_STREAMS)]
@@ -236,6 +237,7 @@ def cut_short(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return log
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_leaves_a_log_to_its_last_decision(cut_short, tmp_path):
     done = run_engine(tmp_path, "replay", str(cut_short))
     assert (done.returncode, done.stderr) == (0, "")
@@ -257,6 +259,7 @@ def test_half_a_record_is_told_and_costs_no_more_than_itself(cut_short, tmp_path
 # ---------------------------------------------------------------- what new users type
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("command", COMMANDS_OF_A_LOG)
 def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
     (tmp_path / "folder").mkdir()
@@ -273,6 +276,7 @@ def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
         assert_one_line(done, str(path), word)
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

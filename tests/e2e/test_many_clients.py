@@ -69,6 +69,7 @@ def assert_nothing_is_held(engine) -> None:
     assert httpx.get(f"{engine.url}/server_info", timeout=DEADLINE_S).json()["num_live_requests"] == 0
 
 
+@pytest.mark.slow
 def test_all_of_many_streams_come_to_their_end(cramped):
     """They get the text that each of them gets alone, although all of them lost their memory to others."""
 

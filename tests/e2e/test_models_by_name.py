@@ -72,6 +72,7 @@ def test_serve_downloads_then_needs_no_network(hub: FakeHub, start_serve: StartS
     assert hub.requests == []
 
 
+@pytest.mark.slow
 def test_each_command_takes_the_name(hub: FakeHub, tmp_path: Path) -> None:
     pulled = run_engine(tmp_path, "pull", NAME)
     assert pulled.returncode == 0, pulled.stderr
@@ -90,6 +91,7 @@ def test_each_command_takes_the_name(hub: FakeHub, tmp_path: Path) -> None:
     assert bench.returncode == 0, bench.stderr
 
 
+@pytest.mark.slow
 def test_llm_shows_its_first_download_and_is_silent_then(hub: FakeHub, tmp_path: Path) -> None:
     code = f"from engine import LLM; llm = LLM({NAME!r}, num_threads=1); print(llm.model_name); llm.close()"
 

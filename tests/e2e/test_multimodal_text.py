@@ -81,6 +81,7 @@ def test_text_is_served_and_images_are_refused(
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("outer", "inner", "cause"),
     [

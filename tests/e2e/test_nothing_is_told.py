@@ -77,6 +77,7 @@ def titles(pids: list[int]) -> str:
     return "\n".join(Path(f"/proc/{pid}/{name}").read_text() for pid in pids for name in ("cmdline", "comm"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.slow)])
 def test_a_mark_in_every_field_shows_up_nowhere(start_serve, model, form):
     keys = ("--api-key", KEY, "--admin-api-key", ADMIN_KEY, "--max-restarts", "0")

@@ -82,6 +82,7 @@ def answers(engine: EngineServe, bodies: list[dict[str, Any]], *, num_leaving: i
     return asyncio.run(all_at_once())
 
 
+@pytest.mark.slow
 def test_the_setting_arrives(servers):
     for name, engine in servers.items():
         resolved = httpx.get(f"{engine.url}/server_info", timeout=DEADLINE_S).text

@@ -92,6 +92,7 @@ def end_of(asked: Question, reply: httpx.Response) -> str:
     return "cut" if asked.may_be_cut else "cut although simple"
 
 
+@pytest.mark.slow
 def test_answers_of_a_random_model(start_serve: StartServe, model: Path):
     """New grammars come last on a machine with other work, which must not make one of them late."""
     check(start_serve(str(model), "--dtype", "float32", "--grammar-timeout", "60").wait_until_ready(), 100)

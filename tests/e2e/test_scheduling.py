@@ -184,6 +184,7 @@ def test_a_request_as_urgent_as_the_running_one_waits(narrow):
 # ---------------------------------------------------------------- time limits
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("own_limit_s", [None, 0.05], ids=["limit of the server", "limit of its own"])
 def test_a_request_that_waits_too_long_is_a_503(narrow, own_limit_s, stream):
@@ -227,6 +228,7 @@ def test_a_stream_that_takes_too_long_ends_with_an_error_event(narrow):
     narrow.idle_metrics()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("name", "value"), [("timeout", 0), ("queue_timeout", -1), ("timeout", "soon"), ("priority", "urgent")]
 )
@@ -303,6 +305,7 @@ def test_what_waits_is_counted_by_reason(narrow):
     narrow.idle_metrics()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -356,6 +359,7 @@ def test_a_preset_is_seen_in_the_configuration_and_gives_way(model, tmp_path):
     assert "preset" not in lines["look_ahead"]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -75,6 +75,7 @@ def stream(url: str, prompt: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_streams_survive_killed_schedulers(start_serve: StartServe, lfm2: Path):
     alone = start_serve(str(lfm2), *SETTINGS, "--disable-radix-cache").wait_until_ready()
     expected = [stream(alone.url, prompt) for prompt in PROMPTS]

@@ -95,6 +95,7 @@ def test_every_answer_matches_its_schema(serve: EngineServe):
     assert len(set(answers)) > 12
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
@@ -192,6 +193,7 @@ def test_tools_are_called_and_their_results_read(client: openai.OpenAI):
     assert after.message.tool_calls is None
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("fields", "code"),
@@ -229,6 +231,7 @@ def expected(model: Path) -> Iterator[list[str]]:
 REQUESTS: Final = [body(n) for n in range(9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -248,6 +251,7 @@ def test_the_same_answers_under_all_ways_to_run(
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_guided_stream_survives_the_loss_of_the_scheduler(
     start_serve: StartServe, model: Path, expected: list[str]
 ):

@@ -51,6 +51,7 @@ def test_https_is_served_and_checked_and_plain_http_is_not(start_serve, model, t
     assert engine.stop() == 0, engine.log
 
 
+@pytest.mark.slow
 def test_under_overload_queue_all_wait_and_all_are_answered(start_serve, model):
     flags = ("--overload", "queue", "--max-queued-requests", "1", "--max-running-requests", "1")
     engine = start_serve(str(model), "--dtype", "float32", *flags).wait_until_ready()

@@ -55,6 +55,7 @@ def test_a_clients_trace_goes_on_in_the_engine(start_serve: StartServe, model):
     assert spans["queue"].end_ns <= spans["prefill"].end_ns <= spans["decode"].end_ns
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_delays_neither_answers_nor_the_end(start_serve: StartServe, model):
     engine = start_serve(str(model), "--dtype", "float32", "--otlp-endpoint", "http://127.0.0.1:9")
     client = openai_client(engine.wait_until_ready())

@@ -58,6 +58,7 @@ def client(tmp: Path, serve: EngineServe, name: str, *arguments: str) -> list[st
     return script(tmp, name, "--url", serve.url, "--api-key", KEY, *arguments)
 
 
+@pytest.mark.slow
 def test_chat(tmp_path, serve):
     lines = client(tmp_path, serve, "chat.py")
 
@@ -108,6 +109,7 @@ def test_curl(tmp_path, serve):
     assert json.loads(bodies[4])["count"] > 0
 
 
+@pytest.mark.slow
 def test_batch(tmp_path, model):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"id": f"p{i}", "prompt": f"one two {i}"}) for i in range(5)))
@@ -125,6 +127,7 @@ def cells() -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_cell_by_cell(tmp_path, model):
     """As a kernel runs it: one namespace, and the value of a cell's last line is shown."""
     program = tmp_path / "cells.py"
@@ -144,6 +147,7 @@ def test_settings_are_taken(path, tmp_path):
     assert origins == set(given)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["laptop.yaml", "documents.yaml", "overnight.yaml"])
 def test_a_server_starts_with_the_settings(name, tmp_path, model):
     """Those that need no file of keys."""

@@ -62,6 +62,7 @@ def wait_for_health(engine, status, reason=""):
         engine.leave_the_core_to_it()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("role", "signum"),
     [
@@ -94,6 +95,7 @@ def test_every_answer_is_what_it_would_have_been(engine, bodies, undisturbed, ro
     assert engine.idle_metrics()["resumed_reqs_total"] > resumed_before
 
 
+@pytest.mark.slow
 def test_a_lost_tokenizer_manager_breaks_connections_and_is_back_on_its_port(engine, bodies):
     before = engine.pids
     with Load(engine, bodies[:2]) as load:

@@ -18,6 +18,7 @@ SLOWEST = ("--chaos", "slow=1")  # a request gets on by 16 tokens in 16 seconds,
 BODY = {"prompt": "for ever", "max_tokens": 1000, "ignore_eos": True, "temperature": 0}
 
 
+@pytest.mark.slow
 def test_a_request_that_was_lost_twice_is_not_tried_again_and_three_losses_are_the_end(start_serve):
     engine = start_serve("--max-restarts", "2", *SLOWEST)
     with httpx.stream(

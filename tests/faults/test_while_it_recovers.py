@@ -38,6 +38,7 @@ def without_a_scheduler(engine: EngineServe):
             os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_aborts_disconnects_and_time_limits_do_not_wait_for_the_recovery(start_serve):
     engine = start_serve(*SLOW)
 

@@ -135,6 +135,7 @@ def in_company(driver: Driver, reqs: list[Request], chunks: random.Random | None
     return seen
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_alone_is_as_among_32(make, shape):
     """With prompts of any lengths, a part of them with a beginning in common, cut anywhere."""
@@ -325,6 +326,7 @@ class TestThroughTheWholeEngine:
         assert expected[3][1] is not None
         assert outputs(chunked_prefill_size=32, chaos="retract=0.5:40") == expected
 
+    @pytest.mark.slow
     def test_neither_do_drafts(self, outputs, monkeypatch):
         """Of answers that are easily guessed, and not always rightly."""
         num_right, wait = 0, PendingStep.wait

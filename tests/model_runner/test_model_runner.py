@@ -53,6 +53,7 @@ def test_among_32_others(driver, sampling, alone):
     assert outputs[15] == alone
 
 
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 36])
 def test_chunked(driver, sampling, alone, chunk):
     assert driver.generate([prompt_of(37)], sampling, num=NUM, chunk=chunk)[0] == alone

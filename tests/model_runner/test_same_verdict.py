@@ -205,6 +205,7 @@ def assert_same_verdict(path: Path, reason: str, settings: dict[str, Any]) -> No
         assert before in said and after in said, said
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize(("reason", "damage", "settings"), FOLDERS.values(), ids=FOLDERS.keys())
 def test_folders(make_tiny_llama: MAKE, reason: str, damage: MAKE, settings: dict[str, Any]) -> None:
     folder = make_tiny_llama(**WIDE).folder
@@ -257,6 +258,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architectures(make_tiny_model: MAKE, model_type: str) -> None:
     reason, options = ARCHITECTURES[model_type]

@@ -187,6 +187,7 @@ def test_an_adapter_in_use_stays_or_its_requests_end(llm: LLM, root: Path):
     assert [each.name for each in llm.adapters] == ["sql", "b"]
 
 
+@pytest.mark.slow
 def test_running_requests_keep_replaced_weights(llm: LLM, root: Path):
     llm.load_adapter("b", root / "a1")
     alone = llm.generate(PROMPT, LONG, lora="b").token_ids

@@ -59,6 +59,7 @@ def test_everything_an_llm_decided_is_replayed(tiny_model, path):
     assert set(inputs) == {"GenerateRequest", "AbortRequest", "PinPrefix", "FlushCache"}
 
 
+@pytest.mark.slow
 def test_bursts_give_the_text_of_single_steps_and_are_replayed(tiny_model, path):
     prompts, texts = ["one", "two prompts", "three"], []
     for burst_ms in (0, 1e6):
@@ -83,6 +84,7 @@ def test_the_file_knows_what_the_llm_answers(tiny_model, path):
     assert (from_file.sentence, from_file.rows) == (live.sentence, live.rows)
 
 
+@pytest.mark.slow
 def test_a_second_llm_adds_a_run(tiny_model, path):
     for _ in range(2):
         with LLM(str(tiny_model), **SETTINGS, decision_log=str(path)) as llm:

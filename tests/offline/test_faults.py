@@ -16,6 +16,7 @@ PROMPTS = [f"prompt {n}" + " and more" * n for n in range(5)]
 PARAMS = SamplingParams(temperature=1.0, seed=3, max_new_tokens=10, ignore_eos=True)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_device_without_memory_costs_nobody_a_token(tiny_model, tmp_path, overlap):
     log = tmp_path / "decisions.edl"

@@ -523,6 +523,7 @@ def test_presets_and_names_of_other_engines_are_settings(tiny_model):
         LLM(str(tiny_model), page_size=4, block_size=4)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_changes_the_order_of_work_and_no_answer(llm, tiny_model, preset):
     with LLM(str(tiny_model), dtype="float32", num_threads=1, page_size=4, preset=preset) as other:

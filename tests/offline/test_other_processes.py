@@ -95,6 +95,7 @@ def test_parameters_and_outputs_can_be_pickled(llm):
     assert pickle.loads(pickle.dumps(PARAMS)) == PARAMS  # noqa: S301  (our own bytes)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "render_chat"])
 def test_a_closed_one_says_so(tiny_model, name):
     llm = LLM(str(tiny_model), dtype="float32", num_threads=1, max_total_tokens=512)

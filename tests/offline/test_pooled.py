@@ -245,6 +245,7 @@ def test_a_classifier_has_a_number_per_label_and_ranks_nothing(tmp_path):
             llm.rerank("cat", TEXTS)
 
 
+@pytest.mark.slow
 def test_inputs_are_cut_to_the_memory_that_there_is(tmp_path):
     folder = make_reranker(tmp_path / "reranker")
     with open_llm(folder) as whole, open_llm(folder, max_total_tokens=32, max_model_len=MAX_LEN) as small:

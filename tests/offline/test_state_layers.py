@@ -88,6 +88,7 @@ def expected(tiny_lfm2: Path) -> list[str]:
         return [llm.generate([prompt], PARAMS)[0].text for prompt in PROMPTS]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -128,6 +129,7 @@ def test_a_second_turn_starts_from_a_checkpoint(tiny_lfm2):
     assert alone.usage.cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_drafts_change_no_text(tiny_lfm2):
     greedy = SamplingParams(temperature=0.0, max_new_tokens=150, ignore_eos=True)
     prompts = [prompt + "a b c a b c a b c a b" for prompt in PROMPTS[:2]]

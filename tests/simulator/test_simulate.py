@@ -27,6 +27,7 @@ BATCH = Batch(item=Lengths(100, 0.8, 10, 500), answer=Lengths(60, 0.9, 1, 400))
 WORKLOADS: dict[str, Chat | Rag | Batch] = {"chat": CHAT, "rag": RAG, "batch": BATCH}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 @pytest.mark.parametrize("cluster", [ClusterSettings(), ClusterSettings(3), ClusterSettings(3, 1)])
 def test_every_request_is_answered_once_with_all_its_tokens(make_replica, name, cluster):
@@ -40,6 +41,7 @@ def test_every_request_is_answered_once_with_all_its_tokens(make_replica, name, 
     assert report.prompt_tokens == sum(request.prompt_len for request in asked)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_costs_time_and_no_tokens(make_replica):
     asked = list(BATCH.requests(Arrival(num_requests=60, seed=1)))
     memory = {"num_pages": 170, "max_running": 32, "admission_estimator": "none"}
@@ -55,6 +57,7 @@ def test_memory_that_runs_out_costs_time_and_no_tokens(make_replica):
     assert recomputing.peak_kv_use > 0.8
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dispatch", ["round-robin", "least-loaded", "prefix-affinity"])
 def test_equal_seeds_give_equal_reports(make_replica, dispatch):
     def run(seed: int) -> bytes:
@@ -118,6 +121,7 @@ def test_lpm_finds_more_in_a_small_cache_than_fcfs(make_replica):
     assert lpm.duration_s < 0.75 * fcfs.duration_s
 
 
+@pytest.mark.slow
 def test_affinity_finds_more_in_the_caches_than_turns(make_replica):
     def run(dispatch: str):
         workload = RAG.requests(Arrival(num_requests=300, rate=60.0, seed=2))
@@ -126,6 +130,7 @@ def test_affinity_finds_more_in_the_caches_than_turns(make_replica):
     assert run("prefix-affinity").cache_hit_share > 1.3 * run("round-robin").cache_hit_share
 
 
+@pytest.mark.slow
 def test_more_replicas_answer_sooner(make_replica):
     def run(count: int):
         workload = BATCH.requests(Arrival(num_requests=120))
@@ -157,6 +162,7 @@ def test_a_split_costs_the_transfer_and_nothing_else(make_replica):
     assert split.itl_ms.p99 == pytest.approx(41, rel=0.02)  # the transfer is the second token's gap
 
 
+@pytest.mark.slow
 def test_a_split_keeps_decodes_free_of_prompts(make_replica):
     """Long prompts in the way of decodes: apart, no token waits for somebody else's prompt."""
     workload = Rag(document=Lengths(2000, 0.2, 1000, 4000), answer=Lengths(60, 0.3, 20, 120))
@@ -243,6 +249,7 @@ def test_bad_clusters_are_refused(make_replica, settings, message):
         simulate(iter([]), make_replica(), COST, settings)
 
 
+@pytest.mark.slow
 def test_chat_on_a_gpu_is_in_the_known_range():
     """Llama 8B on one H200: a token every few ms when few talk, thousands per second when many do."""
     from engine.runtime.config.engine_config import EngineConfig

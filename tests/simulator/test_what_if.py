@@ -197,6 +197,7 @@ def test_the_cost_model_of_the_machine_is_found(path, make_replica):
         assert fitted.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_settings_change_nothing(path, make_replica):
     truth = serve(path, RAG.requests(Arrival(num_requests=60, rate=12.0)), make_replica())
     result = what_if(path, {"schedule_policy": "fcfs"})
@@ -287,6 +288,7 @@ def test_steps_with_drafts_are_read_and_their_answers_kept(path):
     assert result.changed.output_tokens == result.recorded.output_tokens == num_answered
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("whose", ["the client's", "the server's"])
 def test_answers_that_a_deadline_cut_short_are_the_same_in_all_runs(path, make_replica, whose):
     settings = make_replica(request_timeout=0.5 if whose == "the server's" else None)

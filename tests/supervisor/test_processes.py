@@ -69,6 +69,7 @@ def test_requests_pass_through_scheduler_and_detokenizer(start_engine, model):
     assert outcome == (0, "stopped")
 
 
+@pytest.mark.slow
 def test_a_killed_scheduler_ends_the_engine(start_engine, model):
     engine = start_engine(model=model)
     engine.read()

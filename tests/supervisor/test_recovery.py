@@ -117,6 +117,7 @@ def test_a_lost_tokenizer_manager_is_replaced_alone(start_engine):
     stop(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_one_that_hangs_shows_where_and_is_replaced(start_engine):
     engine = start_engine("detokenizer=hangs_at_first", max_restarts=1, watchdog_timeout=WATCHDOG_S)

@@ -77,6 +77,7 @@ def test_a_second_signal_ends_the_drain_at_once(start_engine):
     assert not (engine.tmp / "drained").exists()
 
 
+@pytest.mark.slow
 def test_a_drain_has_an_end(start_engine):
     engine = start_engine("tokenizer_manager=never_drains", drain_timeout=0.1)
     engine.read()
@@ -86,6 +87,7 @@ def test_a_drain_has_an_end(start_engine):
     assert engine.end() == (0, "stopped")
 
 
+@pytest.mark.slow
 def test_a_tokenizer_manager_that_hangs_in_the_drain_is_a_failure_with_its_name(start_engine):
     engine = start_engine("tokenizer_manager=hangs_in_the_drain", drain_timeout=0.1)
     engine.read()
@@ -223,6 +225,7 @@ def test_a_child_that_hangs_up_and_lives_ends_the_engine(start_engine):
     assert (code, message) == (1, "detokenizer closed its control channel and lives on; it is killed")
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_found_by_its_silence(start_engine):
     engine = start_engine("detokenizer=hangs_when_told", watchdog_timeout=WATCHDOG_S)
 
@@ -236,6 +239,7 @@ def test_a_child_that_hangs_is_found_by_its_silence(start_engine):
     assert (engine.tmp / "clients-were-told").read_text() == message
 
 
+@pytest.mark.slow
 def test_a_stopped_child_is_killed(start_engine):
     engine = start_engine(watchdog_timeout=WATCHDOG_S)
     engine.read()

@@ -112,6 +112,7 @@ def test_a_start_says_only_what_is_not_well(caplog, monkeypatch):
     assert caplog.records == []
 
 
+@pytest.mark.slow
 def test_the_real_probe_finds_torch():
     facts = torch_probe.gather_torch()
     assert facts.error == ""

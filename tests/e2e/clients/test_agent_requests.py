@@ -115,6 +115,7 @@ def check_item(index: int, item: dict[str, Any], events: list[dict[str, Any]]) -
             assert item["content"][0]["text"] == text
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CODEX)
 def test_codex(long_serve: EngineServe, name: str):
     check_codex(long_serve, name)
@@ -180,6 +181,7 @@ def check_blocks(events: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return kinds
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", CLAUDE)
 def test_claude_code(long_serve: EngineServe, name: str):
     check_claude(long_serve, name)

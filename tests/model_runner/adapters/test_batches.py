@@ -43,6 +43,7 @@ def logits_of_all(driver, order, *, chunk, num=4):
     return {n: torch.stack(rows) for n, rows in found.items()}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("chunk", [1 << 20, 9])
 def test_a_mixed_batch_has_the_bits_of_each_alone(make_adapted, make_adapted_driver, chunk):
     adapted = make_adapted(NUM, "bfloat16")

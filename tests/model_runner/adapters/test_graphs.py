@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from engine.model_runner import assembly, load
@@ -23,6 +24,7 @@ TRITON = {
 }
 
 
+@pytest.mark.slow
 def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, monkeypatch):
     adapted = make_adapted(2)
     device = RerunningDevice()

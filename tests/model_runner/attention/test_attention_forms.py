@@ -65,6 +65,7 @@ def close(ours: list[torch.Tensor], expected: list[torch.Tensor], dtypes: tuple[
         torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.fast_cases(8)
 @forms
 @windows
 @pytest.mark.parametrize(
@@ -99,6 +100,7 @@ def test_split(scale, form, window):
     close(ours, expected, (F32,))
 
 
+@pytest.mark.fast_cases(1)
 @forms
 @windows
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -110,6 +112,7 @@ def test_triton(scale, form, window, dtype):
     close(ours, expected, (dtype,))
 
 
+@pytest.mark.fast_cases(2)
 @forms
 @windows
 def test_triton_steps_planned_on_the_device(scale, form, window):

@@ -299,6 +299,7 @@ def test_a_short_question_behind_a_long_conversation_fills_the_gpu():
     assert (blocks[:, 5] - blocks[:, 4]).max() <= 1280
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("window", [None, 300])
 def test_parts_of_prompts_are_put_together(window):
     lens, extend_lens = [700, 520, 3], [2, 9, 1]

@@ -23,6 +23,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model_type", "size", "options"), ON_RANKS.values(), ids=ON_RANKS.keys())
 def test_ranks_together_say_what_one_says(make_tiny_model, model_type, size, options):
     tiny = make_tiny_model(model_type, **options)

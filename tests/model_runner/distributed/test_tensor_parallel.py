@@ -111,6 +111,7 @@ def generate(
     return driver.generate(prompts, params, num=num, chunk=7), runner
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("model_type", "size", "options"), ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
 def test_ranks_together_say_what_one_says(make_tiny_model, model_type, size, options):
     tiny = make_tiny_model(model_type, **options)

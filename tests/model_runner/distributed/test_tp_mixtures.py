@@ -15,6 +15,7 @@ from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_ranks_together_say_what_one_says(make_tiny_model, variant):
     model_type, options = VARIANTS[variant]

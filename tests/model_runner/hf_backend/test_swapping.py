@@ -123,6 +123,7 @@ def logprobs_of(driver: Any, unpack: Any, prompt: list[int], chunks: list[int]) 
     return np.concatenate(found)
 
 
+@pytest.mark.fast_cases(3)
 @families
 def test_logprobs_and_decodes_are_those_of_transformers(
     make_tiny_model, make_driver, unpack, model_type, options, expected
@@ -139,6 +140,7 @@ def test_logprobs_and_decodes_are_those_of_transformers(
     assert outputs == [tiny.greedy(tokens_of(5, seed=1), 6), tiny.greedy(tokens_of(33, seed=2), 6)]
 
 
+@pytest.mark.fast_cases(3)
 @families
 def test_in_bfloat16_they_are_as_close_to_the_exact_ones_and_steps_are_recorded(
     make_tiny_model, make_driver, unpack, model_type, options, expected, request

@@ -65,6 +65,7 @@ def load(tiny: Any, spec: Any = None, max_model_len: int = 512, dtype=torch.floa
     )
 
 
+@pytest.mark.fast_cases(3)
 @variants
 def test_chunks_prefixes_and_mixed_steps_give_what_transformers_gives_alone(
     make_tiny_model, make_driver, unpack, model_type, options

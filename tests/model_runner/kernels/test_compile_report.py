@@ -45,6 +45,7 @@ def test_the_kernels_of_a_decode_step_compile_for_hopper(tmp_path):
     assert all(0 < row["registers"] <= 64 and row["stack_bytes"] == 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_name_that_no_kernel_has_fails(tmp_path):
     code, _, rows = report(tmp_path, "--only", "no such kernel")
     assert (code, rows) == (1, [])

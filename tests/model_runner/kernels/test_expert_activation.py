@@ -91,6 +91,7 @@ def routed(num_tokens: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return plain.route(logits, Routing(num_active=NUM_ACTIVE))
 
 
+@pytest.mark.fast_cases(5)
 @cases
 @pytest.mark.parametrize("provider", ["grouped", "looped", "native", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

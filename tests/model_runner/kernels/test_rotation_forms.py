@@ -54,6 +54,7 @@ def exact(heads: Tensor, weight: Tensor | None, angles: Tensor, interleaved: boo
     return out
 
 
+@pytest.mark.fast_cases(11)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("interleaved", [False, True])

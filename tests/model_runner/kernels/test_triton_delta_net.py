@@ -23,6 +23,7 @@ repair_interpreter()
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("heads", "taps", "dtype"), [("2/4 of 16, 32", 4, torch.bfloat16), ("1/3 of 20, 7", 3, torch.float32)]
 )

@@ -90,6 +90,7 @@ def test_experts_are_the_weighted_sum(device, num_tokens, num_experts, num_activ
     )
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "tile", [experts._LOW, experts._MIDDLE, experts._HIGH], ids=lambda tile: str(tile.rows)
 )

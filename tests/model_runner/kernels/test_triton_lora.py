@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.model_runner.adapter_runs import AdapterRuns, recorded_plan, runs_of, write_plan
-from engine.model_runner.kernels.plain_delta import PlainDeltas
+from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.triton import lora
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.triton_interpreter import repair_interpreter
@@ -42,6 +42,7 @@ def filled(device, dtype, inputs, outputs):
     return pair
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, (37,)), (48, (65, 16, 16)), (2100, (20,))])
 @pytest.mark.parametrize("slots", [[2], [0, 0], [1, 1, 0, 2, 3], [1] * 35 + [2] * 3])

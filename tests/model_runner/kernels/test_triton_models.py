@@ -14,7 +14,7 @@ import torch
 from engine.model_runner import load
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.latent import plain as plain_latent
-from engine.model_runner.kernels.plain_delta import PlainDeltas
+from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.streams import plain as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
@@ -175,6 +175,7 @@ def launches(monkeypatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -201,6 +202,7 @@ def test_a_model_says_the_same_as_in_torch(make_driver, unpack, monkeypatch, lau
     np.testing.assert_allclose(triton_logprobs[2], torch_logprobs[2], atol=1e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("name", "per_layer"),
     [

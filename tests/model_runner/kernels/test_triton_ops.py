@@ -171,6 +171,7 @@ def test_many_tokens_take_many_heads_at_a_time(device, monkeypatch):
         close(few[slots], many)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("pool_dtype", [torch.float8_e4m3fn, torch.float16, torch.float32])
 def test_a_pool_of_another_type(device, pool_dtype):
     """Rounded to the model's type first, as where the pool has that; then to the pool's, up to its largest number."""

@@ -282,6 +282,7 @@ def test_replayed_or_not_everybody_gets_the_same_tokens(tiny, seed, largest):
         assert device.num_replayed
 
 
+@pytest.mark.slow
 def test_decodes_by_the_triton_kernels_can_be_recorded(tiny):
     device = RerunningDevice()
     driver = make(tiny, device, TritonAttention, max_recorded_bs=3)

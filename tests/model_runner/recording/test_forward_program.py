@@ -124,6 +124,7 @@ def live(driver: Driver, seed: int, samplings: Sequence[SamplingParams] = (GREED
     return results
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_a_program_gives_what_the_model_gives(make, model_type):
     driver = make(model_type)

@@ -118,6 +118,7 @@ def live(driver: Driver, seed: int) -> None:
 # ------------------------------------------------------------ the same to the last bit
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     pair = make_pair(model_type)

@@ -61,6 +61,7 @@ def chain(ops: NativeOps, x: Tensor, num: int) -> Callable[[], Tensor]:
     return compute
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 def test_a_program_does_what_was_recorded(ops, threads, num_threads):
     """More threads than cores, too: some are late then, and the others do their work."""

@@ -85,6 +85,7 @@ def test_right_drafts_are_all_taken(driver, sampling, alone):
     assert req.output == alone[:12]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("num_right", [0, 1, 4])
 def test_what_follows_a_wrong_draft_is_dropped(driver, sampling, alone, num_right):
     req = begun(driver, sampling)
@@ -97,6 +98,7 @@ def test_what_follows_a_wrong_draft_is_dropped(driver, sampling, alone, num_righ
     assert req.output == alone[: len(req.output)]
 
 
+@pytest.mark.fast_cases(1)
 def test_random_drafts_among_others(driver, sampling, alone):
     source = random.Random(3)
     others = [begun(driver, each, prompt_of(5 + 9 * n, seed=n)) for n, each in enumerate(KINDS.values())]

@@ -121,6 +121,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("params", FILTERS, ids=str)
 def test_draws_follow_the_distribution_of_transformers(params):
     num = 4000

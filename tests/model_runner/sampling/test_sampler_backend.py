@@ -92,6 +92,7 @@ CASES = [
 ]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("vocab_size", "geometry", "num"), CASES)
 def test_batches_that_mix_everything(vocab_size, geometry, num):
     rng = np.random.default_rng(vocab_size + num)
@@ -146,6 +147,7 @@ def test_equal_logits_are_kept_or_dropped_together():
     assert tokens == Batch(rows, 9).torch()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -206,6 +208,7 @@ def test_an_edit_of_a_token_that_does_not_exist_harms_nobody():
     assert torch.equal(rows, expected)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_rows_that_are_not_numbers_are_found_and_harm_nobody(bad):
     rows = [Row(SamplingParams(seed=n, **options), peaked(90, n)) for n, options in enumerate(KINDS.values())]

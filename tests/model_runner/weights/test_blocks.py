@@ -17,6 +17,7 @@ from torch import Tensor
 
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.kernels.block_rounding import round_to_blocks
+from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.quantized import Part, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight
 from engine.model_runner.kernels.stored_rows import StoredRows
@@ -267,6 +268,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
+@pytest.mark.fast_cases(4)
 @needs_kernel
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -287,6 +289,23 @@ def test_a_file_that_is_kept_says_what_it_says_dequantized(
     ours, theirs = prompt_logprobs(kept, unpack), prompt_logprobs(dequantized, unpack)
     # bfloat16 alone, kept or not, is off by 0.03 on average on this model of noise.
     assert np.abs(ours - theirs).mean() < 0.08
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_a_file_packed_in_one_pass_says_the_same_to_the_bit(
+    make_tiny_llama, make_driver, unpack, tmp_path, kind, monkeypatch
+):
+    tiny = make_tiny_llama(**SIZES)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny, kind)
+    spec = read_gguf_spec(GGUFFile(path))
+
+    packed = prompt_logprobs(make_driver(spec, path, kind="gguf", dtype="bfloat16"), unpack)
+    monkeypatch.setattr(load_library(), "packs_rows", lambda _type: 0)
+    unpacked = prompt_logprobs(make_driver(spec, path, kind="gguf", dtype="bfloat16"), unpack)
+
+    assert np.array_equal(packed, unpacked)
 
 
 @needs_kernel

@@ -287,6 +287,7 @@ def _write_streams(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
     writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("model_type", "arch", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_is_the_same_model_as_in_safetensors(
     make_tiny_model, make_driver, unpack, tmp_path, model_type, arch, options
@@ -356,6 +357,7 @@ def write_mixture(make_tiny_model: Any, tmp_path: Path) -> Callable[[Mapping[str
     return make
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("stacks", STACKS)
 def test_experts_keep_the_numbers_of_the_file(write_mixture, make_driver, unpack, stacks):
     path = write_mixture(STACKS[stacks])

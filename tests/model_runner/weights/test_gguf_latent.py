@@ -144,6 +144,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, *, split: bool) -> Non
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize(("model_type", "options"), [*DENSE, *MODELS])
 def test_a_file_gives_the_logprobs_of_the_folder(

@@ -46,6 +46,7 @@ class TestSafetensors:
         driver = make_driver(sharded.spec, sharded.folder)
         assert driver.generate([PROMPT], num=10)[0] == whole.greedy(PROMPT, 10)
 
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize("stored", ["float16", "bfloat16"])
     def test_other_dtypes_are_converted(self, make_tiny_llama, make_driver, stored):
         tiny = make_tiny_llama(dtype=stored)
@@ -212,6 +213,7 @@ def write_gguf(path: Path, tiny: Any, quantization: str = "F32") -> None:
 
 
 class TestGGUF:
+    @pytest.mark.fast_cases(1)
     @pytest.mark.parametrize(
         "options", [{}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}], ids=str
     )

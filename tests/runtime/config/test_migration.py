@@ -30,6 +30,7 @@ def test_each_engine_has_thirty_and_no_answer_hides_a_setting():
     assert all(name in ANSWERS or name in setting_names() for name in SHORT.values())
 
 
+@pytest.mark.fast_cases(17)
 @pytest.mark.parametrize(("engine", "name"), FLAGS)
 def test_each_common_flag_works_or_is_answered_everywhere(capsys, tmp_path, engine, name):
     if name in setting_names():

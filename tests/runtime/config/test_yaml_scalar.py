@@ -37,6 +37,7 @@ def read(tmp_path):
     return value_of
 
 
+@pytest.mark.fast_cases(86)
 @pytest.mark.parametrize("name", [*INTEGERS, *NUMBERS])
 @pytest.mark.parametrize("text", CHANGED)
 def test_a_number_that_is_not_decimal_is_refused_with_the_value_that_yaml_reads(read, name, text):

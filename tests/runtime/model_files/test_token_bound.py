@@ -70,6 +70,7 @@ TOKENIZERS["no token for most bytes"].pre_tokenizer = pre_tokenizers.ByteLevel(a
 TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens(name, text):
@@ -121,6 +122,7 @@ def test_what_may_throw_text_away_has_no_bound(core):
     assert find(core) is None
 
 
+@pytest.mark.slow
 def test_nfc_shrinks_no_text_by_more_than_the_bound_assumes():
     longest: dict[str, int] = defaultdict(int)  # of what decomposes to the key, in bytes
     chars = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import sys
 from typing import Any
 
 import numpy as np
@@ -92,7 +92,9 @@ def test_else_it_is_the_matcher():
     assert not copy.ended and copy.wants_mask and not guarded.error and guarded.error_code is None
 
 
-def test_a_call_costs_at_most_a_microsecond():
+def test_a_call_is_one_more_call_of_python():
+    """Of a microsecond at most: one comes on top of every call, for each request and step."""
+
     class Still:
         ended, error = False, ""
 
@@ -100,18 +102,15 @@ def test_a_call_costs_at_most_a_microsecond():
             return 1
 
     still: Any = Still()
-    guarded, number = GuardedMatcher(still, "a"), 2000
+    guarded = GuardedMatcher(still, "a")
+    called = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        guarded.accept((1,))
+    finally:
+        sys.setprofile(None)
 
-    def seconds(matcher: Any) -> float:
-        def once() -> float:
-            begin = time.perf_counter()
-            for _ in range(number):
-                matcher.accept((1,))
-            return time.perf_counter() - begin
-
-        return min(once() for _ in range(20))
-
-    assert (seconds(guarded) - seconds(still)) / number < 1e-6
+    assert called == ["accept", "accept"]
 
 
 @pytest.mark.parametrize("fault", ["accept", "fill", "fill_drafts", "validate", "forced"])

@@ -35,6 +35,7 @@ def test_the_plain_form_has_the_bits_of_the_instructions(tmp_path, isa: Isa):
     assert plain == tiles
 
 
+@pytest.mark.slow
 def test_the_plain_form_is_the_same_at_every_level(tmp_path):
     outs = [
         products(tmp_path, isa, (*compiler_options(isa), "-DEMULATE_AMX"))

@@ -209,6 +209,7 @@ def check_tiles(
     assert torch.equal(outs[1], outs[0].to(BF16))
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
 @pytest.mark.parametrize(
     ("inputs", "outputs"), [(32, 1), (64, 64), (576, 200), (1536, 33), (96, 97), (4192, 40)]
@@ -241,6 +242,7 @@ def test_weights_of_large_and_small_scales_in_tiles(tiles):
         check_tiles(NativeBlockLinear(tiles, weight), weight, wide[:, 17 : 17 + 96])
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(("bits", "has_minima"), FORMS)
 def test_with_tiles_bits_depend_on_whether_there_are_many_tokens_alone(tiles, bits, has_minima):
     weight = block_weight(97, 192, bits, has_minima)
@@ -266,6 +268,7 @@ def library_without_tiles() -> ctypes.CDLL:
     return library_of(WITHOUT_AMX)
 
 
+@pytest.mark.fast_cases(1)
 def test_tiles_of_several_threads_and_of_a_recording(tiles):
     before = torch.get_num_threads()
     weight = block_weight(1000, 576, 4, True)

@@ -12,6 +12,7 @@ import torch
 from engine.model_runner.kernels import packed_blocks, stored_rows
 from engine.model_runner.kernels.packed_blocks import PackedBlocks, pack
 from engine.model_runner.kernels.stored_rows import ScaleRange, StoredRows, TensorRows, scan, stack_rows
+from engine.model_runner.memory.weight_memory import WeightMemory
 from engine.runtime.model_files.block_forms import GGUF_FORMS, WIDEST
 from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name
 
@@ -42,7 +43,7 @@ def random_rows(kind: str, num_rows: int, num_inputs: int, seed: int = 0) -> Ten
 def packed(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
     """In blocks, also where the kernels would take superblocks (test_superblocks.py)."""
     if all(library.packs_rows(one.type_number) for one in weight.tensors):
-        return packed_blocks._pack_stored(library, weight)
+        return packed_blocks._pack_stored(library, weight, WeightMemory())
     return pack(library, weight)
 
 

@@ -107,6 +107,7 @@ def test_it_is_fetched_once_and_leaves_nothing_else(
     assert ensure_model(tiny) == cached_model(tiny) == path
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("damage", ["truncated", "changed", "touched"])
 def test_a_file_changed_since_is_checked_again(tiny: BuiltInModel, damage: str) -> None:
     path = ensure_model(tiny)
@@ -295,6 +296,7 @@ def test_of_a_folder_only_the_listed_files_are_taken(
     assert ensure_model(tiny_folder) == cached_model(tiny_folder) == place
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("damage", ["removed", "changed", "touched"])
 def test_a_folder_with_a_changed_file_is_checked_again(tiny_folder: BuiltInModel, damage: str) -> None:
     path = ensure_model(tiny_folder) / "1_Pooling" / "config.json"

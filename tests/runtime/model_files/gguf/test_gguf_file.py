@@ -181,6 +181,40 @@ EDITS = st.lists(
 )
 
 
+def test_lists_of_strings_can_be_skipped(make_gguf: MakeGGUF, tmp_path: Path) -> None:
+    path = make_gguf({"a.words": ["x", "", "é"], "b.int": 7}, {"norm": np.ones(64, np.float32)})
+    whole, without = GGUFFile(path), GGUFFile(path, with_lists=False)
+    assert set(whole.metadata) - set(without.metadata) == {"a.words"} and without.metadata["b.int"] == 7
+    assert without.tensors == whole.tensors
+
+    data = header(num_metadata=1) + string("k") + struct.pack("<IIQ", 9, 8, 2) + string("a")
+    for end in (b"", struct.pack("<Q", 1 << 40), struct.pack("<Q", 9) + b"abc"):
+        with pytest.raises(ConfigError, match="truncated or damaged in k"):
+            GGUFFile(write(tmp_path / "short.gguf", data + end), with_lists=False)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc")
+def test_pages_that_are_released_are_not_resident_and_read_the_same(
+    make_gguf: MakeGGUF,
+) -> None:
+    weights = np.arange(1 << 20, dtype=np.float32).reshape(1024, 1024)
+    path = make_gguf({}, {"w": weights, "norm": np.ones(64, np.float32)})
+    file = GGUFFile(path)
+    info = file.tensors["w"]
+    raw = file.raw(info)
+
+    def resident_kib() -> int:
+        _, _, after = Path("/proc/self/smaps").read_text().partition(str(path))
+        return int(after.partition("Rss:")[2].split()[0])
+
+    assert np.array_equal(raw.view(np.float32), weights) and resident_kib() >= 4096
+    file.release(info, 0, 2 << 20)
+    assert resident_kib() <= 2200
+    file.release(info)
+    assert resident_kib() <= 100
+    assert np.array_equal(raw.view(np.float32), weights)
+
+
 @settings(
     max_examples=600,
     deadline=None,

@@ -219,6 +219,7 @@ def fault(folder: Path, case: Case) -> str:
     return "equal"
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("cases", [rope_cases, other_cases])
 def test_two_spellings_are_read_as_in_transformers_or_refused(

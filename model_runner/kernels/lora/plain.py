@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from ..ops import PackedDelta
+from ...ops import PackedDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ..adapter_runs import AdapterRuns
-    from ..ops import EmbeddingDelta, LowRankDelta
+    from ...adapter_runs import AdapterRuns
+    from ...ops import EmbeddingDelta, LowRankDelta
 
 
 class PlainDelta:

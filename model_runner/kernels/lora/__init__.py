@@ -1,0 +1,1 @@
+"""Products with the low-rank matrices of LoRA adapters: in C++ and in plain torch."""
