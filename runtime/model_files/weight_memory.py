@@ -11,6 +11,7 @@ from .stream_spec import LAYER_TABLE
 from .weight_files.needed_tensors import (
     attention_modules,
     delta_projections,
+    mamba2_modules,
     modules_beside_layers,
     needed_modules,
     projection_sizes,
@@ -59,9 +60,13 @@ def _norm_parameters(spec: ModelSpec) -> int:
 
 
 def _gate_parameters(spec: ModelSpec) -> int:
-    """Numbers of the gates and norms of delta nets, which are kept in float32."""
-    if spec.state is None or spec.state.delta is None:
+    """Numbers of the gates and norms of state layers, which are kept in float32."""
+    if spec.state is None or spec.state.recurrent is None:
         return 0
+    mamba = spec.state.mamba
+    if mamba is not None:
+        return spec.state.num_layers * (3 * mamba.num_heads + mamba.inner_size)
+    assert spec.state.delta is not None
     return spec.state.num_layers * (2 * spec.state.delta.num_value_heads + spec.state.delta.value_dim)
 
 
@@ -159,6 +164,8 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
 
 
 def _state_linears(state: StateSpec, size: int) -> list[_Linear]:
+    if state.mamba is not None:
+        return _as_linears(mamba2_modules(size, state, state.mamba))
     if state.delta is None:
         return [
             _Linear({"conv.in_proj": 3 * state.conv_size}, size),

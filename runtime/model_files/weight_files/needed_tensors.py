@@ -18,7 +18,7 @@ from ..stream_spec import LAYER_TABLE
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
-    from ..state_spec import DeltaSpec, StateSpec
+    from ..state_spec import DeltaSpec, Mamba2Spec, StateSpec
 
 
 _MTP: Final = "model.mtp_"
@@ -151,9 +151,14 @@ def _head_norms(spec: ModelSpec, layer: int) -> Iterator[Module]:
 
 
 def _state_layer(spec: ModelSpec) -> Iterator[Module]:
-    assert spec.state is not None
-    delta = spec.state.delta
-    yield from _short_conv(spec, spec.state) if delta is None else _delta_net(spec, spec.state, delta)
+    state = spec.state
+    assert state is not None
+    if state.mamba is not None:
+        yield from mamba2_modules(spec.hidden_size, state, state.mamba)
+    elif state.delta is not None:
+        yield from _delta_net(spec, state, state.delta)
+    else:
+        yield from _short_conv(spec, state)
 
 
 def delta_projections(delta: DeltaSpec) -> dict[str, int]:
@@ -175,6 +180,17 @@ def _delta_net(spec: ModelSpec, state: StateSpec, delta: DeltaSpec) -> Iterator[
         yield Module("linear_attn", (delta.num_value_heads,), part=part)
     yield Module("linear_attn.norm", (delta.value_dim,))
     yield Module("linear_attn.out_proj", (spec.hidden_size, delta.value_size), is_linear=True)
+
+
+def mamba2_modules(size: int, state: StateSpec, mamba: Mamba2Spec) -> Iterator[Module]:
+    """The modules of a layer of Mamba 2 with inputs of `size`, by their names in the layer."""
+    bias = mamba.projection_bias
+    yield Module("mamba.in_proj", (mamba.projected_size, size), is_linear=True, has_bias=bias)
+    yield Module("mamba.conv1d", (state.conv_size, 1, state.conv_taps), has_bias=state.conv_bias)
+    for part in ("A_log", "D", "dt_bias"):
+        yield Module("mamba", (mamba.num_heads,), part=part)
+    yield Module("mamba.norm", (mamba.inner_size,))
+    yield Module("mamba.out_proj", (size, mamba.inner_size), is_linear=True, has_bias=bias)
 
 
 def _short_conv(spec: ModelSpec, state: StateSpec) -> Iterator[Module]:

@@ -76,7 +76,12 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {**GEMMA3N, "hidden_size": 64, "laurel_rank": 32, "hidden_size_per_layer_input": 32},
     "lfm2": HYBRID,
     "lfm2_moe": {**HYBRID, **MOE, "num_dense_layers": 1},
-    "granitemoehybrid": {**GRANITE4, "shared_intermediate_size": 128},
+    "granitemoehybrid": {
+        **GRANITE4,
+        "shared_intermediate_size": 128,
+        "layer_types": ["linear_attention", "full_attention"],
+        "mamba_d_state": 16,
+    },
     "glm": {"head_dim": 16, "pad_token_id": 0},
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "ministral": {
