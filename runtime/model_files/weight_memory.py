@@ -144,10 +144,15 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.inner_size_of(layer)
-    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
-    linears += _as_linears(stream_modules(spec))
-    if spec.state is not None and not spec.attends(layer):
+    linears: list[_Linear] = []
+    if spec.attends(layer):
+        linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
+        linears += _as_linears(stream_modules(spec))
+    elif spec.has_mixer(layer):
+        assert spec.state is not None
         linears = _state_linears(spec.state, size)
+    if not spec.has_mlp(layer):
+        return linears
     experts = spec.experts
     # The parts of a fused matrix are counted by their own names.
     dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -70,10 +70,14 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     yield from modules_beside_layers(spec)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        mixer = chain(_head_norms(spec, layer), attention_modules(spec, layer))
-        if not spec.attends(layer):
-            mixer = chain(_state_layer(spec))
-        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert), *stream_modules(spec)):
+        blocks: list[Iterable[Module]] = []
+        if spec.attends(layer):
+            blocks += _head_norms(spec, layer), attention_modules(spec, layer)
+        elif spec.has_mixer(layer):
+            blocks.append(_state_layer(spec))
+        if spec.has_mlp(layer):
+            blocks.append(_mlp(spec, layer, one_expert))
+        for module in (*_norms(spec), *chain(*blocks), *stream_modules(spec)):
             yield module._replace(name=(prefix + module.name).removesuffix("."))
     yield from pooling_modules(spec)
 

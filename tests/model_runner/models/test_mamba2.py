@@ -33,6 +33,7 @@ MAMBA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "num_local_experts": 0,
+    "intermediate_size": 64,
     "shared_intermediate_size": 64,
     "mamba_n_heads": 4,
     "mamba_d_state": 16,
@@ -55,6 +56,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 DENSE, SPARSE = VARIANTS.values()
+WIDE = {**SPARSE, "hidden_size": 96, "num_attention_heads": 6}
+"""With heads of 16 numbers, as the C++ kernels of attention need them."""
 
 
 @variants
@@ -97,7 +100,7 @@ def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpa
 
 
 def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver):
-    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **SPARSE, hidden_size=96)
+    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **WIDE)
     recorded, eager = (make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2))
     check_recording(recorded, eager)
 
@@ -108,7 +111,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
 
 
 def test_deterministic_bits_do_not_depend_on_chunks(make_tiny_model, make_driver, unpack):
-    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **SPARSE, hidden_size=96)
+    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **WIDE)
     driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", deterministic=True)
     params = SamplingParams(temperature=0.0, prompt_logprobs=0)
     found = []

@@ -82,6 +82,15 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
         "mamba_d_state": 16,
     },
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+    },
     "glm": {"head_dim": 16, "pad_token_id": 0},
     "glm4": {"head_dim": 16, "pad_token_id": 0},
     "ministral": {
