@@ -134,6 +134,11 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
     return Provider("triton", reasons_against, load, device_type="cuda")
 
 
+def _without_gates(target: Target) -> list[str]:
+    experts = target.spec.experts
+    return ["the model's experts have no gates"] if experts is not None and not experts.gated else []
+
+
 def _without_rotary(target: Target) -> list[str]:
     encoder = target.spec.encoder
     return ["the model has no rotary positions"] if encoder is not None and encoder.position_rows else []
@@ -182,7 +187,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain.pack_linear),
     ),
     "pack_experts": (
-        _triton("experts", "pack_experts"),
+        _triton("experts", "pack_experts", _without_gates),
         _native("pack_experts", native_linear.reasons_against_native_linear),
         _onednn(plain.loop_experts),
         _plain(plain.pack_experts),

@@ -107,6 +107,11 @@ class ExpertSource(Protocol):
         """Whether shares are factors of the experts' inputs instead of their outputs."""
         ...
 
+    @property
+    def gated(self) -> bool:
+        """If not, gate_up is only up, with N rows, and the activation is relu(up) ** 2."""
+        ...
+
     def stacked(self) -> tuple[Tensor, Tensor]:
         """gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N], in the serving dtype."""
         ...
@@ -434,14 +439,12 @@ class GatedDeltaOp(Protocol):
 class Mamba2Op(Protocol):
     """A layer of Mamba 2 between its projections (Dao and Gu 2024), over each request's tokens."""
 
-    def __call__(
-        self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns
-    ) -> Tensor:
+    def __call__(self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
         """Convolve x, B and C causally, add to the states of the heads and read them; returns [T, H * P].
 
         After silu of the convolution, with t = softplus(dt + dt_bias) within the bounds of time steps, each token takes
-        the state S of a head to S' = exp(t * decay) * S + B^T (t * x) and returns norm((C S' + skip * x) * silu(z)). All
-        of it is computed in float32 and rounded once at the end; without a norm the result is float32.
+        the state S of a head to S' = exp(t * decay) * S + B^T (t * x) and returns norm((C S' + skip * x) * silu(z)).
+        All of it is computed in float32 and rounded once at the end; without a norm the result is float32.
 
         Args:
             zxbcdt: [T, H * P + K + H]: z, the K channels x, B and C, and dt.

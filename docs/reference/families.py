@@ -70,5 +70,5 @@ FAMILIES: Final = (
     FamilyRow("Granite 3 1B-A400M, 3B-A800M; PowerMoE", "granitemoe"),
     FamilyRow("Granite with experts and a shared one", "granitemoeshared", gguf="granitemoe"),
     FamilyRow("Granite 4 H-Small, H-Tiny, H-Micro, Micro and others", "granitemoehybrid"),
-    FamilyRow("Nemotron-H 8B, 47B, 56B; Nemotron Nano 2 9B, 12B", "nemotron_h"),
+    FamilyRow("Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano", "nemotron_h"),
 )

@@ -80,6 +80,7 @@ class NativeOps:
                 experts.clamp,
                 biases,
                 scales_inputs=experts.scales_inputs,
+                gated=experts.gated,
             )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True

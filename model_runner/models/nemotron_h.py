@@ -1,4 +1,4 @@
-"""Nemotron-H (NVIDIA 2025): layers of Mamba 2, of attention without rotary, and MLPs with squared ReLU, one in each."""
+"""Nemotron-H (NVIDIA 2025): layers of Mamba 2, of attention without rotary, and MLPs with squared ReLU, or experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def build(context: ModelContext) -> Decoder:
     def layer(layer_id: int) -> Layer:
         norm = parts.layer_norm(layer_id, 0)
         if spec.has_mlp(layer_id):
-            return MLPLayer(norm, parts.plain_mlp(layer_id, "relu2"))
+            dense = spec.experts is None
+            return MLPLayer(norm, parts.plain_mlp(layer_id, "relu2") if dense else parts.mlp(layer_id))
         if spec.attends(layer_id):
             return MixerLayer(norm, parts.attention(layer_id))
         return MixerLayer(norm, Mamba2(context, f"model.layers.{layer_id}.mamba", layer_id))

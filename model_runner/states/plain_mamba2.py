@@ -68,8 +68,8 @@ def mamba2(zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: Sta
     gated = answered.flatten(1) * F.silu(z.to(torch.float32))
     if weights.norm is None:
         return gated
-    by_group = gated.unflatten(-1, (weights.num_groups, -1))
-    factors = (by_group.square().mean(dim=-1, keepdim=True) + weights.eps).rsqrt()
+    by_group: Tensor = gated.unflatten(-1, (weights.num_groups, -1))
+    factors: Tensor = (by_group.square().mean(dim=-1, keepdim=True) + weights.eps).rsqrt()
     return ((by_group * factors).flatten(1) * weights.norm).to(zxbcdt.dtype)
 
 

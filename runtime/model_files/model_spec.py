@@ -328,7 +328,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         state = self.state
         if state is not None and len(state.layers) != self.num_layers:
             return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
-        if state is not None and not self.attention_layers:
+        if not self.attention_layers:
             return "no layer attends to earlier tokens; a model needs at least one layer with attention"
         if state is not None and (found := state.contradiction()):
             return found

@@ -164,7 +164,7 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         linears += _mlp_linears(names.shared_module, size, experts.shared_size, dense)
     if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
         return linears
-    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    parts, num = (*experts.first_parts, names.down), experts.num_experts
     return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
 
 

@@ -99,6 +99,25 @@ def tiny_granite(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture(scope="module")
+def tiny_nemotron(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same around a random Nemotron-H, with experts; its layers are single blocks."""
+    return save_tiny(
+        "nemotron_h",
+        tiny_model,
+        tmp_path_factory.mktemp("models") / "tiny-nemotron",
+        layers_block_type=["linear_attention", "full_attention", "moe", "linear_attention"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    )
+
+
+@pytest.fixture(scope="module")
 def expected(tiny_lfm2: Path) -> list[str]:
     """The texts, each request alone and without a cache."""
     with LLM(str(tiny_lfm2), **SETTINGS, radix_cache=False, decode_burst_ms=0) as llm:
@@ -157,7 +176,9 @@ def test_drafts_change_no_text(tiny_lfm2):
     assert [output.text for output in outputs] == alone
 
 
-@pytest.mark.parametrize("name", ["tiny_qwen", "tiny_granite"])
+@pytest.mark.parametrize(
+    "name", ["tiny_qwen", "tiny_granite", pytest.param("tiny_nemotron", marks=pytest.mark.slow)]
+)
 def test_recurrent_states_are_kept_too(request, name):
     """Chunks, checkpoints, retractions and drafts."""
     folder = str(request.getfixturevalue(name))

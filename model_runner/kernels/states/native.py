@@ -99,9 +99,7 @@ class NativeStateOps:
         )
         return out
 
-    def mamba2(
-        self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns
-    ) -> Tensor:
+    def mamba2(self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
         """See `Mamba2Op`."""
         zxbcdt, recurrent, conv = zxbcdt.contiguous(), states.recurrent, states.conv
         assert recurrent is not None and recurrent.dtype == torch.float32 and recurrent.is_contiguous()

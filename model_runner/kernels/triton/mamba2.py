@@ -1,8 +1,8 @@
 """Mamba 2 in Triton, token by token; see `Mamba2Op`.
 
-Three kernels: the convolution of x, B and C (`state_conv`); the scan of the heads' states, each program with some columns
-of one head in registers; and the norm of the gated answers, a program for each token and group. See `runs` for the
-programs of the first two.
+Three kernels: the convolution of x, B and C (`state_conv`); the scan of the heads' states, each program with some
+columns of one head in registers; and the norm of the gated answers, a program for each token and group. See `runs` for
+the programs of the first two.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"

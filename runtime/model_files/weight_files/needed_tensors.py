@@ -275,12 +275,9 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
         inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
-        for part, shape in (
-            (names.gate, (inner, size)),
-            (names.up, (inner, size)),
-            (names.down, (size, inner)),
-        ):
-            yield Module(f"{name}.{part}", shape, is_linear=True, has_bias=experts.has_bias)
+        for part in experts.first_parts:
+            yield Module(f"{name}.{part}", (inner, size), is_linear=True, has_bias=experts.has_bias)
+        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True, has_bias=experts.has_bias)
 
 
 def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:

@@ -11,7 +11,7 @@ from engine.runtime.resolve.rank_spec import check_tp
 from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
 from tests.model_runner.models.test_lfm2 import MOE, VARIANTS
 from tests.model_runner.models.test_mamba2 import DENSE, SPARSE
-from tests.model_runner.models.test_nemotron_h import NEMOTRON
+from tests.model_runner.models.test_nemotron_h import EXPERTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
@@ -29,7 +29,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**DENSE, "mamba_n_groups": 2, "mamba_proj_bias": True},
     ),
     "granite, a group for each rank": ("granitemoehybrid", 2, SPARSE),
-    "nemotron_h": ("nemotron_h", 2, NEMOTRON),
+    "nemotron_h": ("nemotron_h", 2, EXPERTS),
 }
 
 

@@ -105,7 +105,7 @@ def check(
 
     runs = step.runs()
     moved = LayerStates(conv.to(device), states.to(device))
-    on_device = [part.to(device) if isinstance(part, torch.Tensor) else part for part in weights]
+    on_device: Any = (part.to(device) if isinstance(part, torch.Tensor) else part for part in weights)
     out = op(
         zxbcdt.to(device), MambaWeights(*on_device), moved, replace(runs, plan=runs.plan.to(device))
     ).cpu()
@@ -150,9 +150,7 @@ def test_native(step, heads, taps, dtype, bias, norm):
 def test_chunks_are_the_tokens_one_by_one(num_tokens):
     shape = (num_tokens, 2)
     b, c = (torch.randn(*shape, 24).double() for _ in range(2))
-    inputs = plain_mamba2.MambaInputs(
-        torch.randn(*shape, 40).double(), b, c, -torch.rand(shape).double() * 3
-    )
+    inputs = plain_mamba2.MambaInputs(torch.randn(*shape, 40).double(), b, c, -torch.rand(shape).double() * 3)
     state = torch.randn(2, 24, 40).double()
     for ours, theirs in zip(
         plain_mamba2.scan_in_chunks(inputs, state), plain_mamba2.one_by_one(inputs, state), strict=True

@@ -21,7 +21,13 @@ from engine.runtime.model_files.weight_memory import num_parameters, weight_byte
 from engine.runtime.sampling_params import SamplingParams
 
 from .test_dense_families import GRANITE
-from .text_checks import check_bfloat16, check_prefill_and_decode, check_recording, tokens_of
+from .text_checks import (
+    check_bfloat16,
+    check_int8_cache,
+    check_prefill_and_decode,
+    check_recording,
+    tokens_of,
+)
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -77,7 +83,10 @@ def test_time_steps_have_bounds(make_tiny_model, make_driver, unpack):
     np.testing.assert_allclose(np.concatenate(found), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(("options", "chunks"), [(SPARSE, (37, 1, 2, 24)), (DENSE, (1, 1, 1, 1, 60))])
+@pytest.mark.parametrize(
+    ("options", "chunks"),
+    [(SPARSE, (37, 1, 2, 24)), pytest.param(DENSE, (1, 1, 1, 1, 60), marks=pytest.mark.slow)],
+)
 def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack, options, chunks):
     tiny = make_tiny_model("granitemoehybrid", **options)
     driver = make_driver(tiny.spec, tiny.folder)
@@ -108,6 +117,11 @@ def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_dri
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack):
     tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **DENSE)
     check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
+
+
+def test_keys_and_values_in_8_bits(make_tiny_model, make_driver, unpack):
+    tiny = make_tiny_model("granitemoehybrid", **DENSE)
+    check_int8_cache(tiny, make_driver(tiny.spec, tiny.folder, kv_cache_dtype="int8"), unpack)
 
 
 def test_deterministic_bits_do_not_depend_on_chunks(make_tiny_model, make_driver, unpack):
@@ -148,14 +162,20 @@ def test_layers_have_two_names_in_published_files(make_tiny_model):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layer_types": ["mamba", "conv"] * 2}, "layer_types .* expected a list of mamba, linear_attention,"),
+        (
+            {"layer_types": ["mamba", "conv"] * 2},
+            "layer_types .* expected a list of mamba, linear_attention,",
+        ),
         ({"layer_types": ["mamba"]}, "1 kinds of layers for 4 layers"),
         ({"layer_types": None}, "a model needs at least one layer with attention"),
         ({"layers_block_type": ["mamba"] * 4}, "but layers_block_type is .* another name of the same"),
         ({"mamba_n_heads": 5, "mamba_d_head": 24}, "mamba_n_heads is 5, but 5 heads of 24 are not 2 times"),
         ({"mamba_n_groups": 3}, "4 heads of a Mamba layer cannot form 3 groups evenly"),
         ({"mamba_d_conv": 1}, "mamba_d_conv is 1, expected a whole number from 2"),
-        ({"time_step_limit": [2.0, 1.0]}, "time_step_limit .* expected two numbers, the least and the largest"),
+        (
+            {"time_step_limit": [2.0, 1.0]},
+            "time_step_limit .* expected two numbers, the least and the largest",
+        ),
         ({"position_embedding_type": "alibi"}, "position_embedding_type is 'alibi', expected rope"),
     ],
 )
@@ -247,8 +267,11 @@ def _as_stored(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[s
 
 @pytest.mark.parametrize(
     "options",
-    [{**DENSE, "mamba_n_groups": 2}, {**MAMBA, **EXPERTS, "position_embedding_type": "rope"}],
-    ids=["dense, groups", "experts, rotary"],
+    [
+        pytest.param({**DENSE, "mamba_n_groups": 2}, marks=pytest.mark.slow),
+        {**MAMBA, **EXPERTS, "position_embedding_type": "rope", "mamba_n_groups": 2},
+    ],
+    ids=["dense", "experts, rotary"],
 )
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, options):
     tiny = make_tiny_model("granitemoehybrid", **options)

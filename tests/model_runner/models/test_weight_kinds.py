@@ -83,8 +83,11 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
     },
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
-        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "num_hidden_layers": 4,
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 64,
+        "moe_shared_expert_intermediate_size": 64,
         "head_dim": 16,
         "mamba_num_heads": 4,
         "mamba_head_dim": 32,

@@ -22,7 +22,9 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("granite", 2)])  # 9 run as 10
+@pytest.mark.parametrize(  # 9 run as 10
+    ("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("granite", 2)]
+)
 def test_recorded_decodes_give_the_same_tokens(make_tiny_model, name, num):
     model_type, options = MODELS[name]
     tiny = make_tiny_model(model_type, **options)

@@ -1,12 +1,14 @@
-"""Nemotron-H: layers of a single block each, which is one of Mamba 2, of attention, or an MLP without a gate."""
+"""Nemotron-H: layers of a single block each: Mamba 2, attention, or an MLP without gates, also a mixture of experts."""
 
 from __future__ import annotations
 
 from typing import Final
 
+from ...experts_spec import ExpertNames, ExpertsSpec
 from ...fields import Fields
 from ...layer_form import LayerForm, ModuleNames
 from ...state_spec import Mamba2Spec, StateSpec
+from .deepseek import sigmoid_routing
 from .family import Facts, Family
 from .mamba import MAX_TAPS, time_step_bounds
 
@@ -17,16 +19,20 @@ NEMOTRON_FORM: Final = LayerForm(
     names=ModuleNames(mtp="mtp."),
 )
 
+NEMOTRON_NAMES: Final = ExpertNames(gate_up_stack="experts.up_proj")
+
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 _OF_LETTER: Final = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS}
 _OLD_NAMES: Final = {"mamba": _MAMBA, "attention": _ATTENTION}
 _ONLY: Final = {
+    "attention_bias": False,
     "mlp_hidden_act": "relu2",
     "mamba_hidden_act": "silu",
     "mamba_ssm_cache_dtype": "float32",
     "residual_in_fp32": False,
     "sliding_window": None,
-    "quantization_config": None,
+    "moe_latent_size": None,
+    "n_shared_experts": 1,
 }
 """Fields with the only value that is supported; they may be missing."""
 
@@ -34,16 +40,19 @@ _ONLY: Final = {
 def _nemotron_h(fields: Fields) -> Facts:
     """Without rotary. Time steps have the bounds of `time_step_limit`.
 
-    transformers takes `time_step_min`, by which weights are initialized, for a lower bound in prompts; in decodes, and
-    in the code that the models were trained with, there is none.
+    transformers takes `time_step_min`, by which weights are initialized, for a lower bound in prompts. Its decodes have
+    none, as llama.cpp has none.
     """
     for name, only in _ONLY.items():
         if fields.get(name) not in (None, only):
-            rule = "which is not supported" if only is None else f"only {str(only).lower()} is supported"
+            rule = f"only {'null' if only is None else str(only).lower()} is supported"
             raise fields.error(name, fields.get(name), rule)
+    quantization = fields.get("quantization_config")
+    if quantization is not None:
+        rule = "which is not read for this architecture; give the folder in bfloat16, or a GGUF file"
+        raise fields.error("quantization_config", quantization, rule)
     kinds = _kinds(fields)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12, default=32)
-    bias = fields.boolean("attention_bias", default=False)
     return {
         "num_layers": len(kinds),
         "num_kv_heads": fields.integer(
@@ -51,11 +60,10 @@ def _nemotron_h(fields: Fields) -> Facts:
         ),
         "rope_theta": 10000.0,
         "rope_layers": (False,) * len(kinds),
-        "attention_bias": bias,
-        "attention_out_bias": bias,
         "mlp_bias": fields.boolean("mlp_bias", default=False),
         "form": NEMOTRON_FORM,
-        "mlp_layers": tuple(kind == _MLP for kind in kinds),
+        "mlp_layers": tuple(kind in (_MLP, _EXPERTS) for kind in kinds),
+        "experts": _experts(fields, kinds) if _EXPERTS in kinds else None,
         "state": _mamba2(fields, tuple(kind == _MAMBA for kind in kinds)),
     }
 
@@ -70,12 +78,10 @@ def _kinds(fields: Fields) -> list[str]:
     if isinstance(kinds, str):
         found = [_OF_LETTER.get(letter, letter) for letter in kinds]
     elif isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds):
-        found = [_OLD_NAMES.get(kind, kind) for kind in kinds]
+        found = [_OLD_NAMES.get(kind) or kind for kind in kinds]
     else:
-        raise fields.error(name, kinds, "expected the kinds of layers, or a pattern of M, * and -")
-    if _EXPERTS in found:
-        raise fields.error(name, kinds, "layers with experts are not supported; use a model without them")
-    if unknown := set(found) - {_MAMBA, _ATTENTION, _MLP}:
+        raise fields.error(name, kinds, "expected the kinds of layers, or a pattern of M, E, * and -")
+    if unknown := set(found) - {*_OF_LETTER.values()}:
         raise fields.error(name, kinds, f"{min(unknown)!r} is no known kind of layer")
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12, default=len(found))
     if num_layers != len(found):
@@ -83,10 +89,27 @@ def _kinds(fields: Fields) -> list[str]:
     return found
 
 
+def _experts(fields: Fields, kinds: list[str]) -> ExpertsSpec:
+    """Of DeepSeek-V3's routing; experts and the shared one have no gates."""
+    if fields.boolean("mlp_bias", default=False):
+        raise fields.error("mlp_bias", True, "only false is supported for a model with experts")
+    return ExpertsSpec(
+        num_experts=fields.integer("n_routed_experts", 1, 1 << 16, default=8),
+        intermediate_size=fields.integer("moe_intermediate_size", 1, 1 << 22, default=7688),
+        routing=sigmoid_routing(fields, num_active=2, num_groups=1, num_active_groups=1, scale=1.0),
+        dense_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == _MLP),
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", 1, 1 << 22, default=7688),
+        gated=False,
+        names=NEMOTRON_NAMES,
+    )
+
+
 def _mamba2(fields: Fields, layers: tuple[bool, ...]) -> StateSpec | None:
     bias = fields.boolean("use_bias", default=False)
-    if fields.boolean("mamba_proj_bias", default=bias) != bias:
-        raise fields.error("mamba_proj_bias", not bias, f"but use_bias is {str(bias).lower()}; remove one of them")
+    if fields.boolean("mamba_proj_bias", default=False) and not bias:
+        raise fields.error(
+            "mamba_proj_bias", True, "but use_bias, which decides, is false; remove one of them"
+        )
     least, most = time_step_bounds(fields, "time_step_limit")
     mamba = Mamba2Spec(
         num_heads=fields.integer("mamba_num_heads", 1, 1 << 16, default=128),
