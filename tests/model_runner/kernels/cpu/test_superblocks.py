@@ -152,10 +152,9 @@ def test_parts_of_superblocks_are_held_in_blocks(best_library):
 @pytest.mark.parametrize("offset", [0, 2])
 def test_values_that_are_not_finite_are_seen(offset):
     raw = raw_rows("Q4_K", 4, 512)
-    rows = TensorRows(raw, by_name("Q4_K"))
-    assert rows.is_finite
+    assert TensorRows(raw, by_name("Q4_K")).is_finite
     raw[2, 144 + offset : 146 + offset] = np.array([np.inf], dtype=np.float16).view(np.uint8)
-    assert not rows.is_finite
+    assert not TensorRows(raw, by_name("Q4_K")).is_finite
     assert TensorRows(raw, by_name("Q4_K"), torch.tensor([0, 1, 3])).is_finite
 
 
