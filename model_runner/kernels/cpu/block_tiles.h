@@ -102,7 +102,7 @@ struct BlockTiles : BlockCall {
                     return load_pairs(superblock + Layout::SCALES + n * Layout::LINE_BYTES + v * LINE);
                 };
                 auto integers = [=](int n) __attribute__((always_inline)) {
-                    return load_pairs(superblock + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + v * LINE);
+                    return load_pairs(superblock + Layout::INTEGERS + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + v * LINE);
                 };
                 constexpr float OFFSET = 256.0f + (Layout::HAS_MINIMA ? 0.0f : 32.0f);  // see unpack_group
                 f32x16 d = load_halves(factors + v * LANES), scales[2], starts[2];

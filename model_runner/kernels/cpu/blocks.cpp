@@ -284,6 +284,7 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
     const int64_t blocks = inputs / (is_super ? SUPERBLOCK : BLOCK), bytes = call.panel_bytes() / blocks;
     const int64_t panels = call.panels(), halves = has_minima ? 2 : 1;  // half precision numbers, [vector of the panel]
     const int64_t lines = (bytes / BlockCall::LINE - halves) / BlockCall::VECTORS;  // the others: [line][vector]
+    const int64_t before_halves = is_super ? (has_minima ? 3 : 4) : lines;          // see SuperLayout
     parallel_for(blocks, 1, [&](int64_t begin, int64_t end) {
         thread_local Scratch scratch;
         uint8_t* before = reinterpret_cast<uint8_t*>(scratch.get(panels * bytes));
@@ -298,8 +299,9 @@ EXPORT void pair_blocks(uint8_t* packed, int64_t outputs, int64_t inputs, int bi
                 auto copy = [&](int64_t at, int64_t size) {
                     std::memcpy(to + at + v % 2 * size, from + at + old % 2 * size, size);
                 };
-                for (int64_t line = 0; line < lines; ++line) copy(line * 2 * BlockCall::LINE, BlockCall::LINE);
-                for (int64_t n = 0; n < halves; ++n) copy((lines * 2 + n) * BlockCall::LINE, BlockCall::LINE / 2);
+                for (int64_t line = 0; line < lines; ++line)
+                    copy((line * 2 + (line < before_halves ? 0 : halves)) * BlockCall::LINE, BlockCall::LINE);
+                for (int64_t n = 0; n < halves; ++n) copy((before_halves * 2 + n) * BlockCall::LINE, BlockCall::LINE / 2);
             }
         }
     });

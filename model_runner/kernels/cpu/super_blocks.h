@@ -8,12 +8,12 @@
 //
 // A superblock of a panel is a list of lines of 64 bytes, [line][vector of the panel][16 outputs][4 bytes]:
 //
-//   integers of a block: `BITS` lines, see `group_of_lines`
 //   4 and 5 bits: scales of blocks 0-3; minima of blocks 0-3; the low halves of the scales (low) and minima (high) of
 //                 blocks 4-7, whose upper two bits are in the first two lines
 //   6 bits:       scales of the 16 inputs 4n to 4n + 3, n in 0..3
 //   d: [32] half precision
 //   dmin: [32] half precision, if there are minima
+//   integers of a block: `BITS` lines, block by block, see `group_of_lines`
 
 #pragma once
 
@@ -81,9 +81,10 @@ struct SuperLayout {
     static constexpr int64_t LINE_BYTES = BlockCall::VECTORS * BlockCall::LINE;
     static constexpr int64_t BLOCK_BYTES = BITS * LINE_BYTES;
     static constexpr int SCALE_LINES = HAS_MINIMA ? 3 : 4;
-    static constexpr int64_t SCALES = SUPERBLOCK_BLOCKS * BLOCK_BYTES;
+    static constexpr int64_t SCALES = 0;
     static constexpr int64_t FACTORS = SCALES + SCALE_LINES * LINE_BYTES;
-    static constexpr int64_t BYTES = FACTORS + (HAS_MINIMA ? 2 : 1) * BlockCall::PANEL * 2;
+    static constexpr int64_t INTEGERS = FACTORS + (HAS_MINIMA ? 2 : 1) * BlockCall::PANEL * 2;
+    static constexpr int64_t BYTES = INTEGERS + SUPERBLOCK_BLOCKS * BLOCK_BYTES;
     static_assert(BYTES == BlockCall::superblock_bytes(BITS));
 };
 

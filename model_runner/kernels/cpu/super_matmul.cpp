@@ -13,6 +13,7 @@
 #include "block_tokens.h"
 #include "blocks.h"
 #include "bytes.h"
+#include "fetch.h"
 #include "matmul_parts.h"
 #include "parallel.h"
 #include "simd.h"
@@ -162,7 +163,7 @@ struct PackedGroups {
 
     ALWAYS_INLINE u32x16 operator()(int block, int group, int vector) const {
         typedef SuperLayout<BITS> Layout;
-        const uint8_t* lines = superblock + block * Layout::BLOCK_BYTES + vector * BlockCall::LINE;
+        const uint8_t* lines = superblock + Layout::INTEGERS + block * Layout::BLOCK_BYTES + vector * BlockCall::LINE;
         return group_of_lines<BITS>(group, [=](int n) __attribute__((always_inline)) {
             return load_pairs(lines + n * Layout::LINE_BYTES);
         });
@@ -203,9 +204,25 @@ struct SuperBlocks : BlockPanels<SuperBlocks<BITS>> {
     typedef SuperLayout<BITS> Layout;
     using Base::inputs, Base::LINE, Base::packed, Base::PANEL, Base::VECTORS;
 
-    template <int ROWS, class AtBlock>
-    void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from, const AtBlock& at_block) const {
-        const int64_t blocks = inputs / BLOCK;
+    // Prefetches a superblock in equal parts, while an earlier one is multiplied: block by block, some vectors at a time.
+    struct FetchSuperblock {
+        static constexpr int64_t LINES = Layout::BYTES / LINE, PARTS = SUPERBLOCK_BLOCKS * VECTORS / AT_ONCE;
+        // Scales are read before the integers, so that a part of a superblock ahead would be late for them.
+        static constexpr int64_t AHEAD = Layout::BYTES + 4096;
+
+        const uint8_t* from;
+        int64_t first;  // part
+
+        ALWAYS_INLINE void operator()(int64_t block) const {
+            int64_t begin = (first + block) * LINES / PARTS, end = (first + block + 1) * LINES / PARTS;
+            for (int64_t n = begin; n < end; ++n) fetch<3>(from + n * LINE);
+        }
+    };
+
+    // Tokens [row, row + ROWS) times a panel.
+    template <int ROWS>
+    void multiply_row_tile(int64_t row, int64_t panel, const Quantized& from) const {
+        const int64_t blocks = inputs / BLOCK, ahead = READS_AHEAD ? FetchSuperblock::AHEAD : 256;
         const int8_t* numbers = from.numbers + row * inputs;
         const BlockScale* tokens = from.scales + row * blocks;
         const uint8_t* superblock = packed + panel * this->panel_bytes();
@@ -218,7 +235,8 @@ struct SuperBlocks : BlockPanels<SuperBlocks<BITS>> {
                 SuperScales<BITS> scales[AT_ONCE];
                 for (int v = 0; v < AT_ONCE; ++v) scales[v].load(superblock, first + v);
                 SuperProduct<BITS>::multiply(scales, PackedGroups<BITS>{superblock + first * LINE}, numbers, inputs, tokens,
-                                             blocks, first, sums, [&](int n) { if (first == 0) at_block(block + n); });
+                                             blocks, first, sums,
+                                             FetchSuperblock{superblock + ahead, first / AT_ONCE * SUPERBLOCK_BLOCKS});
             }
         }
         this->finish(row, panel * PANEL, sums);
@@ -241,9 +259,10 @@ struct SuperBlocks : BlockPanels<SuperBlocks<BITS>> {
     }
 
     // See BlockPanels.
-    void multiply(int64_t first, int64_t last, int64_t panel, int64_t next, const Quantized& from) const {
+    void multiply(int64_t first, int64_t last, int64_t panel, int64_t /*next*/, const Quantized& from) const {
         const int64_t row_tiles = this->row_tiles_of(last - first);
-        if (row_tiles == 1) return Base::multiply(first, last, panel, next, from);
+        if (row_tiles == 1)
+            return with_rows(int(last - first), [&]<int ROWS>() { multiply_row_tile<ROWS>(first, panel, from); });
         thread_local Scratch scratch;
         Unpacked<BITS>& unpacked = *reinterpret_cast<Unpacked<BITS>*>(
             scratch.get(sizeof(Unpacked<BITS>) + (last - first) * PANEL * sizeof(float)));

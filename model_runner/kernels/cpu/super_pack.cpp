@@ -59,7 +59,7 @@ struct Superblock {
         uint32_t lines[BITS];
         for (int block = 0; block < SUPERBLOCK_BLOCKS; ++block) {
             fold_groups<BITS>(groups + block * GROUPS, lines);
-            for (int n = 0; n < BITS; ++n) put(panel + (block * BITS + n) * Layout::LINE_BYTES, lines[n]);
+            for (int n = 0; n < BITS; ++n) put(panel + Layout::INTEGERS + (block * BITS + n) * Layout::LINE_BYTES, lines[n]);
         }
         for (int n = 0; n < Layout::SCALE_LINES; ++n) put(panel + Layout::SCALES + n * Layout::LINE_BYTES, scales[n]);
         for (int n = 0; n < (Layout::HAS_MINIMA ? 2 : 1); ++n)
@@ -75,7 +75,7 @@ struct Superblock {
         for (int group = 0; group < SUPERBLOCK_GROUPS; ++group) {
             int block = group / GROUPS;
             uint32_t four = group_of_lines<BITS>(group % GROUPS, [=](int n) {
-                return load_pair(panel + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + 4 * column);
+                return load_pair(panel + Layout::INTEGERS + block * Layout::BLOCK_BYTES + n * Layout::LINE_BYTES + 4 * column);
             });
             float scale, minimum;
             if constexpr (Layout::HAS_MINIMA) {
