@@ -119,7 +119,7 @@ def conversation() -> list[dict[str, str]]:
 def engine_likely(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Likely]:
     """What the engine says at each position."""
     params = SamplingParams(temperature=0.0, max_new_tokens=1, prompt_logprobs=ASKED)
-    found = []
+    found: list[Likely] = []
     for output in llm.generate([list(prompt) for prompt in prompts], params):
         assert output.prompt_logprobs is not None
         found += (token.top for token in output.prompt_logprobs[CONTEXT - 1 :])
@@ -136,7 +136,7 @@ def llama_likely(
     """
     command = [str(llama.server), "--model", str(model), "--host", HOST, "--port", str(port)]
     command += ["--threads", str(threads), "--parallel", "1", "--ctx-size", "2048"]
-    side = Side("llama.cpp", tuple(command), port, fills_kv=False, expected_s=60.0)
+    side = Side("llama.cpp", tuple(command), port, fills_kv=False)
     found = []
     with (
         tempfile.TemporaryDirectory() as folder,

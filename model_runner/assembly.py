@@ -100,7 +100,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         head_dim=own_spec.head_dim,
         dtype=loaded.kv_dtype,
         device=device,
-        layer_ids=() if spec.state is None else spec.attention_layers,
+        layer_ids=() if len(spec.attention_layers) == spec.num_layers else spec.attention_layers,
         keys_hold_values=spec.latent is not None,
         layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
         sources=_memory_indices(spec) if spec.kv_sources else (),

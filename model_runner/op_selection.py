@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,10 +20,11 @@ from .kernels import native, native_linear, plain, sgl
 from .kernels.latent import native as native_latent
 from .kernels.latent import plain as plain_latent
 from .kernels.lora.plain import PlainDeltas
+from .kernels.states import native as native_states
 from .kernels.streams import native as native_streams
 from .kernels.streams import plain as plain_streams
 from .ops import OpChoice, Ops
-from .states import plain_delta_net, plain_short_conv
+from .states import plain_delta_net, plain_mamba2, plain_short_conv
 
 if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
@@ -100,22 +102,19 @@ def _native(
     )
 
 
-def _native_latent(method: str) -> Provider:
+def _native_of(ops: Callable[[], Any], method: str) -> Provider:
+    """A provider among the operations of a part of the models."""
     return Provider(
         "native",
         lambda target: native.reasons_against_native(target.device, target.dtype),
-        lambda _target: getattr(native_latent.native_latent_ops(), method),
+        lambda _target: getattr(ops(), method),
         device_type="cpu",
     )
 
 
-def _native_streams(method: str) -> Provider:
-    return Provider(
-        "native",
-        lambda target: native.reasons_against_native(target.device, target.dtype),
-        lambda _target: getattr(native_streams.native_stream_ops(), method),
-        device_type="cpu",
-    )
+_native_latent = partial(_native_of, native_latent.native_latent_ops)
+_native_streams = partial(_native_of, native_streams.native_stream_ops)
+_native_states = partial(_native_of, native_states.native_state_ops)
 
 
 # ---------------------------------------------------------------- Triton
@@ -133,6 +132,11 @@ def _triton(module: str, function: str, more: Callable[[Target], list[str]] = _n
         return getattr(importlib.import_module(f".kernels.triton.{module}", __package__), function)
 
     return Provider("triton", reasons_against, load, device_type="cuda")
+
+
+def _without_gates(target: Target) -> list[str]:
+    experts = target.spec.experts
+    return ["the model's experts have no gates"] if experts is not None and not experts.gated else []
 
 
 def _without_rotary(target: Target) -> list[str]:
@@ -183,7 +187,7 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain.pack_linear),
     ),
     "pack_experts": (
-        _triton("experts", "pack_experts"),
+        _triton("experts", "pack_experts", _without_gates),
         _native("pack_experts", native_linear.reasons_against_native_linear),
         _onednn(plain.loop_experts),
         _plain(plain.pack_experts),
@@ -232,13 +236,18 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "to_float32": (_native("to_float32"), _plain(plain.to_float32)),
     "short_conv": (
         _triton("short_conv", "short_conv"),
-        _native("short_conv"),
+        _native_states("short_conv"),
         _plain(plain_short_conv.short_conv),
     ),
     "gated_delta": (
         _triton("delta_net", "gated_delta"),
-        _native("gated_delta"),
+        _native_states("gated_delta"),
         _plain(plain_delta_net.gated_delta),
+    ),
+    "mamba2": (
+        _triton("mamba2", "mamba2"),
+        _native_states("mamba2"),
+        _plain(plain_mamba2.mamba2),
     ),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
     "gelu_times": (_native_streams("gelu_times"), _plain(plain_streams.gelu_times)),

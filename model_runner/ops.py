@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .adapter_runs import AdapterRuns
     from .states.delta_weights import DeltaWeights
     from .states.layer_states import LayerStates
+    from .states.mamba_weights import MambaWeights
     from .states.state_runs import StateRuns
 
 ActivationKind = Literal["gelu", "gelu_tanh", "relu", "relu2", "silu"]
@@ -104,6 +105,11 @@ class ExpertSource(Protocol):
     @property
     def scales_inputs(self) -> bool:
         """Whether shares are factors of the experts' inputs instead of their outputs."""
+        ...
+
+    @property
+    def gated(self) -> bool:
+        """If not, gate_up is only up, with N rows, and the activation is relu(up) ** 2."""
         ...
 
     def stacked(self) -> tuple[Tensor, Tensor]:
@@ -430,6 +436,24 @@ class GatedDeltaOp(Protocol):
         ...
 
 
+class Mamba2Op(Protocol):
+    """A layer of Mamba 2 between its projections (Dao and Gu 2024), over each request's tokens."""
+
+    def __call__(self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
+        """Convolve x, B and C causally, add to the states of the heads and read them; returns [T, H * P].
+
+        After silu of the convolution, with t = softplus(dt + dt_bias) within the bounds of time steps, each token takes
+        the state S of a head to S' = exp(t * decay) * S + B^T (t * x) and returns norm((C S' + skip * x) * silu(z)).
+        All of it is computed in float32 and rounded once at the end; without a norm the result is float32.
+
+        Args:
+            zxbcdt: [T, H * P + K + H]: z, the K channels x, B and C, and dt.
+            states: of the layer: `conv` [S, L - 1, K], `recurrent` [S, H, N, P] in float32.
+            runs: of the step; they cover all T tokens.
+        """
+        ...
+
+
 class HeadMatmul(Protocol):
     """A matrix for each head."""
 
@@ -622,6 +646,7 @@ class Ops:
     to_float32: ToFloat32
     short_conv: ShortConvOp
     gated_delta: GatedDeltaOp
+    mamba2: Mamba2Op
     mul_sigmoid: MulSigmoidOp
     gelu_times: GeluTimes
     sparse_gelu_and_mul: SparseGatedActivation

@@ -30,6 +30,7 @@ from ..runtime.config.server_config import ServerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from ..runtime.model_files.tokenizer_export import TokenizerExport
 from ..runtime.transport.ipc import AsyncInbox, Outbox
 from .adapters.adapter_list import AdapterList
 from .adapters.registry import AdapterRegistry
@@ -160,6 +161,8 @@ async def _serve(
         metrics=metrics,
         config=settings.config,
         spec=settings.spec,
+        source=settings.source,
+        tokenizer_export=TokenizerExport(settings.source, tokenizer),
         served_model=served_model,
         any_model_name=settings.config.model.takes_any_name,
         created_s=int(time.time()),

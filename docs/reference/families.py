@@ -69,5 +69,6 @@ FAMILIES: Final = (
     FamilyRow("Granite 3", "granite"),
     FamilyRow("Granite 3 1B-A400M, 3B-A800M; PowerMoE", "granitemoe"),
     FamilyRow("Granite with experts and a shared one", "granitemoeshared", gguf="granitemoe"),
-    FamilyRow("Granite 4 without state layers", "granitemoehybrid", gguf="granite"),
+    FamilyRow("Granite 4 H-Small, H-Tiny, H-Micro, Micro and others", "granitemoehybrid"),
+    FamilyRow("Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano", "nemotron_h"),
 )

@@ -32,9 +32,6 @@ from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
     from ...runtime.model_files.experts_spec import Routing
-    from ..states.delta_weights import DeltaWeights
-    from ..states.layer_states import LayerStates
-    from ..states.state_runs import StateRuns
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +80,7 @@ class NativeOps:
                 experts.clamp,
                 biases,
                 scales_inputs=experts.scales_inputs,
+                gated=experts.gated,
             )
         if not self._has_warned_of_loops:
             self._has_warned_of_loops = True
@@ -246,79 +244,6 @@ class NativeOps:
         x = x.contiguous()
         out = x.new_empty(x.shape, dtype=torch.float32)
         self._library.widen(x.data_ptr(), out.data_ptr(), x.numel())
-        return out
-
-    def short_conv(
-        self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
-    ) -> Tensor:
-        """See `ShortConvOp`."""
-        bcx = bcx.contiguous()
-        (num_taps, size), dtype = weight.shape, bcx.dtype
-        assert dtype in _DTYPES and weight.dtype == slots.dtype == dtype, (dtype, weight.dtype, slots.dtype)
-        assert bcx.shape[1] == 3 * size and slots.shape[1:] == (num_taps - 1, size), (bcx.shape, slots.shape)
-        assert weight.is_contiguous() and slots.is_contiguous()
-        assert bias is None or (bias.dtype == dtype and bias.shape == (size,)), bias
-        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous(), runs.plan.dtype
-        out = bcx.new_empty((bcx.shape[0], size))
-        self._library.short_conv(
-            bcx.data_ptr(),
-            weight.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-            slots.data_ptr(),
-            runs.plan.data_ptr(),
-            out.data_ptr(),
-            bcx.shape[0],
-            size,
-            num_taps,
-            dtype == torch.bfloat16,
-        )
-        return out
-
-    def gated_delta(
-        self, qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, runs: StateRuns
-    ) -> Tensor:
-        """See `GatedDeltaOp`."""
-        qkvz, ba, recurrent = qkvz.contiguous(), ba.contiguous(), states.recurrent
-        assert recurrent is not None and recurrent.dtype == torch.float32 and recurrent.is_contiguous()
-        num_tokens, dtype, conv = len(qkvz), qkvz.dtype, states.conv
-        num_taps, conv_size = weights.taps.shape
-        num_heads, key_dim, value_dim = recurrent.shape[1:]
-        value_size = num_heads * value_dim
-        assert dtype in _DTYPES and ba.dtype == weights.taps.dtype == conv.dtype == dtype, (dtype, ba.dtype)
-        assert conv_size == 2 * weights.num_key_heads * key_dim + value_size, weights.taps.shape
-        assert qkvz.shape[1] == conv_size + value_size and ba.shape == (num_tokens, 2 * num_heads), qkvz.shape
-        assert conv.shape[1:] == (num_taps - 1, conv_size) and 2 <= num_taps <= 64, conv.shape
-        assert weights.taps.is_contiguous() and conv.is_contiguous()
-        for vector, size in (
-            (weights.decay, num_heads),
-            (weights.dt_bias, num_heads),
-            (weights.norm, value_dim),
-        ):
-            assert vector.dtype == torch.float32 and vector.shape == (size,) and vector.is_contiguous()
-        assert runs.plan.dtype == torch.int64 and runs.plan.is_contiguous(), runs.plan.dtype
-        workspace = qkvz.new_empty((num_tokens, conv_size + 5 * num_heads), dtype=torch.float32)
-        out = qkvz.new_empty((num_tokens, value_size))
-        self._library.gated_delta(
-            qkvz.data_ptr(),
-            ba.data_ptr(),
-            weights.taps.data_ptr(),
-            weights.decay.data_ptr(),
-            weights.dt_bias.data_ptr(),
-            weights.norm.data_ptr(),
-            conv.data_ptr(),
-            recurrent.data_ptr(),
-            runs.plan.data_ptr(),
-            workspace.data_ptr(),
-            out.data_ptr(),
-            num_tokens,
-            weights.num_key_heads,
-            num_heads,
-            key_dim,
-            value_dim,
-            num_taps,
-            weights.eps,
-            dtype == torch.bfloat16,
-        )
         return out
 
     def rotate_and_store(

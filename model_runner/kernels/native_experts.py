@@ -24,6 +24,7 @@ from .native_matmul import NativeMatmul
 if TYPE_CHECKING:
     from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
 
+_SQUARED_RELU: Final = 3  # of `Activation` in `kernels/cpu/activations.h`
 _WEIGHT: Final = np.dtype(
     [
         ("packed", np.uint64),
@@ -85,6 +86,7 @@ class NativeExperts:
         biases: tuple[Tensor, Tensor] | None = None,
         *,
         scales_inputs: bool = False,
+        gated: bool = True,
     ) -> None:
         """Take the packed weights of each expert, [2N, K] and [K, N]. `gate_up` must not be shared: it is modified.
 
@@ -92,6 +94,7 @@ class NativeExperts:
             clamp: see `ExpertSource`.
             biases: see `ExpertSource`.
             scales_inputs: see `ExpertSource`.
+            gated: see `ExpertSource`; if not, `gate_up` is [N, K].
         """
         self._library = library
         self._clamp = clamp
@@ -102,8 +105,9 @@ class NativeExperts:
             self._gate_up_bias, self._down_bias = biases
         for bias in biases or ():
             assert bias.dtype == torch.bfloat16 and bias.is_contiguous(), bias.dtype
-        for one in gate_up if clamp is None and biases is None else ():
+        for one in gate_up if gated and clamp is None and biases is None else ():
             one.fuse_silu_and_mul()
+        self._has_gates = gated
         self._is_gated = gate_up[0].fuses_silu_and_mul  # the same for all experts: their shapes are equal
         self._gate_up = _Weights(library, gate_up)
         self._down = _Weights(library, down)
@@ -153,7 +157,10 @@ class NativeExperts:
         return out
 
     def _activated(self, hidden: Tensor, groups: Tensor) -> Tensor:
-        """[R, 2N] -> [R, N]."""
+        """[R, 2N] (or [R, N] without gates) -> [R, N]."""
+        if not self._has_gates:
+            self._library.activate(hidden.data_ptr(), hidden.numel(), _SQUARED_RELU, True)
+            return hidden
         num_rows, inner = hidden.shape[0], hidden.shape[1] // 2
         out = hidden.new_empty((num_rows, inner))
         clamp, bias = self._clamp, self._gate_up_bias

@@ -288,7 +288,9 @@ class ExpertForm:
         clamp: ClampedSwiGLU | None = None,
         biases: tuple[Tensor, Tensor] | None = None,
         scales_inputs: bool = False,
+        gated: bool = True,
     ) -> None:
+        self._gated = gated
         self._clamp = clamp
         self._scales_inputs = scales_inputs
         self._gate_up_bias: Tensor | None = None
@@ -299,7 +301,7 @@ class ExpertForm:
     @classmethod
     def of(cls, experts: ExpertSource) -> ExpertForm:
         """Take the biases from the source."""
-        return cls(experts.clamp, experts.biases(), experts.scales_inputs)
+        return cls(experts.clamp, experts.biases(), experts.scales_inputs, experts.gated)
 
     def rows(self, x: Tensor, shares: Tensor, order: Tensor) -> Tensor:
         """The experts' inputs in the order of experts: x [T, K], shares [T, k], order [R] -> [R, K]."""
@@ -307,9 +309,11 @@ class ExpertForm:
         return (rows * shares.flatten()[order].unsqueeze(1)).to(x.dtype) if self._scales_inputs else rows
 
     def activate(self, hidden: Tensor, expert_ids: Tensor) -> Tensor:
-        """[R, 2N], the expert of each row [R] -> [R, N]."""
+        """[R, 2N] (or [R, N] without gates), the expert of each row [R] -> [R, N]."""
         if self._gate_up_bias is not None:
             hidden = hidden + self._gate_up_bias[expert_ids]
+        if not self._gated:
+            return activate(hidden, "relu2")
         return silu_and_mul(hidden) if self._clamp is None else clamped_swiglu(hidden, self._clamp)
 
     def add_bias(self, out: Tensor, expert_ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops import LinearToFloat32, LinearWeight
 from ..weights.reader import Slice
-from .mlp import GatedMLP
+from .mlp import GatedMLP, PlainMLP
 from .spans import equal_span
 
 if TYPE_CHECKING:
@@ -29,16 +29,25 @@ _Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
 """Arguments for a `LinearFormat`: names, shapes, and the slice of each weight (None: all of it)."""
 
 
-def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | SparseMLP:
+def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | PlainMLP | SparseMLP:
     """The MLP of a layer (`model.layers.<n>`): a mixture of experts, or a dense one where the configuration says so."""
     spec, experts = context.spec, context.spec.experts
     assert experts is not None
     if layer_id in experts.dense_layers:
-        name, fused = f"{layer}.{experts.names.block}", spec.form.fused_gate_up
-        return GatedMLP(
-            context, name, spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias, fused=fused
-        )
+        return _dense(context, f"{layer}.{experts.names.block}", spec.intermediate_size, is_summed=True)
     return SparseMLP(context, layer, spec.hidden_size, experts)
+
+
+def _dense(context: ModelContext, name: str, inner: int, *, is_summed: bool) -> GatedMLP | PlainMLP:
+    """A dense MLP, in the form of the experts: with a gate, or without."""
+    spec, experts = context.spec, context.spec.experts
+    assert experts is not None
+    bias, size = spec.mlp_bias, spec.hidden_size
+    if not experts.gated:
+        up, down = (f"{name}.{part}" for part in spec.form.mlp_names)
+        return PlainMLP(context, up, down, size, inner, bias, "relu2", is_summed=is_summed)
+    fused = spec.form.fused_gate_up
+    return GatedMLP(context, name, size, inner, bias=bias, fused=fused, is_summed=is_summed)
 
 
 class SparseMLP:
@@ -90,16 +99,8 @@ class _SharedExpert:
     """The MLP that computes for every token, with or without a gate for its whole result."""
 
     def __init__(self, context: ModelContext, layer: str, size: int, experts: ExpertsSpec) -> None:
-        names, ops, spec = experts.names, context.ops, context.spec
-        self.mlp = GatedMLP(
-            context,
-            f"{layer}.{names.shared_module}",
-            size,
-            experts.shared_size,
-            bias=spec.mlp_bias,
-            fused=spec.form.fused_gate_up,
-            is_summed=False,
-        )
+        names, ops = experts.names, context.ops
+        self.mlp = _dense(context, f"{layer}.{names.shared_module}", experts.shared_size, is_summed=False)
         self._add, self._add_gated, self._to_float32 = ops.add, ops.add_gated, ops.to_float32
         self.gate: Callable[[Tensor], Tensor] | None = None
         if experts.has_shared_gate:
@@ -139,10 +140,10 @@ class _CheckpointExperts:
     def __init__(self, context: ModelContext, name: str, size: int, experts: ExpertsSpec) -> None:
         self._format, self._weights = context.linear_format, context.weights
         self.clamp, self._has_bias = experts.clamp, experts.has_bias
-        self.scales_inputs = experts.scales_inputs
+        self.scales_inputs, self.gated = experts.scales_inputs, experts.gated
         self._adds_bias = context.group.rank == 0
         self._modules = [f"{name}.experts.{expert}" for expert in range(experts.num_experts)]
-        self._names = experts.names
+        self._first, self._names = experts.first_parts, experts.names
         self._size, self._inner = size, experts.intermediate_size
         self._span = equal_span(self._inner, context.group)
 
@@ -151,7 +152,9 @@ class _CheckpointExperts:
         num_experts, width = len(self._modules), len(self._span)
         gate_up = self._format.dense(self._weights, *self._gate_up(self._modules))
         down = self._format.dense(self._weights, *self._down(self._modules))
-        return gate_up.view(num_experts, 2 * width, self._size), down.view(num_experts, self._size, width)
+        return gate_up.view(num_experts, len(self._first) * width, self._size), down.view(
+            num_experts, self._size, width
+        )
 
     def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
         """See `ExpertSource`."""
@@ -173,8 +176,7 @@ class _CheckpointExperts:
         return gate_up.view(num_experts, -1), down.view(num_experts, -1)
 
     def _gate_up(self, modules: list[str]) -> _Request:
-        parts = (self._names.gate, self._names.up)
-        names = [f"{module}.{part}" for module in modules for part in parts]
+        names = [f"{module}.{part}" for module in modules for part in self._first]
         return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
 
     def _down(self, modules: list[str]) -> _Request:

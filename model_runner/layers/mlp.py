@@ -89,11 +89,13 @@ class PlainMLP:
         inner: int,
         bias: bool,
         activation: ActivationKind,
+        *,
+        is_summed: bool = True,
     ) -> None:
-        """Take the weights of the modules `up` and `down` from a checkpoint."""
+        """Take the weights of the modules `up` and `down` from a checkpoint; `is_summed`: see `RowLinear`."""
         outputs = None if context.group.size == 1 else [equal_span(inner, context.group)]
         self.up = Linear(context, [up], size, [inner], bias=bias, outputs=outputs)
-        self.down = RowLinear(context, down, inner, size, bias=bias)
+        self.down = RowLinear(context, down, inner, size, bias=bias, is_summed=is_summed)
         self._activate = context.ops.activate
         self._activation: ActivationKind = activation
 

@@ -14,14 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .plain_runs import LEAST_CHUNKED, convolved, decays_between, in_chunks
+
 if TYPE_CHECKING:
     from .delta_weights import DeltaWeights
     from .layer_states import LayerStates
     from .state_runs import StateRuns
 
-CHUNK: Final = 64
-_LEAST_CHUNKED: Final = 8
-"""With fewer tokens the chunks' matmuls do not pay."""
 _NORM_EPS: Final = 1e-6  # of the lengths of q and k
 
 
@@ -68,15 +67,9 @@ def gated_delta(
     return _finished(attended, qkvz[:, conv_size:], weights).to(qkvz.dtype)
 
 
-def convolved(whole: Tensor, taps: Tensor) -> Tensor:
-    """silu of the causal convolution of each channel: [L - 1 + T, K] -> [T, K] float32."""
-    windows = whole.to(torch.float32).unfold(0, len(taps), 1)  # [T, K, L]
-    return F.silu((windows * taps.to(torch.float32).T).sum(dim=-1))
-
-
 def correct(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """[H, Dk, Dv] before the tokens -> what they are answered, [T, H, Dv], and the state after them."""
-    return correct_in_chunks(inputs, state) if len(inputs.q) >= _LEAST_CHUNKED else _one_by_one(inputs, state)
+    return correct_in_chunks(inputs, state) if len(inputs.q) >= LEAST_CHUNKED else _one_by_one(inputs, state)
 
 
 def _one_by_one(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,10 +85,9 @@ def _one_by_one(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
 def correct_in_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """The same by matmuls."""
     num_tokens = len(inputs.q)
-    q, k, v, log_decay, beta = (_in_chunks(part) for part in inputs)  # [N, H, C, ...]
+    q, k, v, log_decay, beta = (in_chunks(part) for part in inputs)  # [N, H, C, ...]
     since = log_decay.cumsum(dim=-1)  # the chunk's begin, its first token included
-    between = since.unsqueeze(-1) - since.unsqueeze(-2)
-    decays = between.masked_fill(~torch.ones_like(between, dtype=torch.bool).tril(), -torch.inf).exp()
+    decays = decays_between(since)
     of_earlier = (k @ k.transpose(-1, -2)) * decays * beta.unsqueeze(-1)  # its diagonal is not read
     written = torch.cat((v, k * since.exp().unsqueeze(-1)), dim=-1) * beta.unsqueeze(-1)
     solved = torch.linalg.solve_triangular(of_earlier, written, upper=False, unitriangular=True)
@@ -110,13 +102,6 @@ def correct_in_chunks(inputs: DeltaInputs, state: Tensor) -> tuple[Tensor, Tenso
         answers[n] = asking[n] @ state + within[n] @ new
         state = remaining[n] * state + storing[n] @ new
     return answers.transpose(1, 2).flatten(0, 1)[:num_tokens], state
-
-
-def _in_chunks(x: Tensor) -> Tensor:
-    """[T, H, ...] -> [N, H, C, ...]; tokens after the last are zeros, which change no state."""
-    num_chunks = -(-len(x) // CHUNK)
-    padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, num_chunks * CHUNK - len(x)))
-    return torch.unflatten(padded, 0, (num_chunks, CHUNK)).transpose(1, 2)
 
 
 def _heads(

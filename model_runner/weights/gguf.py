@@ -5,13 +5,15 @@ llama.cpp stores some tensors in another layout. They are converted back here, s
 - It orders the rows of Llama's q and k projections so that rotary pairs are adjacent; Hugging Face pairs the first
   half of a head with the second. Only some architectures are stored in this order (`GGUFFamily.neighbors`).
 - Gemma's norm weights w are stored as 1 + w, and those of Qwen3.5.
-- The value heads of Qwen3.5's delta nets are stored in another order (`GGUFFamily.tiled_values`), and -exp(A_log).
+- The value heads of Qwen3.5's delta nets are stored in another order (`GGUFFamily.tiled_values`).
+- State layers have -exp(A_log); some of their vectors have a further axis (`full_shape`).
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
 - The matrix from latents to keys and values is two tensors in newer files, see `split_kv`.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -98,7 +100,9 @@ class GGUFStore:
         if part is not None:
             stored = self._split_kv.get(name) or self._stored[name]
             shape = stored.shape
-            if out.ndim > len(shape) == 2:  # see `full_shape`
+            if out.ndim == 1:  # see `full_shape`
+                shape = (math.prod(shape),)
+            elif out.ndim > len(shape) == 2:
                 shape = (shape[0], *out.shape[1:])
             cut_from_whole(partial(self.read, name), shape, out, part)
             return
@@ -117,10 +121,10 @@ class GGUFStore:
             if out.ndim > len(info.shape):  # see `full_shape`
                 out = out.view(info.shape)
             if out.ndim == 1:  # a vector: its bytes are one row
-                values = torch.from_numpy(dequantize(info, raw))
+                values = torch.from_numpy(dequantize(info, raw)).flatten()
                 if self._norms_are_offset and name.endswith("norm.weight") and _STATE_LAYER not in name:
                     values = values - 1.0
-                if name.endswith(f"{_STATE_LAYER}{A_LOG}"):
+                if name.endswith(f".{A_LOG}"):
                     values = torch.log(-values)
                 out.copy_(values)
             else:

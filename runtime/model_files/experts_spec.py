@@ -142,6 +142,7 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
         has_bias: the three modules of each expert and the router have biases.
         clamp: the activation of experts; None: silu(gate) * up.
         scales_inputs: a share is a factor of the expert's input instead of its output.
+        gated: if False, experts have no gate: down(relu(up) ** 2).
     """
 
     num_experts: int
@@ -153,7 +154,13 @@ class ExpertsSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_bias: bool = False
     clamp: ClampedSwiGLU | None = None
     scales_inputs: bool = False
+    gated: bool = True
     names: ExpertNames = ExpertNames()
+
+    @property
+    def first_parts(self) -> tuple[str, ...]:
+        """The modules of an expert before its activation."""
+        return (self.names.gate, self.names.up) if self.gated else (self.names.up,)
 
     @property
     def num_active(self) -> int:

@@ -61,6 +61,7 @@ SUPPORTED_MODEL_TYPES: Final = (
     "granitemoe",
     "granitemoeshared",
     "granitemoehybrid",
+    "nemotron_h",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -154,6 +155,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
     kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
     intermediate_sizes: tuple[int, ...] = ()  # one for each layer, where layers differ; see `inner_size_of`
+    mlp_layers: tuple[bool, ...] = ()  # one for each layer: whether its only block is an MLP, see `has_mlp`
     layer_inputs: LayerInputsSpec | None = None
     altup: AltUpSpec | None = None
     sparsity: tuple[float, ...] = ()  # of gates, one for each layer, see `GatedActivation`; empty: none
@@ -214,8 +216,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(layer for layer in range(self.num_layers) if self.attends(layer))
 
     def attends(self, layer_id: int) -> bool:
-        """Whether this layer attends to keys and values; if not, it keeps a state."""
-        return self.state is None or not self.state.layers[layer_id]
+        """Whether this layer attends to keys and values."""
+        return self.has_mixer(layer_id) and (self.state is None or not self.state.layers[layer_id])
+
+    def has_mixer(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values, or keeps a state: all do, unless layers are single blocks."""
+        return not self.mlp_layers or not self.mlp_layers[layer_id]
+
+    def has_mlp(self, layer_id: int) -> bool:
+        """Whether this layer has an MLP: all have one, unless layers are single blocks."""
+        return not self.mlp_layers or self.mlp_layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all that it may.
@@ -307,6 +317,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
             ("sources of keys and values", self.kv_sources),
             ("intermediate sizes", self.intermediate_sizes),
             ("activation sparsities", self.sparsity),
+            ("kinds of blocks", self.mlp_layers),
         )
         for name, layers in per_layer:
             if layers and len(layers) != self.num_layers:
@@ -317,7 +328,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         state = self.state
         if state is not None and len(state.layers) != self.num_layers:
             return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
-        if state is not None and all(state.layers):
+        if not self.attention_layers:
             return "no layer attends to earlier tokens; a model needs at least one layer with attention"
         if state is not None and (found := state.contradiction()):
             return found

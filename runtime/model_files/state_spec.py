@@ -70,6 +70,52 @@ class DeltaSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_value_heads // self.num_key_heads
 
 
+class Mamba2Spec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of Mamba 2 (Dao and Gu 2024): each head has a matrix that decays, and to which each token adds.
+
+    Attributes:
+        num_heads: each has a state of [state_dim, head_dim].
+        num_groups: of neighboring heads; those of a group share the vectors B and C of [state_dim], which are the key
+            and the query of linear attention. The norm of what heads return is one over each group.
+        projection_bias: the projections before and after have biases.
+        least_step, most_step: bounds of a token's time step; None: there is no upper one.
+    """
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_dim: int
+    projection_bias: bool = False
+    least_step: float = 0.0
+    most_step: float | None = None
+
+    @property
+    def inner_size(self) -> int:
+        """Elements of all heads of a token: of x, of z, and of what the layer projects."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Elements of B of a token, and of its C."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution: those of x, B and C."""
+        return self.inner_size + 2 * self.group_size
+
+    @property
+    def projected_size(self) -> int:
+        """Outputs of the first projection: z, x, B, C and the time steps."""
+        return self.inner_size + self.conv_size + self.num_heads
+
+    def of_rank(self, tp: int) -> Mamba2Spec:
+        """The part of each of `tp` ranks; with fewer groups than ranks, several ranks have the same one."""
+        return msgspec.structs.replace(
+            self, num_heads=self.num_heads // tp, num_groups=max(1, self.num_groups // tp)
+        )
+
+
 class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     """State layers: what they keep of a request is one slot, which is exact at the request's last computed token only.
 
@@ -77,8 +123,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
         layers: one for each layer of the model: whether it keeps a state. The others attend to keys and values.
         conv_size: channels of the short convolution of a state layer.
         conv_taps: tokens that the convolution reads; the state has its inputs for the last `conv_taps - 1` tokens.
-        conv_bias: the convolution and the projections around it have biases.
-        delta: of a model whose state layers are gated delta nets; None: they are short convolutions alone.
+        conv_bias: the convolution has a bias; without `mamba` also the projections around it.
+        delta: of a model whose state layers are gated delta nets.
+        mamba: of a model whose state layers are those of Mamba 2. Without both they are short convolutions alone.
     """
 
     layers: tuple[bool, ...]
@@ -86,11 +133,19 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     conv_taps: int
     conv_bias: bool = False
     delta: DeltaSpec | None = None
+    mamba: Mamba2Spec | None = None
 
     @property
     def num_layers(self) -> int:
         """State layers of the model."""
         return sum(self.layers)
+
+    @property
+    def module(self) -> str:
+        """The name of a state layer's module, which is in the place of attention."""
+        if self.mamba is not None:
+            return "mamba"
+        return "conv" if self.delta is None else "linear_attn"
 
     @property
     def conv_shape(self) -> tuple[int, int]:
@@ -100,6 +155,8 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def recurrent(self) -> RecurrentState | None:
         """What a layer keeps beside them; None: nothing."""
+        if self.mamba is not None:
+            return RecurrentState((self.mamba.num_heads, self.mamba.state_dim, self.mamba.head_dim))
         if self.delta is None:
             return None
         return RecurrentState((self.delta.num_value_heads, self.delta.key_dim, self.delta.value_dim))
@@ -111,6 +168,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def of_rank(self, tp: int) -> StateSpec:
         """The part of each of `tp` ranks, which have equal numbers of channels and heads."""
+        if self.mamba is not None:
+            mamba = self.mamba.of_rank(tp)
+            return msgspec.structs.replace(self, conv_size=mamba.conv_size, mamba=mamba)
         delta = self.delta
         if delta is not None:
             delta = msgspec.structs.replace(
@@ -122,7 +182,13 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def reason_against_tp(self, tp: int) -> str | None:
         """Why `tp` ranks cannot share the state layers; None: they can."""
-        delta = self.delta
+        delta, mamba = self.delta, self.mamba
+        if mamba is not None:
+            if mamba.num_heads % tp:
+                return f"the {mamba.num_heads} heads of its Mamba layers cannot be divided by it"
+            if mamba.num_groups % tp and tp % mamba.num_groups:
+                return f"the {mamba.num_groups} groups of its Mamba layers can neither be divided by it nor divide it"
+            return None
         if delta is not None and delta.num_key_heads % tp:
             return f"the {delta.num_key_heads} key heads of its delta nets cannot be divided by it"
         if self.conv_size % tp:
@@ -131,7 +197,9 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def contradiction(self) -> str | None:
         """The first contradiction between these facts, or None."""
-        delta = self.delta
+        delta, mamba = self.delta, self.mamba
+        if mamba is not None and mamba.num_heads % mamba.num_groups:
+            return f"{mamba.num_heads} heads of a Mamba layer cannot form {mamba.num_groups} groups evenly"
         if delta is not None and delta.num_value_heads % delta.num_key_heads:
             heads = f"{delta.num_value_heads} value heads cannot share {delta.num_key_heads} key heads"
             return f"{heads} of a delta net evenly"

@@ -174,6 +174,10 @@ class Tokenizer:
         """Number of tokens; the model's logits may be wider (padding of the embedding)."""
         return self._core.get_vocab_size()
 
+    def to_json(self) -> str:
+        """The content of a tokenizer.json that gives the same tokens."""
+        return self._core.to_str()
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the default chat template, or None for a model that has none."""

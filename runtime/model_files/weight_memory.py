@@ -11,6 +11,7 @@ from .stream_spec import LAYER_TABLE
 from .weight_files.needed_tensors import (
     attention_modules,
     delta_projections,
+    mamba2_modules,
     modules_beside_layers,
     needed_modules,
     projection_sizes,
@@ -59,9 +60,13 @@ def _norm_parameters(spec: ModelSpec) -> int:
 
 
 def _gate_parameters(spec: ModelSpec) -> int:
-    """Numbers of the gates and norms of delta nets, which are kept in float32."""
-    if spec.state is None or spec.state.delta is None:
+    """Numbers of the gates and norms of state layers, which are kept in float32."""
+    if spec.state is None or spec.state.recurrent is None:
         return 0
+    mamba = spec.state.mamba
+    if mamba is not None:
+        return spec.state.num_layers * (3 * mamba.num_heads + mamba.inner_size)
+    assert spec.state.delta is not None
     return spec.state.num_layers * (2 * spec.state.delta.num_value_heads + spec.state.delta.value_dim)
 
 
@@ -139,10 +144,15 @@ def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
 def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
     """A layer's linear layers; without experts if their form is not blocks, because those are dequantized."""
     size, inner = spec.hidden_size, spec.inner_size_of(layer)
-    linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
-    linears += _as_linears(stream_modules(spec))
-    if spec.state is not None and not spec.attends(layer):
+    linears: list[_Linear] = []
+    if spec.attends(layer):
+        linears = _latent_linears(spec) if spec.latent is not None else _attention_linears(spec, layer)
+        linears += _as_linears(stream_modules(spec))
+    elif spec.has_mixer(layer):
+        assert spec.state is not None
         linears = _state_linears(spec.state, size)
+    if not spec.has_mlp(layer):
+        return linears
     experts = spec.experts
     # The parts of a fused matrix are counted by their own names.
     dense = ("gate_proj", "up_proj", "down_proj") if spec.form.fused_gate_up else spec.form.mlp_names
@@ -154,11 +164,13 @@ def _linears(spec: ModelSpec, layer: int) -> list[_Linear]:
         linears += _mlp_linears(names.shared_module, size, experts.shared_size, dense)
     if spec.quantization is not None and spec.quantization.method not in BLOCK_METHODS:
         return linears
-    parts, num = (names.gate, names.up, names.down), experts.num_experts
+    parts, num = (*experts.first_parts, names.down), experts.num_experts
     return linears + _mlp_linears(f"{block}.experts.0", size, experts.intermediate_size, parts, num)
 
 
 def _state_linears(state: StateSpec, size: int) -> list[_Linear]:
+    if state.mamba is not None:
+        return _as_linears(mamba2_modules(size, state, state.mamba))
     if state.delta is None:
         return [
             _Linear({"conv.in_proj": 3 * state.conv_size}, size),

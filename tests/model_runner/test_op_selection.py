@@ -37,7 +37,7 @@ TRITON = BOTH._replace(sgl_kernel=Finding(None, "not installed", "pip install it
 NEITHER = TRITON._replace(triton=Finding(None, "no C compiler", "install one"))
 GPU = torch.device("cuda")
 SGL_OPS = {"rms_norm", "add_rms_norm", "silu_and_mul", "gelu_and_mul"}
-TRITON_OPS = SGL_OPS | {"rotate_and_store", "route", "pack_experts", "short_conv", "gated_delta"}
+TRITON_OPS = SGL_OPS | {"rotate_and_store", "route", "pack_experts", "short_conv", "gated_delta", "mamba2"}
 
 
 @pytest.fixture(autouse=True)

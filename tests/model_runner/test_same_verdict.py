@@ -245,6 +245,26 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("", {}),
     "exaone4": ("", {}),
     "granitemoe": ("", {"num_local_experts": 4}),
+    "granitemoehybrid": (
+        "",
+        {
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_local_experts": 0,
+            "mamba_n_heads": 4,
+            "mamba_d_state": 16,
+        },
+    ),
+    "nemotron_h": (
+        "",
+        {
+            "layers_block_type": ["linear_attention", "full_attention"],
+            "head_dim": 16,
+            "mamba_num_heads": 4,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+        },
+    ),
     "gpt_oss": ("", {"head_dim": 16, "num_local_experts": 4}),
     "gpt_neox": ("layer 0 has 4 heads, 4 KV heads", {}),
     "opt": ("layer 0 has 4 heads, 4 KV heads", {"word_embed_proj_dim": 64, "ffn_dim": 128}),

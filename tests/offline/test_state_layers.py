@@ -82,6 +82,42 @@ def tiny_qwen(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="module")
+def tiny_granite(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same around a random Granite 4, with layers of Mamba 2."""
+    return save_tiny(
+        "granitemoehybrid",
+        tiny_model,
+        tmp_path_factory.mktemp("models") / "tiny-granite",
+        layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        num_local_experts=0,
+        shared_intermediate_size=64,
+        mamba_n_heads=4,
+        mamba_d_state=16,
+        embedding_multiplier=8.0,
+        residual_multiplier=0.5,
+    )
+
+
+@pytest.fixture(scope="module")
+def tiny_nemotron(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same around a random Nemotron-H, with experts; its layers are single blocks."""
+    return save_tiny(
+        "nemotron_h",
+        tiny_model,
+        tmp_path_factory.mktemp("models") / "tiny-nemotron",
+        layers_block_type=["linear_attention", "full_attention", "moe", "linear_attention"],
+        head_dim=16,
+        mamba_num_heads=4,
+        mamba_head_dim=16,
+        n_groups=2,
+        ssm_state_size=16,
+        n_routed_experts=4,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=32,
+    )
+
+
+@pytest.fixture(scope="module")
 def expected(tiny_lfm2: Path) -> list[str]:
     """The texts, each request alone and without a cache."""
     with LLM(str(tiny_lfm2), **SETTINGS, radix_cache=False, decode_burst_ms=0) as llm:
@@ -140,13 +176,17 @@ def test_drafts_change_no_text(tiny_lfm2):
     assert [output.text for output in outputs] == alone
 
 
-def test_delta_nets_keep_their_states_too(tiny_qwen):
+@pytest.mark.parametrize(
+    "name", ["tiny_qwen", "tiny_granite", pytest.param("tiny_nemotron", marks=pytest.mark.slow)]
+)
+def test_recurrent_states_are_kept_too(request, name):
     """Chunks, checkpoints, retractions and drafts."""
+    folder = str(request.getfixturevalue(name))
     base: dict[str, Any] = SETTINGS | {"max_total_tokens": 8192}  # with room for a checkpoint of each prompt
-    with LLM(str(tiny_qwen), **base, radix_cache=False) as llm:
+    with LLM(folder, **base, radix_cache=False) as llm:
         alone = [llm.generate([prompt], PARAMS)[0].text for prompt in PROMPTS]
     for settings in ({"chunked_prefill_size": 8, "chaos": "retract=0.2:8"}, {"speculative": "ngram"}):
-        with LLM(str(tiny_qwen), **base, **settings) as llm:
+        with LLM(folder, **base, **settings) as llm:
             first, second = llm.generate(PROMPTS, PARAMS), llm.generate(PROMPTS, PARAMS)
         assert [output.text for output in first] == [output.text for output in second] == alone
         if "chaos" not in settings:

@@ -28,6 +28,7 @@ def test_no_batch_is_full_latch(make_scheduler):
     harness.run_until_idle()
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunked_prefill_size", [-1, 16])
 @pytest.mark.parametrize("phases", ["mixed", "prefill-first"])

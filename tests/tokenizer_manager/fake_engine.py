@@ -59,7 +59,9 @@ from engine.runtime.messages import (
 from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
+from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.runtime.model_files.tokenizer_export import TokenizerExport
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry
@@ -87,6 +89,7 @@ MODEL = "org/tiny"
 EOS = 257
 NO_TRACES = NoTraces()
 CAPACITY = Capacity(max_model_len=256, num_pages=64, page_size=4, max_running_requests=8, vocab_size=258)
+SOURCE = ModelSource("gguf", "/models/tiny.gguf", MODEL)
 SPEC = ModelSpec(
     model_type="llama",
     vocab_size=258,
@@ -397,6 +400,8 @@ def make_services(
         metrics=metrics,
         config=config,
         spec=spec,
+        source=SOURCE,
+        tokenizer_export=TokenizerExport(SOURCE, tokenizer),
         served_model=MODEL,
         created_s=1_700_000_000,
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),

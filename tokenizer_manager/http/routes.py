@@ -11,7 +11,7 @@ from ..telemetry.build_info import BuildInfo
 from .anthropic.bodies import CountBody, MessageBody, MessageEvent
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.fields import CountTokensRequest, MessagesRequest
-from .endpoints import diagnosis, operations, tokenizing
+from .endpoints import diagnosis, operations, tokenizing, worker
 from .endpoints.adapters import (
     AdaptersBody,
     LoadAdapterRequest,
@@ -315,6 +315,14 @@ ROUTES: Final = (
     ),
     Route(
         "GET",
+        "/flush_cache",
+        operations.old_flush_cache,
+        "As POST, as older routers ask.",
+        admin=True,
+        answer=FlushedBody,
+    ),
+    Route(
+        "GET",
         diagnosis.LOG_LEVEL_PATH,
         diagnosis.log_level,
         "The lowest severity that is logged.",
@@ -378,6 +386,42 @@ ROUTES: Final = (
         operations.server_info,
         "Settings, capacity and state.",
         answer=ServerInfoBody,
+    ),
+    Route(
+        "GET",
+        "/get_server_info",
+        operations.old_server_info,
+        "As /server_info, under the name that older routers ask for.",
+        answer=ServerInfoBody,
+    ),
+    Route(
+        "GET",
+        "/model_info",
+        worker.model_info,
+        "The model and the folder of its tokenizer, for routers.",
+        answer=worker.ModelInfoBody,
+    ),
+    Route(
+        "GET",
+        "/get_model_info",
+        worker.old_model_info,
+        "As /model_info, under the name that older routers ask for.",
+        answer=worker.ModelInfoBody,
+    ),
+    Route(
+        "GET",
+        "/v1/loads",
+        worker.loads,
+        "Running and waiting requests and tokens, for routers.",
+        answer=worker.LoadsBody,
+    ),
+    Route("GET", "/loads", worker.short_loads, "As /v1/loads.", answer=worker.LoadsBody),
+    Route(
+        "GET",
+        "/get_load",
+        worker.old_load,
+        "The load, for older routers.",
+        answer=list[worker.OldLoadBody],
     ),
     Route(
         "POST",

@@ -13,8 +13,9 @@ from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
 from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.source import is_same_model
+from ...runtime.model_files.source import ModelSource, is_same_model
 from ...runtime.model_files.tokenizer import Tokenizer
+from ...runtime.model_files.tokenizer_export import TokenizerExport
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses
@@ -57,6 +58,8 @@ class Services:
         metrics: of `/metrics`.
         config: resolved settings.
         spec: facts about the model.
+        source: its files.
+        tokenizer_export: a folder with its tokenizer, for other programs.
         served_model: its name in requests.
         any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
@@ -76,6 +79,8 @@ class Services:
     metrics: Metrics
     config: EngineConfig
     spec: ModelSpec
+    source: ModelSource
+    tokenizer_export: TokenizerExport
     served_model: str
     created_s: int
     build: BuildInfo

@@ -21,11 +21,11 @@
 #include "program.h"
 #include "rows.h"
 #include "simd.h"
+#include "state_runs.h"
 
 namespace engine {
 namespace {
 
-constexpr int MAX_TAPS = 64;
 constexpr float NORM_EPS = 1e-6f;  // of the lengths of q and k
 #if defined(__AVX512F__)
 constexpr int VECTORS = 4;  // of a piece: two sums for each stay in registers
@@ -33,25 +33,10 @@ constexpr int VECTORS = 4;  // of a piece: two sums for each stay in registers
 constexpr int VECTORS = 2;
 #endif
 
-struct Run {
-    int64_t load, first, last, store;
-};
-
 // Of one token and value head; see the formula above.
 struct Factors {
     float decay, of_read, rate, of_asked, of_delta;
 };
-
-template <class V>
-ALWAYS_INLINE V get(const float* p) {
-    if constexpr (sizeof(V) == sizeof(float))
-        return *p;
-    else
-        return load(p);
-}
-
-ALWAYS_INLINE void set(float* p, float x) { *p = x; }
-ALWAYS_INLINE void set(float* p, f32x16 x) { store(p, x); }
 
 inline float product(const float* a, const float* b, int64_t size) {
     f32x16 sums = {};
@@ -63,8 +48,6 @@ inline float product(const float* a, const float* b, int64_t size) {
 }
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-
-inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 template <class T>
 struct DeltaNet {
@@ -82,56 +65,6 @@ struct DeltaNet {
     int64_t key_size() const { return num_key_heads * key_dim; }
     int64_t value_size() const { return num_heads * value_dim; }
     int64_t conv_size() const { return 2 * key_size() + value_size(); }
-    const Run* runs() const { return reinterpret_cast<const Run*>(plan + 1); }
-
-    // 16 channels from `at` on. TAPS: the number of taps, or 0: any number.
-    template <int TAPS>
-    void convolve(int64_t at) const {
-        const int num = TAPS ? TAPS : int(num_taps), kept = num - 1;
-        const int64_t size = conv_size(), row_size = size + value_size();
-        f32x16 weights[TAPS ? TAPS : MAX_TAPS], columns[TAPS ? TAPS : MAX_TAPS];
-        for (int j = 0; j < num; ++j) weights[j] = load(taps + j * size + at);
-        for (int64_t n = 0; n < plan[0]; ++n) {
-            const Run run = runs()[n];
-            const T* from = conv + run.load * kept * size + at;
-            for (int j = 0; j < kept; ++j) columns[j] = load(from + j * size);
-            for (int64_t token = run.first; token < run.last; ++token) {
-                columns[kept] = load(qkvz + token * row_size + at);
-                f32x16 sum = {};
-                for (int j = 0; j < num; ++j) sum += weights[j] * columns[j];
-                store(mixed + token * size + at, Silu()(sum));
-                for (int j = 0; j < kept; ++j) columns[j] = columns[j + 1];
-            }
-            T* to = conv + run.store * kept * size + at;
-            for (int j = 0; j < kept; ++j) store(to + j * size, columns[j]);
-        }
-    }
-
-    void convolve_one(int64_t at) const {
-        const int kept = int(num_taps) - 1;
-        const int64_t size = conv_size(), row_size = size + value_size();
-        float columns[MAX_TAPS];
-        for (int64_t n = 0; n < plan[0]; ++n) {
-            const Run run = runs()[n];
-            const T* from = conv + run.load * kept * size + at;
-            for (int j = 0; j < kept; ++j) columns[j] = to_float(from[j * size]);
-            for (int64_t token = run.first; token < run.last; ++token) {
-                columns[kept] = to_float(qkvz[token * row_size + at]);
-                float sum = 0.0f;
-                for (int j = 0; j < num_taps; ++j) sum += to_float(taps[j * size + at]) * columns[j];
-                mixed[token * size + at] = Silu()(splat(sum))[0];
-                for (int j = 0; j < kept; ++j) columns[j] = columns[j + 1];
-            }
-            T* to = conv + run.store * kept * size + at;
-            for (int j = 0; j < kept; ++j) from_float(columns[j], to + j * size);
-        }
-    }
-
-    void convolve(int64_t begin, int64_t end) const {
-        int64_t at = begin;
-        for (; at + LANES <= end; at += LANES) num_taps == 4 ? convolve<4>(at) : convolve<0>(at);
-        for (; at < end; ++at) convolve_one(at);
-    }
 
     void find_factors(int64_t token) const {
         const float scale = 1.0f / std::sqrt(float(key_dim));
@@ -158,7 +91,7 @@ struct DeltaNet {
         const int64_t slot_size = num_heads * key_dim * value_dim, start = head * key_dim * value_dim + at;
         const int64_t of_q = head / (num_heads / num_key_heads) * key_dim, of_v = 2 * key_size() + head * value_dim + at;
         for (int64_t n = 0; n < plan[0]; ++n) {
-            const Run run = runs()[n];
+            const Run run = runs_of(plan)[n];
             const float* from = states + run.load * slot_size + start;
             float* slot = states + run.store * slot_size + start;
             int64_t step = value_dim;  // from a row to the next one
@@ -218,10 +151,8 @@ struct DeltaNet {
     }
 
     void run() const {
-        const int64_t size = conv_size(), tokens = num_tokens > 0 ? num_tokens : 1;
-        parallel_for((size + LANES - 1) / LANES, rows_per_thread(LANES * tokens), [&](int64_t begin, int64_t end) {
-            convolve(begin * LANES, end * LANES < size ? end * LANES : size);
-        });
+        const int64_t size = conv_size();
+        StateConv<T>{qkvz, taps, nullptr, conv, plan, mixed, size, size + value_size(), num_taps}.run(num_tokens);
         parallel_for(num_tokens, rows_per_thread(8 * key_size()), [&](int64_t begin, int64_t end) {
             for (int64_t token = begin; token < end; ++token) find_factors(token);
         });

@@ -87,6 +87,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "widen": ("", "ppn"),
     "short_conv": ("", "ppppppnnni"),
     "gated_delta": ("", "pppppppppppnnnnnnfi"),
+    "mamba2": ("", "ppppppppppppnnnnnnfffi"),
     "ids_below": ("", "ppnn"),
     "gelu_times": ("", "ppnnni"),
     "sparse_gelu_and_mul": ("", "ppnnfi"),

@@ -9,16 +9,10 @@
 #include "parallel.h"
 #include "program.h"
 #include "simd.h"
+#include "state_runs.h"
 
 namespace engine {
 namespace {
-
-constexpr int MAX_TAPS = 64;
-constexpr int64_t MIN_NUMBERS = 1 << 14;  // elements per piece, at least: fewer do not pay for waking a thread
-
-struct Run {
-    int64_t load, first, last, store;
-};
 
 template <class T>
 struct Conv {
@@ -36,7 +30,7 @@ struct Conv {
         f32x16 weights[TAPS ? TAPS : MAX_TAPS], columns[TAPS ? TAPS : MAX_TAPS];
         for (int j = 0; j < num; ++j) weights[j] = load(weight + j * size + at);
         f32x16 start = bias == nullptr ? f32x16{} : load(bias + at);
-        const Run* runs = reinterpret_cast<const Run*>(plan + 1);
+        const Run* runs = runs_of(plan);
         for (int64_t n = 0; n < plan[0]; ++n) {
             const T* from = slots + runs[n].load * kept * size + at;
             for (int j = 0; j < kept; ++j) columns[j] = load(from + j * size);
@@ -56,7 +50,7 @@ struct Conv {
     void channel(int64_t at) const {
         const int kept = taps - 1;
         float columns[MAX_TAPS];
-        const Run* runs = reinterpret_cast<const Run*>(plan + 1);
+        const Run* runs = runs_of(plan);
         for (int64_t n = 0; n < plan[0]; ++n) {
             const T* from = slots + runs[n].load * kept * size + at;
             for (int j = 0; j < kept; ++j) columns[j] = to_float(from[j * size]);
@@ -100,7 +94,7 @@ struct Conv {
 template <class T>
 void short_conv(const Conv<T>& conv, int64_t num_tokens) {
     int64_t vectors = (conv.size + LANES - 1) / LANES;
-    int64_t grain = (MIN_NUMBERS / LANES + num_tokens - 1) / (num_tokens > 0 ? num_tokens : 1);
+    int64_t grain = rows_per_thread(LANES * (num_tokens > 0 ? num_tokens : 1));
     parallel_for(vectors, grain, [&](int64_t begin, int64_t end) {
         conv.channels(begin * LANES, end * LANES < conv.size ? end * LANES : conv.size);
     });

@@ -1,17 +1,13 @@
 """The gated delta net of state layers in Triton, token by token; see `GatedDeltaOp`.
 
-Three kernels: the convolution of q, k and v, which moves its states; the correction of the heads' states, each program
-with some columns of one head in registers; and the gated norm of what heads return.
-
-A program of the first two computes one request's tokens: of the run that begins them, and of the runs that go on where
-the one before has stored its state. So no program reads what another one writes, and the number of runs may stay on the
-device: programs beyond it end at once.
+Three kernels: the convolution of q, k and v (`state_conv`); the correction of the heads' states, each program with some
+columns of one head in registers; and the gated norm of what heads return. See `runs` for the programs of the first two.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
 # Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: see `GatedDeltaOp`; n runs.
+# Shapes: see `GatedDeltaOp`.
 
 from __future__ import annotations
 
@@ -23,83 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from .compile_report import KernelVariant
+from .runs import first_slot, next_slot, num_programs, run_at
+from .state_conv import convolve
 
 if TYPE_CHECKING:
     from ...states.delta_weights import DeltaWeights
     from ...states.layer_states import LayerStates
     from ...states.state_runs import StateRuns
 
-_CHANNELS: Final = 64
-_TOKENS: Final = 32  # of a tile of the convolution, for prompts
 _COLUMNS: Final = 32  # of a head's state, in registers of one program
-_WORDS: Final = 4  # of a run
 _NORM_EPS: Final = tl.constexpr(1e-6)  # of the lengths of q and k
-
-
-@triton.jit
-def _convolve_kernel(
-    qkvz_ptr,
-    taps_ptr,
-    slots_ptr,
-    plan_ptr,
-    mixed_ptr,
-    size,
-    row_size,
-    TAPS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-):
-    run = tl.program_id(0).to(tl.int64)
-    num_runs = tl.load(plan_ptr)
-    if run >= num_runs:
-        return
-    slot = tl.load(plan_ptr + 1 + 4 * run)
-    before = tl.load(plan_ptr + 4 * run, mask=run > 0, other=-1)  # where the run before stores
-    if before == slot:
-        return  # the program of that run computes this one, too
-    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = channels < size
-    kept: tl.constexpr = TAPS - 1
-    goes_on = run < num_runs
-    while goes_on:
-        first = tl.load(plan_ptr + 2 + 4 * run)
-        last = tl.load(plan_ptr + 3 + 4 * run)
-        store = tl.load(plan_ptr + 4 + 4 * run)
-        state_ptr = slots_ptr + slot * kept * size
-        for start in range(first, last, TOKENS):
-            tokens = (start + tl.arange(0, TOKENS))[:, None]
-            inside = (tokens < last) & exists[None, :]
-            sums = tl.zeros((TOKENS, CHANNELS), dtype=tl.float32)
-            for tap in tl.static_range(TAPS):
-                source = tokens - (TAPS - 1) + tap
-                is_new = source >= first
-                new = tl.load(
-                    qkvz_ptr + source * row_size + channels[None, :], mask=inside & is_new, other=0.0
-                ).to(tl.float32)
-                column = kept + source - first  # of the state, if the token is before the run
-                old = tl.load(
-                    state_ptr + column * size + channels[None, :], mask=inside & (source < first), other=0.0
-                ).to(tl.float32)
-                weight = tl.load(taps_ptr + tap * size + channels, mask=exists, other=0.0).to(tl.float32)
-                sums += weight[None, :] * tl.where(is_new, new, old)
-            tl.store(mixed_ptr + tokens * size + channels[None, :], sums * tl.sigmoid(sums), mask=inside)
-        tl.debug_barrier()  # other threads may still read the state
-        new_ptr = slots_ptr + store * kept * size
-        for column in tl.static_range(TAPS - 1):
-            # In ascending order: a column is written before only if it is not read any more.
-            source = last - (TAPS - 1) + column
-            is_new = source >= first
-            new = tl.load(qkvz_ptr + source * row_size + channels, mask=exists & is_new, other=0.0)
-            old = tl.load(
-                state_ptr + (kept + source - first) * size + channels,
-                mask=exists & (source < first),
-                other=0.0,
-            )
-            tl.store(new_ptr + column * size + channels, tl.where(is_new, new, old), mask=exists)
-        tl.debug_barrier()  # the next run reads what this one has stored
-        run += 1
-        slot = tl.load(plan_ptr + 1 + 4 * run, mask=run < num_runs, other=-1)
-        goes_on = slot == store
 
 
 @triton.jit
@@ -122,11 +51,8 @@ def _correct_kernel(
 ):
     run = tl.program_id(0).to(tl.int64)
     num_runs = tl.load(plan_ptr)
-    if run >= num_runs:
-        return
-    slot = tl.load(plan_ptr + 1 + 4 * run)
-    before = tl.load(plan_ptr + 4 * run, mask=run > 0, other=-1)  # as above
-    if before == slot:
+    slot = first_slot(plan_ptr, run, num_runs)
+    if slot < 0:
         return
     head = tl.program_id(1)
     keys = tl.arange(0, KEYS)
@@ -142,9 +68,7 @@ def _correct_kernel(
     state = tl.load(states_ptr + slot * slot_size + places, mask=inside, other=0.0)
     goes_on = run < num_runs
     while goes_on:
-        first = tl.load(plan_ptr + 2 + 4 * run)
-        last = tl.load(plan_ptr + 3 + 4 * run)
-        store = tl.load(plan_ptr + 4 + 4 * run)
+        first, last, store = run_at(plan_ptr, run)
         for token in range(first, last):
             row_ptr = mixed_ptr + token * size
             q = tl.load(row_ptr + of_query, mask=has_key, other=0.0)
@@ -161,7 +85,7 @@ def _correct_kernel(
             tl.store(row_ptr + of_value, tl.sum(state * q[:, None], axis=0), mask=has_column)
         tl.store(states_ptr + store * slot_size + places, state, mask=inside)
         run += 1
-        slot = tl.load(plan_ptr + 1 + 4 * run, mask=run < num_runs, other=-1)
+        slot = next_slot(plan_ptr, run, num_runs)
         goes_on = slot == store
 
 
@@ -198,29 +122,15 @@ def gated_delta(
     recurrent = states.recurrent
     assert recurrent is not None
     qkvz, ba = qkvz.contiguous(), ba.contiguous()
-    num_taps, size = weights.taps.shape
+    size = weights.taps.shape[1]
     _, num_heads, key_dim, value_dim = recurrent.shape
     num_tokens, row_size = qkvz.shape
     key_size = weights.num_key_heads * key_dim
     out = torch.empty((num_tokens, num_heads * value_dim), dtype=qkvz.dtype, device=qkvz.device)
-    num_runs = len(runs.runs) or (len(runs.plan) - 1) // _WORDS
+    num_runs = num_programs(runs)
     if not num_runs:
         return out
-    mixed = torch.empty((num_tokens, size), dtype=torch.float32, device=qkvz.device)
-    is_prompt = num_tokens > num_runs
-    _convolve_kernel[(num_runs, triton.cdiv(size, _CHANNELS))](
-        qkvz,
-        weights.taps,
-        states.conv,
-        runs.plan,
-        mixed,
-        size,
-        row_size,
-        TAPS=num_taps,
-        TOKENS=_TOKENS if is_prompt else 1,
-        CHANNELS=_CHANNELS,
-        num_warps=4 if is_prompt else 1,
-    )
+    mixed = convolve(qkvz, 0, weights.taps, None, states.conv, runs)
     _correct_kernel[(num_runs, num_heads, triton.cdiv(value_dim, _COLUMNS))](
         mixed,
         ba,
@@ -258,24 +168,7 @@ def gated_delta(
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
-    of_convolution = {
-        **dict.fromkeys(("qkvz_ptr", "taps_ptr", "slots_ptr"), "*bf16"),
-        "plan_ptr": "*i64",
-        "mixed_ptr": "*fp32",
-        **dict.fromkeys(("size", "row_size"), "i32:16"),
-    }
-    convolutions = [
-        KernelVariant(
-            f"delta_net convolution bf16, tiles of {tokens}",
-            _convolve_kernel,
-            of_convolution,
-            {"TAPS": 4, "TOKENS": tokens, "CHANNELS": _CHANNELS},
-            num_warps,
-        )
-        for tokens, num_warps in ((1, 1), (_TOKENS, 4))
-    ]
     return [
-        *convolutions,
         KernelVariant(
             "delta_net correction bf16 128x128",
             _correct_kernel,

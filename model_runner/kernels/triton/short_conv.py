@@ -1,14 +1,12 @@
 """The gated short convolution of state layers in Triton; see `ShortConvOp`.
 
-A program computes some channels of one request's tokens: of the run that begins them, and of the runs that go on where
-the one before has stored its state. So no program reads what another one writes, and the number of runs may stay on the
-device: programs beyond it end at once.
+A program computes some channels of one request's tokens, see `runs`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
 # Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
 
-# Shapes: see `ShortConvOp`; n runs.
+# Shapes: see `ShortConvOp`.
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from .compile_report import KernelVariant
+from .runs import first_slot, next_slot, num_programs, run_at
 
 if TYPE_CHECKING:
     from ...states.state_runs import StateRuns
 
 _CHANNELS: Final = 64
 _TOKENS: Final = 32  # of a tile, for prompts
-_WORDS: Final = 4  # of a run
 
 
 @triton.jit
@@ -54,20 +52,15 @@ def _short_conv_kernel(
 ):
     run = tl.program_id(0).to(tl.int64)
     num_runs = tl.load(plan_ptr)
-    if run >= num_runs:
+    slot = first_slot(plan_ptr, run, num_runs)
+    if slot < 0:
         return
-    slot = tl.load(plan_ptr + 1 + 4 * run)
-    before = tl.load(plan_ptr + 4 * run, mask=run > 0, other=-1)  # where the run before stores
-    if before == slot:
-        return  # the program of that run computes this one, too
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channels < size
     kept: tl.constexpr = TAPS - 1
     goes_on = run < num_runs
     while goes_on:
-        first = tl.load(plan_ptr + 2 + 4 * run)
-        last = tl.load(plan_ptr + 3 + 4 * run)
-        store = tl.load(plan_ptr + 4 + 4 * run)
+        first, last, store = run_at(plan_ptr, run)
         state_ptr = slots_ptr + slot * kept * size
         for start in range(first, last, TOKENS):
             tokens = (start + tl.arange(0, TOKENS))[:, None]
@@ -105,7 +98,7 @@ def _short_conv_kernel(
             tl.store(new_ptr + column * size + channels, value, mask=exists)
         tl.debug_barrier()  # the next run reads what this one has stored
         run += 1
-        slot = tl.load(plan_ptr + 1 + 4 * run, mask=run < num_runs, other=-1)
+        slot = next_slot(plan_ptr, run, num_runs)
         goes_on = slot == store
 
 
@@ -114,7 +107,7 @@ def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, 
     num_taps, size = weight.shape
     bcx = bcx.contiguous()
     out = torch.empty((bcx.shape[0], size), dtype=bcx.dtype, device=bcx.device)
-    num_runs = len(runs.runs) or (len(runs.plan) - 1) // _WORDS
+    num_runs = num_programs(runs)
     if num_runs:
         _short_conv_kernel[(num_runs, triton.cdiv(size, _CHANNELS))](
             bcx,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from ..hf.multimodal_types import MULTIMODAL
 from ..latent_spec import KV_UP
 from ..weight_files.needed_tensors import needed_modules
+from ..weight_files.single_blocks import usual_block_name
 
 if TYPE_CHECKING:
     from ..model_spec import ModelSpec
@@ -34,7 +35,7 @@ class BaseModules:
             if module.is_linear and ".experts." not in module.name and not module.name.endswith(KV_UP):
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
-        self._form = spec.form
+        self._spec, self._form = spec, spec.form
         self._kind = MULTIMODAL.get(spec.language_of)
 
     def find(self, name: str) -> BaseModule | None:
@@ -44,6 +45,8 @@ class BaseModules:
         """
         if self._kind is not None:
             name = (self._kind.usual_name(f"{name}.") or "").removesuffix(".")
+        if self._spec.mlp_layers:
+            name = usual_block_name(self._spec, name)
         return self.by_name.get(name) or self.by_name.get(f"model.{name}")
 
     def is_of_tower(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -40,7 +41,9 @@ NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
 """Tensors of the rope scaling, see `gguf_rope`."""
 
 A_LOG: Final = "A_log"
-"""Of delta nets; the file has the negative exponential."""
+"""Of state layers; the file has the negative exponential."""
+_HEAD_VECTORS: Final = {A_LOG: "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+"""Parameters of a state layer with a number for each head; delta nets have no D."""
 
 FUSED: Final = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -74,10 +77,9 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         for hf, gguf in in_layer.items():
             for part in ("weight", "bias"):
                 yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
-        if spec.state is not None and spec.state.delta is not None:
-            name = f"model.layers.{layer}.linear_attn"
-            yield f"{name}.{A_LOG}", f"blk.{layer}.ssm_a", None
-            yield f"{name}.dt_bias", f"blk.{layer}.ssm_dt.bias", None
+        if spec.state is not None and spec.state.recurrent is not None:
+            for hf, gguf in _HEAD_VECTORS.items():
+                yield f"model.layers.{layer}.{spec.state.module}.{hf}", f"blk.{layer}.{gguf}", None
         if spec.layer_inputs is not None or spec.form.layer_scalars:
             for hf, gguf in _PARAMETERS.items():
                 yield f"model.layers.{layer}.{hf}", f"blk.{layer}.{gguf}.weight", None
@@ -110,10 +112,13 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
 
 
 def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a tensor with the axis of length 1 that llama.cpp's converter drops.
+    """The shape of a tensor with the axes that Hugging Face's has.
 
-    It drops it from a matrix of one row, and from the weight of a convolution of each channel.
+    llama.cpp's converter drops an axis of length 1 from a matrix of one row, and from the weight of a convolution of
+    each channel. It adds one to vectors of Mamba 2: those of heads become columns, the norm has a row for each group.
     """
+    if len(wanted) == 1 and len(stored) == 2 and math.prod(stored) == wanted[0]:
+        return wanted
     return wanted if wanted in ((1, *stored), (*stored[:1], 1, *stored[1:])) else stored
 
 

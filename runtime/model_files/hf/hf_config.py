@@ -115,7 +115,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
         hidden_size=hidden_size,
         intermediate_size=facts.pop("intermediate_size", None)
         or fields.integer("intermediate_size", 1, 1 << 22),
-        num_layers=fields.integer("num_hidden_layers", 1, 1 << 12),
+        num_layers=facts.pop("num_layers", None) or fields.integer("num_hidden_layers", 1, 1 << 12),
         num_heads=num_heads,
         rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),

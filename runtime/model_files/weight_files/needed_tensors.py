@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -18,7 +18,7 @@ from ..stream_spec import LAYER_TABLE
 if TYPE_CHECKING:
     from ..latent_spec import LatentSpec
     from ..model_spec import ModelSpec
-    from ..state_spec import DeltaSpec, StateSpec
+    from ..state_spec import DeltaSpec, Mamba2Spec, StateSpec
 
 
 _MTP: Final = "model.mtp_"
@@ -70,10 +70,14 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
     yield from modules_beside_layers(spec)
     for layer in range(spec.num_layers):
         prefix = f"model.layers.{layer}."
-        mixer = chain(_head_norms(spec, layer), attention_modules(spec, layer))
-        if not spec.attends(layer):
-            mixer = chain(_state_layer(spec))
-        for module in (*_norms(spec), *mixer, *_mlp(spec, layer, one_expert), *stream_modules(spec)):
+        blocks: list[Iterable[Module]] = []
+        if spec.attends(layer):
+            blocks += _head_norms(spec, layer), attention_modules(spec, layer)
+        elif spec.has_mixer(layer):
+            blocks.append(_state_layer(spec))
+        if spec.has_mlp(layer):
+            blocks.append(_mlp(spec, layer, one_expert))
+        for module in (*_norms(spec), *chain(*blocks), *stream_modules(spec)):
             yield module._replace(name=(prefix + module.name).removesuffix("."))
     yield from pooling_modules(spec)
 
@@ -151,9 +155,14 @@ def _head_norms(spec: ModelSpec, layer: int) -> Iterator[Module]:
 
 
 def _state_layer(spec: ModelSpec) -> Iterator[Module]:
-    assert spec.state is not None
-    delta = spec.state.delta
-    yield from _short_conv(spec, spec.state) if delta is None else _delta_net(spec, spec.state, delta)
+    state = spec.state
+    assert state is not None
+    if state.mamba is not None:
+        yield from mamba2_modules(spec.hidden_size, state, state.mamba)
+    elif state.delta is not None:
+        yield from _delta_net(spec, state, state.delta)
+    else:
+        yield from _short_conv(spec, state)
 
 
 def delta_projections(delta: DeltaSpec) -> dict[str, int]:
@@ -175,6 +184,17 @@ def _delta_net(spec: ModelSpec, state: StateSpec, delta: DeltaSpec) -> Iterator[
         yield Module("linear_attn", (delta.num_value_heads,), part=part)
     yield Module("linear_attn.norm", (delta.value_dim,))
     yield Module("linear_attn.out_proj", (spec.hidden_size, delta.value_size), is_linear=True)
+
+
+def mamba2_modules(size: int, state: StateSpec, mamba: Mamba2Spec) -> Iterator[Module]:
+    """The modules of a layer of Mamba 2 with inputs of `size`, by their names in the layer."""
+    bias = mamba.projection_bias
+    yield Module("mamba.in_proj", (mamba.projected_size, size), is_linear=True, has_bias=bias)
+    yield Module("mamba.conv1d", (state.conv_size, 1, state.conv_taps), has_bias=state.conv_bias)
+    for part in ("A_log", "D", "dt_bias"):
+        yield Module("mamba", (mamba.num_heads,), part=part)
+    yield Module("mamba.norm", (mamba.inner_size,))
+    yield Module("mamba.out_proj", (size, mamba.inner_size), is_linear=True, has_bias=bias)
 
 
 def _short_conv(spec: ModelSpec, state: StateSpec) -> Iterator[Module]:
@@ -255,12 +275,9 @@ def _mlp(spec: ModelSpec, layer: int, one_expert: bool) -> Iterator[Module]:
         yield Module(f"{block}.{names.shared_gate}", (1, size))
     for expert in range(1 if one_expert else experts.num_experts):
         inner, name = experts.intermediate_size, f"{block}.experts.{expert}"
-        for part, shape in (
-            (names.gate, (inner, size)),
-            (names.up, (inner, size)),
-            (names.down, (size, inner)),
-        ):
-            yield Module(f"{name}.{part}", shape, is_linear=True, has_bias=experts.has_bias)
+        for part in experts.first_parts:
+            yield Module(f"{name}.{part}", (inner, size), is_linear=True, has_bias=experts.has_bias)
+        yield Module(f"{name}.{names.down}", (size, inner), is_linear=True, has_bias=experts.has_bias)
 
 
 def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module]:

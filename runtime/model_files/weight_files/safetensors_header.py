@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ..hf.multimodal_types import MULTIMODAL
 from ..stand_in import damage
 from .header_entry import HeaderEntry
+from .single_blocks import usual_block_name
 from .stacked_experts import unstacked
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
                 )
             holder[name] = file.path.name
     names = _usual_names_in(folder, holder, spec)
+    if spec is not None and spec.mlp_layers:
+        names = {stored: usual_block_name(spec, name) for stored, name in names.items()}
     return [_renamed(file, names, spec) for file in files]
 
 

@@ -65,7 +65,7 @@ def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
     """The stacks by the end of their names."""
     names, inner = experts.names, experts.intermediate_size
     form = names.stacks_in_turn, names.stacks_in_turn or names.stacks_transposed
-    gate_up = _Stack((names.gate, names.up), inner, size, *form)
+    gate_up = _Stack(experts.first_parts, inner, size, *form)
     return {
         f".{names.block}.{names.gate_up_stack}": gate_up,
         f".{names.block}.{names.down_stack}": _Stack((names.down,), size, inner, *form),

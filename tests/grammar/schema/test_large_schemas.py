@@ -89,6 +89,7 @@ def check(name: str) -> str:
     return ""
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_time_grows_with_the_size(name: str):
     begin_s = time.thread_time()
@@ -98,6 +99,7 @@ def test_the_time_grows_with_the_size(name: str):
     assert time.thread_time() - begin_s < LONGEST_S
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", [name for name in SCHEMAS if "path" in name])
 def test_paths_take_little_memory(name: str):
     tracemalloc.start()

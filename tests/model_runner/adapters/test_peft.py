@@ -11,6 +11,7 @@ import torch
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 from tests.model_runner.conftest import SeeingExecutor
+from tests.model_runner.models.test_nemotron_h import NEMOTRON
 
 from .peft_adapters import ALL_LINEAR, PHI3_LINEAR, make_adapter
 
@@ -49,9 +50,19 @@ EXPERTS = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+MAMBA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_local_experts": 0,
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+}
+MAMBA_LINEAR = ["in_proj", "out_proj", "input_linear", "output_linear"]
 STATE_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", {**DELTA_NETS, **EXPERTS}),
     "qwen3_5": ("qwen3_5_text", DELTA_NETS),
+    "granite": ("granitemoehybrid", MAMBA),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
 }
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -64,7 +75,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["o_proj", "lm_head"]},
     "embed": {"target_modules": ["embed_tokens", "o_proj"]},
 }
-TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, *DELTA_LINEAR, "embed_tokens", "lm_head"}
+TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, *DELTA_LINEAR, *MAMBA_LINEAR, "embed_tokens", "lm_head"}
 CASES = [*itertools.product(MODELS, KINDS), *((name, "plain") for name in STATE_MODELS)]
 
 
@@ -76,6 +87,10 @@ def test_logits_are_those_of_peft(make_tiny_model, make_driver, tmp_path, name, 
     linear = PHI3_LINEAR if name == "phi3" else ALL_LINEAR
     if name in STATE_MODELS:
         linear = [*(ALL_LINEAR[:4] if name == "qwen3_next" else ALL_LINEAR), *DELTA_LINEAR]
+    if name == "nemotron_h":
+        linear = [*ALL_LINEAR[:4], "up_proj", "down_proj", "in_proj"]
+    if name == "granite":
+        linear = [*ALL_LINEAR[:4], *MAMBA_LINEAR]
     if name == "qwen3_moe":
         linear = ALL_LINEAR[:4]
     adapter = make_adapter(

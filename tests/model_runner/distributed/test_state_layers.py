@@ -10,6 +10,8 @@ from engine.runtime.errors import ConfigError
 from engine.runtime.resolve.rank_spec import check_tp
 from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
 from tests.model_runner.models.test_lfm2 import MOE, VARIANTS
+from tests.model_runner.models.test_mamba2 import DENSE, SPARSE
+from tests.model_runner.models.test_nemotron_h import EXPERTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
@@ -20,6 +22,14 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "lfm2_moe": ("lfm2_moe", 2, MOE),
     "qwen3_next": ("qwen3_next", 2, QWEN["qwen3_next"][1]),
     "qwen3_5_text": ("qwen3_5_text", 4, QWEN["qwen3_5_text"][1]),
+    "granite, one group": ("granitemoehybrid", 2, DENSE),
+    "granite, a group for two ranks": (
+        "granitemoehybrid",
+        4,
+        {**DENSE, "mamba_n_groups": 2, "mamba_proj_bias": True},
+    ),
+    "granite, a group for each rank": ("granitemoehybrid", 2, SPARSE),
+    "nemotron_h": ("nemotron_h", 2, EXPERTS),
 }
 
 
@@ -41,6 +51,15 @@ def test_channels_that_do_not_divide_are_refused(make_tiny_model):
     options = {"hidden_size": 90, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
     tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"] | options)
     with pytest.raises(ConfigError, match="the 90 channels of its convolutions cannot be divided by it"):
+        check_tp(tiny.spec, 4)
+
+
+def test_groups_of_mamba_that_do_not_divide_are_refused(make_tiny_model):
+    options = {"mamba_n_heads": 6, "mamba_n_groups": 3, "num_attention_heads": 4, "num_key_value_heads": 4}
+    tiny = make_tiny_model("granitemoehybrid", **DENSE | options)
+    with pytest.raises(ConfigError, match="the 3 groups of its Mamba layers can neither be divided"):
+        check_tp(tiny.spec, 2)
+    with pytest.raises(ConfigError, match="the 6 heads of its Mamba layers cannot be divided"):
         check_tp(tiny.spec, 4)
 
 

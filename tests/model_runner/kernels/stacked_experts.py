@@ -30,6 +30,7 @@ class StackedExperts:
     clamp: ClampedSwiGLU | None = None
     bias: tuple[Tensor, Tensor] | None = None
     scales_inputs: bool = False
+    gated: bool = True
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         return self.gate_up, self.down

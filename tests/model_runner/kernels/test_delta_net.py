@@ -136,9 +136,9 @@ def test_plain(step, heads, taps, dtype):
 @given(**SHAPES)
 def test_native(step, heads, taps, dtype):
     from engine.model_runner.kernels.cpu.library import load_library
-    from engine.model_runner.kernels.native import NativeOps
+    from engine.model_runner.kernels.states.native import NativeStateOps
 
-    check(NativeOps(load_library()).gated_delta, step, heads=heads, taps=taps, dtype=dtype)
+    check(NativeStateOps(load_library()).gated_delta, step, heads=heads, taps=taps, dtype=dtype)
 
 
 @pytest.mark.parametrize("num_tokens", [64, 150])

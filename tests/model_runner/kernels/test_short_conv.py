@@ -133,9 +133,9 @@ def test_plain(step, size, taps, bias, dtype):
 @given(**SHAPES)
 def test_native(step, size, taps, bias, dtype):
     from engine.model_runner.kernels.cpu.library import load_library
-    from engine.model_runner.kernels.native import NativeOps
+    from engine.model_runner.kernels.states.native import NativeStateOps
 
-    check(NativeOps(load_library()).short_conv, step, size=size, taps=taps, bias=bias, dtype=dtype)
+    check(NativeStateOps(load_library()).short_conv, step, size=size, taps=taps, bias=bias, dtype=dtype)
 
 
 def test_the_plan_of_plain_decodes_has_one_run_each():

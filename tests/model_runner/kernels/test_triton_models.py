@@ -18,7 +18,7 @@ from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.streams import plain as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops import Ops
-from engine.model_runner.states import plain_delta_net
+from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.runtime.model_files.attention_form import AttentionForm
 from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
@@ -165,6 +165,7 @@ def launches(monkeypatch) -> Counter[str]:
         to_float32=plain.to_float32,
         short_conv=short_conv.short_conv,
         gated_delta=plain_delta_net.gated_delta,
+        mamba2=plain_mamba2.mamba2,
         gelu_times=plain_streams.gelu_times,
         sparse_gelu_and_mul=plain_streams.sparse_gelu_and_mul,
         ids_below=plain_streams.ids_below,

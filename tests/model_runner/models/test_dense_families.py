@@ -228,7 +228,6 @@ def test_keys_and_values_in_8_bits(make_tiny_model, make_driver, unpack, variant
             "rope_parameters is None, which transformers takes for yarn",
         ),
         ("glm4", {"partial_rotary_factor": 0.01, "rope_parameters": None}, "a part of each head must rotate"),
-        ("granite 4, dense", {"layer_types": ["mamba", "attention"]}, "not those with a state"),
         ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0, expected a number"),
         ("starcoder2", {"hidden_act": "relu"}, "hidden_act is 'relu', only 'gelu_pytorch_tanh'"),
         (

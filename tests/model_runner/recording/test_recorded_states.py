@@ -6,6 +6,7 @@ import pytest
 
 from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
 from tests.model_runner.models.test_lfm2 import VARIANTS
+from tests.model_runner.models.test_mamba2 import SPARSE
 from tests.triton_interpreter import repair_interpreter
 
 from .recording_device import RerunningDevice
@@ -14,10 +15,16 @@ from .test_cuda_graph_executor import make
 repair_interpreter()
 
 
-MODELS = {"lfm2": ("lfm2", VARIANTS["lfm2"]), "qwen3_5_text": QWEN["qwen3_5_text"]}
+MODELS = {
+    "lfm2": ("lfm2", VARIANTS["lfm2"]),
+    "qwen3_5_text": QWEN["qwen3_5_text"],
+    "granite": ("granitemoehybrid", SPARSE),
+}
 
 
-@pytest.mark.parametrize(("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2)])  # 9 run as 10
+@pytest.mark.parametrize(  # 9 run as 10
+    ("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("granite", 2)]
+)
 def test_recorded_decodes_give_the_same_tokens(make_tiny_model, name, num):
     model_type, options = MODELS[name]
     tiny = make_tiny_model(model_type, **options)

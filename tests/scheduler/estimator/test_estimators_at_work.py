@@ -73,6 +73,7 @@ def test_full_reservation_never_needs_a_retraction(config, load):
     assert harness.scheduler.report(0.0).retracted_reqs_total == 0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("max_num_partial_prefills", [1, 4])
 def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
     """Large pages, and answers that all use their limits: a page forgotten would be a retraction."""
@@ -92,6 +93,7 @@ def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
         assert harness.scheduler.report(0.0).retracted_reqs_total == 0, seed
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["ratio", "beta", "none"])
 @settings(slow_is_fine, max_examples=20)
 @given(config=settings_of_steps, load=requests)

@@ -35,6 +35,7 @@ def play(path: Path, **settings: Any) -> tuple[Harness, Timeline]:
     return harness, read_log(path, None)[0]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -87,6 +87,7 @@ def test_lpm_lets_nobody_starve(make_scheduler):
     assert admitted_before == MAX_OVERTAKEN
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("name", get_args(SchedulePolicyName))
 def test_every_policy_answers_everybody_while_memory_is_short(make_scheduler, name, overlap):

@@ -143,6 +143,7 @@ def in_seconds(harness: Harness, from_s: float, to_s: float) -> Callable[[StepPl
     return lambda plan: from_s <= harness.now_s < to_s
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("shortage_s", [0.05, 1.0, 5.0, 12.0])
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_shortage_of_some_seconds_costs_nobody_an_answer(shortage_s, overlapped):

@@ -295,6 +295,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert held == [self.cached[prefix].number for prefix in holder.path]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", get_args(EvictionPolicyName))
 def test_agrees_with_a_record_per_page(policy: EvictionPolicyName) -> None:
     machine = type(f"{policy}Machine", (PrefixCacheMachine,), {"policy_name": policy})

@@ -239,6 +239,7 @@ def _kinds(info: Any) -> set[type]:
     return {type(info)}
 
 
+@pytest.mark.fast_cases(120)
 @pytest.mark.parametrize(("path", "fields"), list(fields_with_empty_values()))
 def test_in_every_field_of_every_request(app: Apps, path: str, fields: dict[str, Any]):
     check_accepted(app, path, VALID[path] | fields)
@@ -253,6 +254,7 @@ def test_in_every_field_that_is_not_supported_yet(app: Apps, path: str, names: A
     check_accepted(app, path, VALID[path] | dict.fromkeys(names, value))
 
 
+@pytest.mark.fast_cases(6)
 @pytest.mark.parametrize(("path", "body", "at", "needed"), PLACES)
 def test_in_every_member_of_an_object_inside(
     app: Apps, path: str, body: dict[str, Any], at: str, needed: set[str]

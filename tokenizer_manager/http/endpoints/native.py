@@ -39,15 +39,18 @@ _POLICY: Final = FieldPolicy(
     NativeRequest,
     {
         "audio_data": (),
+        "background": (False,),
         "image_data": (),
         "input_embeds": (),
+        "return_bytes": (False,),
+        "return_entropy": (False,),
         "return_hidden_states": (False,),
         "return_text_in_logprobs": (False,),
         "session_params": (),
         "token_ids_logprob": (),
         "video_data": (),
     },
-    no_effect={"log_metrics"},
+    no_effect={"log_metrics", "no_logs"},
     nested={"sampling_params": FieldPolicy(NativeSampling, SAMPLING_NOT_YET)},
 )
 _OUR_NAMES: Final = {

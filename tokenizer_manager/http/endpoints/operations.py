@@ -37,6 +37,7 @@ from ..schema.field_policy import FieldPolicy
 from ..schema.json_body import convert
 from ..schema.protocol import AbortBody
 from ..services import Services
+from .worker import tokenizer_path
 
 MODELS_PATH: Final = "/v1/models"
 REQUESTS_PATH: Final = "/v1/requests"
@@ -99,18 +100,30 @@ async def server_info(exchange: Exchange, services: Services) -> None:
         group[name] = "(set)" if group[name] else None
     config["log"]["log_level"] = services.all_processes.log_level
     report = services.manager.engine.report
+    capacity = services.manager.capacity
     await exchange.send_json(
         ServerInfoBody(
             version=services.version,
             model=services.served_model,
+            model_path=services.source.path,
+            tokenizer_path=await tokenizer_path(services),
+            served_model_name=services.served_model,
+            tp_size=services.config.parallel.tp,
+            max_running_requests=capacity.max_running_requests,
+            max_total_num_tokens=capacity.num_pages * capacity.page_size,
             config=config,
-            capacity=msgspec.structs.asdict(services.manager.capacity),
+            capacity=msgspec.structs.asdict(capacity),
             model_spec=services.spec,
             limits=services.config.limits,
             num_live_requests=len(services.manager.request_log),
             scheduler=None if report is None else msgspec.structs.asdict(report),
         )
     )
+
+
+async def old_server_info(exchange: Exchange, services: Services) -> None:
+    """As `server_info`; a route of its own, since the OpenAPI document names each operation once."""
+    await server_info(exchange, services)
 
 
 async def models(exchange: Exchange, services: Services) -> None:
@@ -178,6 +191,11 @@ async def flush_cache(exchange: Exchange, services: Services) -> None:
     """Empty the prefix cache."""
     done = await services.manager.control.flush_cache()
     await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
+
+
+async def old_flush_cache(exchange: Exchange, services: Services) -> None:
+    """As `flush_cache`."""
+    await flush_cache(exchange, services)
 
 
 def _model(services: Services) -> ModelBody:

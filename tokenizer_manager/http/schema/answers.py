@@ -160,10 +160,24 @@ class LiveRequestsBody(msgspec.Struct, kw_only=True):
 
 
 class ServerInfoBody(msgspec.Struct, kw_only=True):
-    """Settings, capacity, the model's facts, limits, and the scheduler's latest report."""
+    """Settings, capacity, the model's facts, limits, and the scheduler's latest report.
+
+    Attributes:
+        model_path: this and the fields down to `disaggregation_mode` are what routers look for.
+        dp_size: replicas behind this address.
+        disaggregation_mode: this server computes prompts and decodes.
+    """
 
     version: str
     model: str
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    tp_size: int
+    dp_size: int = 1
+    max_running_requests: int
+    max_total_num_tokens: int
+    disaggregation_mode: Literal["null"] = "null"
     config: dict[str, dict[str, Any]]
     capacity: dict[str, int | bool]
     model_spec: ModelSpec

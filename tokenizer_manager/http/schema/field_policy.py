@@ -32,6 +32,7 @@ NO_EFFECT: Final = frozenset(
         "store",
         # Other engines' options for the place of a result, for features that are refused or always on here.
         "cache_prompt",
+        "no_logs",
         "timings_per_token",
     }
 )
@@ -50,6 +51,8 @@ SAMPLING_NOT_YET: Final[NotYet] = {
     "logits_processors": (),
     "mirostat": (0,),
     "repeat_penalty": (1,),
+    "return_bytes": (False,),
+    "return_entropy": (False,),
     "return_hidden_states": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -71,12 +74,14 @@ CHAT_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
     "echo": (False,),
     "modalities": (["text"],),
     "moderation": (),
+    "no_stop_trim": (False,),
     "prompt_logprobs": (),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 COMPLETION_NOT_YET: Final[NotYet] = SAMPLING_NOT_YET | {
+    "no_stop_trim": (False,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "suffix": (),

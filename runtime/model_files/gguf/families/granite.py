@@ -1,4 +1,4 @@
-"""Granite 3, and Granite 4 without state layers; `granitemoe` has experts."""
+"""Granite 3, and Granite 4; `granitemoe` has experts, `granitehybrid` layers of Mamba 2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from msgspec import structs
 from ...experts_spec import GRANITE_NAMES
 from ...fields import Fields
 from ...layer_form import LayerForm
-from .family import Facts, GGUFFamily
+from .family import LAYER_NAMES, Facts, GGUFFamily
+from .mamba import MAMBA2_NAMES, kv_heads, mamba2_state, with_conv_bias
 from .mixtral import mixture_of
 
 
@@ -39,11 +40,30 @@ def _granite_moe(fields: Fields, arch: str) -> Facts:
     return _granite(fields, arch) | {"experts": experts}
 
 
+def _granite_hybrid(fields: Fields, arch: str) -> Facts:
+    """A layer without heads of keys and values is one of Mamba 2; files without experts have their number, 0."""
+    heads = kv_heads(fields, arch)
+    sparse = fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0
+    facts = _granite_moe(fields, arch) if sparse else _granite(fields, arch)
+    return facts | {
+        "num_kv_heads": max(heads),
+        "state": mamba2_state(fields, arch, tuple(count == 0 for count in heads)),
+    }
+
+
 _NAMES: Final = structs.replace(GRANITE_NAMES, shared_in_block=True)
 
 FAMILIES: Final[dict[str, GGUFFamily]] = {
     "granite": GGUFFamily("granite", _granite, neighbors=True),
     "granitemoe": GGUFFamily(
         "granitemoe", _granite_moe, has_experts=True, neighbors=True, also=("granitemoeshared",)
+    ),
+    "granitehybrid": GGUFFamily(
+        "granitemoehybrid",
+        _granite_hybrid,
+        {**LAYER_NAMES, **MAMBA2_NAMES},
+        has_experts=True,
+        neighbors=True,
+        of_tensors=with_conv_bias,
     ),
 }

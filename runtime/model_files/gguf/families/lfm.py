@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-import numpy as np
 from msgspec import structs
 
 from ...experts_spec import LFM2_NAMES
@@ -12,6 +11,7 @@ from ...fields import Fields
 from ...hf.families.lfm import LFM2_FORM
 from ...state_spec import StateSpec
 from .family import Facts, GGUFFamily
+from .mamba import kv_heads
 from .mixtral import mixture_of
 
 _SIGMOID: Final = 2
@@ -20,12 +20,7 @@ _SIGMOID: Final = 2
 
 def _lfm2(fields: Fields, arch: str) -> Facts:
     """A layer without heads of keys and values has a short convolution."""
-    num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
-    key = f"{arch}.attention.head_count_kv"
-    value = fields.get(key)
-    heads = value.tolist() if isinstance(value, np.ndarray) else value
-    if not isinstance(heads, list) or len(heads) != num_layers or len({*heads} - {0}) != 1:
-        raise fields.error(key, value, f"expected the same number for each of {num_layers} layers, or 0")
+    heads = kv_heads(fields, arch)
     state = StateSpec(
         layers=tuple(count == 0 for count in heads),
         conv_size=fields.integer(f"{arch}.embedding_length", 1, 1 << 20),

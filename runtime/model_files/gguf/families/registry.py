@@ -19,6 +19,7 @@ from . import (
     llama,
     llama4,
     ministral,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -47,6 +48,7 @@ GGUF_FAMILIES: Final[dict[str, GGUFFamily]] = {
     **seed.FAMILIES,
     **ernie.FAMILIES,
     **granite.FAMILIES,
+    **nemotron.FAMILIES,
     **deepseek.FAMILIES,
 }
 

@@ -1,4 +1,4 @@
-"""Granite 3 (`granite`; with experts `granitemoe`, `granitemoeshared`), and Granite 4 without layers with a state."""
+"""Granite 3 (`granite`; with experts `granitemoe`, `granitemoeshared`), and Granite 4, with layers of Mamba 2."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from msgspec import structs
 from ...experts_spec import GRANITE_NAMES, ExpertsSpec, Routing
 from ...fields import Fields
 from ...layer_form import LayerForm, ModuleNames
+from ...state_spec import Mamba2Spec, StateSpec
 from ..hf_rope import read_rope
 from .family import Facts, Family, rope_facts
+from .mamba import MAX_TAPS, time_step_bounds
 
-_ATTENTION: Final = ("attention", "full_attention")
+_STATE_KINDS: Final = ("mamba", "linear_attention")
+_KINDS: Final = (*_STATE_KINDS, "attention", "full_attention")
 
 
 def _granite(fields: Fields) -> Facts:
@@ -57,21 +60,60 @@ def _mixture(fields: Fields, shared_size: int) -> Facts:
 
 
 def _granite_hybrid(fields: Fields) -> Facts:
-    """The models of the line with attention only; they have rotary or, as those with state layers, none."""
+    """Layers of Mamba 2 and of attention, or of attention only; with experts beside the shared MLP, or without."""
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    kinds = fields.get("layer_types")
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(one not in _ATTENTION for one in kinds):
-        raise fields.error(
-            "layer_types", kinds, "only layers with attention are supported, not those with a state"
-        )
     position = fields.get("position_embedding_type")
     if position not in (None, "nope", "rope"):
         raise fields.error("position_embedding_type", position, "expected rope, nope or null")
     shared = fields.integer("shared_intermediate_size", 1, 1 << 22, default=1024)
-    facts = _mixture(fields, shared) | {"rope_layers": () if position == "rope" else (False,) * num_layers}
+    layers = _state_layers(fields, num_layers)
+    facts = _mixture(fields, shared) | {
+        "rope_layers": () if position == "rope" else (False,) * num_layers,
+        "state": _mamba2(fields, layers) if any(layers) else None,
+    }
     if fields.integer("num_local_experts", 0, 1 << 16, default=8) == 0:
         facts |= {"experts": None, "intermediate_size": shared}
     return facts
+
+
+def _state_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Which layers are of Mamba 2; without a list all are."""
+    name = fields.given("layer_types", "layers_block_type")
+    kinds = fields.get(name)
+    if kinds is None:
+        return (True,) * num_layers
+    if not isinstance(kinds, list) or any(kind not in _KINDS for kind in kinds):
+        raise fields.error(name, kinds, f"expected a list of {', '.join(_KINDS[:-1])} and {_KINDS[-1]}")
+    return tuple(kind in _STATE_KINDS for kind in kinds)
+
+
+def _mamba2(fields: Fields, layers: tuple[bool, ...]) -> StateSpec:
+    expand = fields.integer("mamba_expand", 1, 1 << 10, default=2)
+    size = expand * fields.integer("hidden_size", 1, 1 << 20)
+    num_heads = fields.integer("mamba_n_heads", 1, 1 << 16, default=128)
+    head_dim = size // num_heads
+    if fields.get("mamba_d_head") not in (None, "auto"):
+        head_dim = fields.integer("mamba_d_head", 1, 1 << 16)
+    if num_heads * head_dim != size:
+        rule = f"but {num_heads} heads of {head_dim} are not {expand} times the hidden size, {size}"
+        raise fields.error("mamba_n_heads", num_heads, rule)
+    least, most = time_step_bounds(fields, "time_step_limit")
+    mamba = Mamba2Spec(
+        num_heads=num_heads,
+        head_dim=head_dim,
+        num_groups=fields.integer("mamba_n_groups", 1, 1 << 16, default=1),
+        state_dim=fields.integer("mamba_d_state", 1, 1 << 16, default=256),
+        projection_bias=fields.boolean("mamba_proj_bias", default=False),
+        least_step=least,
+        most_step=most,
+    )
+    return StateSpec(
+        layers=layers,
+        conv_size=mamba.conv_size,
+        conv_taps=fields.integer("mamba_d_conv", 2, MAX_TAPS, default=4),
+        conv_bias=fields.boolean("mamba_conv_bias", default=True),
+        mamba=mamba,
+    )
 
 
 FAMILIES: Final[dict[str, Family]] = {

@@ -23,6 +23,7 @@ from . import (
     llama4,
     ministral,
     mixtral,
+    nemotron,
     olmo,
     phi,
     qwen,
@@ -53,4 +54,5 @@ FAMILIES: Final[dict[str, Family]] = {
     **seed.FAMILIES,
     **ernie.FAMILIES,
     **granite.FAMILIES,
+    **nemotron.FAMILIES,
 }

@@ -1,0 +1,1 @@
+"""Operations of state layers by the C++ kernels; in plain torch they are in `model_runner/states`."""

@@ -1,0 +1,47 @@
+"""Triton's Mamba 2 against the formula; see `test_mamba2`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from engine.model_runner.kernels.triton.mamba2 import mamba2
+from engine.model_runner.states.state_runs import StateRuns, StateSave
+from tests.triton_interpreter import repair_interpreter
+
+from .test_mamba2 import HEADS, check
+from .test_short_conv import LAYOUT, Step
+
+if TYPE_CHECKING:
+    from engine.model_runner.states.layer_states import LayerStates
+    from engine.model_runner.states.mamba_weights import MambaWeights
+
+repair_interpreter()
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+@pytest.mark.parametrize(
+    ("heads", "taps", "dtype", "own"),
+    [("4/1 of 64, 16", 4, torch.bfloat16, True), ("6/3 of 7, 20", 3, torch.float32, False)],
+)
+def test_prompts_beside_decodes(device, heads, taps, dtype, own):
+    saves = [StateSave(2, 7, LAYOUT.of_checkpoint(2)), StateSave(0, 5, LAYOUT.of_checkpoint(3))]
+    step = Step([2, 3, 0, 1], [5, 9, 0, 1], [4, 1, 5, 1], {1: LAYOUT.of_checkpoint(1)}, saves)
+    check(mamba2, step, heads=HEADS[heads], taps=taps, dtype=dtype, bias=own, norm=own, device=device)
+
+
+def test_runs_that_are_known_on_the_device_only(device):
+    """As in a recording: the grid has programs for more runs than there are."""
+    step = Step([1, 3, 0], [4, 0, 9], [1, 1, 1], {}, [StateSave(1, 5, 7), StateSave(0, 10, 6)])
+
+    def recorded(
+        zxbcdt: torch.Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns
+    ) -> torch.Tensor:
+        plan = torch.zeros(1 + 8 * 3, dtype=torch.int64, device=device)
+        plan[: len(runs.plan)] = runs.plan
+        return mamba2(zxbcdt, weights, states, StateRuns(plan))
+
+    check(recorded, step, heads=HEADS["6/3 of 7, 20"], taps=4, dtype=torch.bfloat16, device=device)

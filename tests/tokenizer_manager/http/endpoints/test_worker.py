@@ -1,0 +1,88 @@
+"""What routers ask of their workers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import Tokenizer as CoreTokenizer
+
+from engine.runtime.messages import SchedulerReport
+from tests.tokenizer_manager.conftest import Serve
+from tests.tokenizer_manager.fake_engine import MODEL, TOKENIZER
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
+def test_the_tokenizer_of_a_gguf_file_is_in_a_local_folder(serve: Serve, monkeypatch, tmp_path, path):
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
+    client = serve().client
+
+    info = client.get(path).json()
+
+    assert (info["model_path"], info["served_model_name"]) == ("/models/tiny.gguf", MODEL)
+    assert (info["is_generation"], info["max_context_length"]) == (True, 256)
+    folder = tmp_path / "tokenizers"
+    assert info["tokenizer_path"] == str(next(folder.iterdir()))
+    core = CoreTokenizer.from_file(f"{info['tokenizer_path']}/tokenizer.json")
+    assert core.encode("hello, world").ids == TOKENIZER.encode("hello, world")
+    assert client.get(path).json() == info
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_without_a_cache_folder_there_is_no_tokenizer_path(serve: Serve, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "file"))
+
+    assert serve().client.get("/model_info").json()["tokenizer_path"] == ""
+
+
+def test_loads_are_those_of_the_latest_report(serve: Serve):
+    served = serve()
+    assert served.client.get("/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
+    served.engine.tell(
+        SchedulerReport(
+            sent_s=1000.0,
+            num_running_reqs=3,
+            num_queue_reqs=2,
+            kv_used_tokens=64,
+            prompt_tokens_total=200,
+            cached_tokens_total=50,
+            generation_tokens_total=30,
+            step_s_total=1.5,
+        )
+    )
+
+    body = served.client.get("/v1/loads").json()
+
+    (load,) = body["loads"]
+    total = load["max_total_num_tokens"]
+    assert (body["dp_rank_count"], load["dp_rank"]) == (1, 0)
+    assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (3, 2, 5)
+    assert (load["num_used_tokens"], load["token_usage"]) == (64, round(64 / total, 4))
+    assert (load["cache_hit_rate"], load["gen_throughput"]) == (0.25, 20.0)
+    assert served.client.get("/loads").json()["loads"] == [load]
+    assert served.client.get("/get_load").json() == [
+        {"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2, "num_tokens": 64}
+    ]
+
+
+def test_server_info_has_what_routers_look_for(serve: Serve):
+    client = serve().client
+    info = client.get("/get_server_info").json()
+
+    assert info == client.get("/server_info").json()
+    found = {name: info[name] for name in ("served_model_name", "tp_size", "dp_size", "disaggregation_mode")}
+    assert found == {
+        "served_model_name": MODEL,
+        "tp_size": 1,
+        "dp_size": 1,
+        "disaggregation_mode": "null",
+    }
+    assert info["max_total_num_tokens"] == info["capacity"]["num_pages"] * info["capacity"]["page_size"]
+    json.dumps(info)
+
+
+def test_the_cache_can_be_flushed_as_older_routers_do(serve: Serve):
+    client = serve().client
+
+    assert client.get("/flush_cache").json() == client.post("/flush_cache").json()

@@ -1,0 +1,166 @@
+"""What routers ask of their workers: `/model_info` and `/v1/loads`, with the names that SGLang gave them.
+
+sglang-router, smg and vllm-router register a worker by its model and its capacity, and choose among workers by their
+loads. This server is one replica, so there is one load, of rank 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import msgspec
+
+from ....runtime.errors import ConfigError
+from ..exchange import Exchange
+from ..services import Services
+
+_RANK: Final = 0
+
+
+class ModelInfoBody(msgspec.Struct, kw_only=True):
+    """The served model.
+
+    Attributes:
+        model_path: a folder, or a GGUF file.
+        tokenizer_path: a local folder with tokenizer.json; empty if it cannot be written.
+        is_generation: it generates text.
+        max_context_length: tokens of prompt and answer.
+        weight_version: weights are never replaced while a server runs.
+    """
+
+    model_path: str
+    tokenizer_path: str
+    served_model_name: str
+    is_generation: bool
+    model_type: str
+    max_context_length: int
+    weight_version: str = "default"
+    preferred_sampling_params: None = None
+    has_image_understanding: bool = False
+    has_audio_understanding: bool = False
+
+
+class LoadBody(msgspec.Struct, kw_only=True):
+    """The load of one rank.
+
+    Attributes:
+        num_waiting_uncached_tokens: of `num_waiting_reqs`; unknown, so 0.
+        num_used_tokens: KV memory that requests hold, in tokens.
+        token_usage: of `max_total_num_tokens`, 0 to 1; `utilization` is the same.
+        cache_hit_rate: prompt tokens from the prefix cache among all since the scheduler began.
+        gen_throughput: tokens per second of time in steps since the scheduler began.
+    """
+
+    dp_rank: int = _RANK
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_total_reqs: int
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    token_usage: float
+    utilization: float
+    cache_hit_rate: float
+    gen_throughput: float
+
+
+class LoadsBody(msgspec.Struct, kw_only=True):
+    """The loads of all ranks; `timestamp` is Unix time."""
+
+    timestamp: float
+    version: str
+    dp_rank_count: int = 1
+    loads: list[LoadBody]
+
+
+class OldLoadBody(msgspec.Struct, kw_only=True):
+    """The load of one rank as older routers ask for it; `num_reqs` are running and waiting ones."""
+
+    dp_rank: int = _RANK
+    num_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+
+
+async def model_info(exchange: Exchange, services: Services) -> None:
+    """The model, and the folder of its tokenizer."""
+    spec = services.spec
+    await exchange.send_json(
+        ModelInfoBody(
+            model_path=services.source.path,
+            tokenizer_path=await tokenizer_path(services),
+            served_model_name=services.served_model,
+            is_generation=spec.pooling is None,
+            model_type=spec.model_type,
+            max_context_length=services.manager.capacity.max_model_len,
+        )
+    )
+
+
+async def old_model_info(exchange: Exchange, services: Services) -> None:
+    """As `model_info`; a route of its own, since the OpenAPI document names each operation once."""
+    await model_info(exchange, services)
+
+
+async def loads(exchange: Exchange, services: Services) -> None:
+    """Requests and tokens, running and waiting."""
+    await exchange.send_json(
+        LoadsBody(timestamp=time.time(), version=services.version, loads=[load_of(services)])
+    )
+
+
+async def short_loads(exchange: Exchange, services: Services) -> None:
+    """As `loads`."""
+    await loads(exchange, services)
+
+
+async def old_load(exchange: Exchange, services: Services) -> None:
+    """Requests and tokens, for older routers."""
+    load = load_of(services)
+    await exchange.send_json(
+        [
+            OldLoadBody(
+                num_reqs=load.num_total_reqs,
+                num_waiting_reqs=load.num_waiting_reqs,
+                num_tokens=load.num_used_tokens,
+            )
+        ]
+    )
+
+
+def load_of(services: Services) -> LoadBody:
+    """From the scheduler's latest report; all zero before the first one."""
+    report, capacity = services.manager.engine.report, services.manager.capacity
+    total = capacity.num_pages * capacity.page_size
+    used = 0 if report is None else report.kv_used_tokens
+    running = 0 if report is None else report.num_running_reqs
+    waiting = 0 if report is None else report.num_queue_reqs
+    return LoadBody(
+        num_running_reqs=running,
+        num_waiting_reqs=waiting,
+        num_total_reqs=running + waiting,
+        num_used_tokens=used,
+        max_total_num_tokens=total,
+        max_running_requests=capacity.max_running_requests,
+        token_usage=_share(used, total),
+        utilization=_share(used, total),
+        cache_hit_rate=0.0
+        if report is None
+        else _share(report.cached_tokens_total, report.prompt_tokens_total),
+        gen_throughput=0.0 if report is None else _share(report.generation_tokens_total, report.step_s_total),
+    )
+
+
+async def tokenizer_path(services: Services) -> str:
+    """The folder of the tokenizer, see `TokenizerExport`; empty if it cannot be written."""
+    try:
+        return str(await asyncio.to_thread(services.tokenizer_export.folder))
+    except (OSError, ConfigError):
+        return ""
+
+
+def _share(part: float, whole: float) -> float:
+    return round(part / whole, 4) if whole else 0.0
