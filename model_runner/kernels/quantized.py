@@ -63,7 +63,7 @@ class QuantTarget:
     triton_reason: str
     sgl_reason: str
     tiles_from: int = TILES_FROM
-    memory: WeightMemory = field(default_factory=WeightMemory)
+    memory: WeightMemory = field(default_factory=WeightMemory, compare=False)
 
 
 class LinearProvider(NamedTuple):

@@ -84,7 +84,8 @@ class TensorRows:
     @property
     def blocks_per_row(self) -> int:
         """Blocks of 32 in a row of `raw`."""
-        return self.raw.shape[1] // self.ggml_type.block_bytes * self.ggml_type.block_len // BLOCK_SIZE
+        row_bytes: int = self.raw.shape[1]
+        return row_bytes // self.ggml_type.block_bytes * self.ggml_type.block_len // BLOCK_SIZE
 
     @property
     def form(self) -> BlockForm:
@@ -148,7 +149,7 @@ class TensorRows:
     def scale_range(self) -> ScaleRange:
         """Computed once: it is needed for the check of values and for packing."""
         if reasons_against_library() or not load_library().packs_rows(self.type_number):
-            weight = self.unpacked()
+            weight = self._unpacked  # kept for packing, which takes it
             return ScaleRange(*(_largest(part) for part in (weight.scales, weight.minima)))
         scales, minima = self._scanned
         if not self.form.is_exact:  # values, not scales
@@ -186,6 +187,13 @@ class TensorRows:
 
     def unpacked(self) -> BlockWeight:
         """The outputs as a `BlockWeight`."""
+        return self._unpacked if "_unpacked" in vars(self) else self._unpack()
+
+    @cached_property
+    def _unpacked(self) -> BlockWeight:
+        return self._unpack()
+
+    def _unpack(self) -> BlockWeight:
         weight = block_weight(self.raw if self.rows is None else self.raw[self.rows.numpy()], self.ggml_type)
         return weight if self.blocks is None else weight.take_blocks(self.blocks)
 

@@ -148,7 +148,10 @@ class BlockFormat(QuantizedFormat):
         if rows.start >= stop or not self._blocks.has(name, shape[1]):
             return None
         part = self._blocks.read(weights, name, shape, Slice(0, rows.start, stop), plain_rows)
-        return part if stop == rows.stop or isinstance(part, Tensor) else part.padded(len(rows))
+        if stop == rows.stop or isinstance(part, Tensor):
+            return part
+        assert isinstance(part, BlockWeight | StoredRows), type(part)
+        return part.padded(len(rows))
 
 
 def _parts_blocks(part: Slice) -> bool:

@@ -300,7 +300,10 @@ class _HeaderReader:
         if count > _MAX_ARRAY_LEN:
             raise self._error(f"{key!r} has {count} elements, the limit is {_MAX_ARRAY_LEN}")
         if item_type == _TYPE_STRING:
-            return self._strings(key, count) if self._with_lists else self._skip_strings(key, count)
+            if self._with_lists:
+                return self._strings(key, count)
+            self._skip_strings(key, count)
+            return None
         return self._numbers(key, item_type, count)
 
     def _numbers(self, key: str, value_type: int, count: int) -> Array:

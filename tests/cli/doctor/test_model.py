@@ -351,6 +351,7 @@ def test_what_an_embedder_does(model):
     assert checks["template"].verdict is checks["turns"].verdict is SKIP
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("settings", "way"),
     [

@@ -64,6 +64,7 @@ def test_documents_are_sorted(options):
     assert done.stdout.splitlines()[0].split(b"\t")[1:] == [b"2", b"a cat"]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [

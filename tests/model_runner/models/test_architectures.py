@@ -125,6 +125,7 @@ def use_long_factors_for_short_texts(tiny: Any) -> None:
         rotary.original_inv_freq.copy_(rotary.long_inv_freq)
 
 
+@pytest.mark.fast_cases(8)
 @variants
 def test_prefill_and_decode_are_those_of_transformers(
     make_tiny_model, make_driver, unpack, model_type, options
@@ -147,6 +148,7 @@ def test_prefill_and_decode_are_those_of_transformers(
     assert logits[149:-1].argmax(-1).tolist() == req.output
 
 
+@pytest.mark.fast_cases(8)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(
     make_tiny_model, make_driver, unpack, model_type, options

@@ -164,6 +164,7 @@ one_of_each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast_cases(8)
 @variants
 def test_is_the_model_of_transformers(make_tiny_model, make_driver, unpack, model_type, options):
     tiny = make_tiny_model(model_type, **options)

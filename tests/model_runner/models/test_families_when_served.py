@@ -62,6 +62,7 @@ def make(make_tiny_model: Any, make_driver: Any) -> Callable[..., Driver]:
     return make_one
 
 
+@pytest.mark.fast_cases(6)
 @families
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
 def test_drafts_have_the_logits_of_decodes(make, model_type, options):

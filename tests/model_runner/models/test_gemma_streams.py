@@ -132,6 +132,7 @@ def test_steps_are_recorded(make_tiny_model, make_driver, name):
     check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
 
 
+@pytest.mark.fast_cases(1)
 @families
 def test_adapters_change_every_linear_layer(make_tiny_model, make_driver, tmp_path, name):
     model_type, options = VARIANTS[name]

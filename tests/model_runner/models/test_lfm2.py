@@ -93,6 +93,7 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driv
     assert tiny.logprobs(prompt + req.output)[149:-1].argmax(-1).tolist() == req.output
 
 
+@pytest.mark.fast_cases(6)
 @variants
 @pytest.mark.parametrize("chunks", [(1, 1, 1, 1, 60), (37, 1, 2, 24), (5, 3, 56), (64,)])
 def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack, options, chunks):

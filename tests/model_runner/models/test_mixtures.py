@@ -223,6 +223,7 @@ ONE_OF_EACH = (
 )
 
 
+@pytest.mark.fast_cases(8)
 @variants
 def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -234,6 +235,7 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driv
     check_prefill_and_decode(tiny, driver, unpack)
 
 
+@pytest.mark.fast_cases(6)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -335,6 +337,7 @@ WHOLE_BLOCKS = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("variant", WHOLE_BLOCKS)
 def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_driver, unpack, variant):
     if reasons := reasons_against_library():

@@ -442,6 +442,7 @@ def _modules_names(reference: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in reference.state_dict().items() if name not in tied}
 
 
+@pytest.mark.fast_cases(8)
 @kinds
 @pytest.mark.parametrize("names", ["saved", "new"])
 def test_logits_are_those_of_transformers(

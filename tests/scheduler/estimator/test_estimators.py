@@ -220,6 +220,7 @@ def test_beta_starts_at_a_half_and_is_the_mean_of_the_last_hundred():
     assert beta.current == pytest.approx(sum(shares[-WINDOW:]) / WINDOW)
 
 
+@pytest.mark.slow
 @given(shares=st.lists(st.integers(0, 1000), min_size=WINDOW, max_size=3 * WINDOW))
 def test_beta_converges_to_the_mean_whatever_came_before(shares):
     beta = BetaReservation(1.0)

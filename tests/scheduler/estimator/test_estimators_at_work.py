@@ -65,6 +65,7 @@ def run_all(config: dict[str, Any], load: list[tuple[int, int, int, bool, int]])
     return harness
 
 
+@pytest.mark.slow
 @slow_is_fine
 @given(config=settings_of_steps, load=requests)
 def test_full_reservation_never_needs_a_retraction(config, load):
@@ -73,7 +74,7 @@ def test_full_reservation_never_needs_a_retraction(config, load):
     assert harness.scheduler.report(0.0).retracted_reqs_total == 0
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("max_num_partial_prefills", [1, 4])
 def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
     """Large pages, and answers that all use their limits: a page forgotten would be a retraction."""

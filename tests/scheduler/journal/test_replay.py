@@ -149,6 +149,7 @@ CONFIGS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(
     max_examples=25,
     deadline=None,

@@ -24,6 +24,7 @@ REQUESTS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     max_rows=st.integers(1, 5),

@@ -488,6 +488,7 @@ def test_any_life_on_a_device_that_is_too_small(config, seed, most_tokens, most_
         assert "too little memory for the smallest step" not in answer.finish.message
 
 
+@pytest.mark.slow
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(config=LIVES, seed=st.integers(0, 1 << 30), chance=one_of(0.03, 0.3))
 def test_every_decision_about_failed_steps_can_be_made_again(tmp_path, config, seed, chance):

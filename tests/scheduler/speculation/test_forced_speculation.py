@@ -77,6 +77,7 @@ def test_none_beside_prompts():
     assert all(not batch.num_drafts for batch in steps if batch.num_extends)
 
 
+@pytest.mark.slow
 def test_a_step_has_at_most_so_many_tokens():
     grammar = ToyGrammar(seed=2, forced=((1, 60),))
     steps, _ = run(*[grammar] * 5, submit={"max_new_tokens": 70})

@@ -49,9 +49,7 @@ def packed(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
 
 def check(library: ctypes.CDLL, weight: StoredRows) -> None:
     made, expected = packed(library, weight), pack(library, weight.unpacked())
-    assert made._replace(packed=None, table=None) == expected._replace(packed=None, table=None)
-    assert (made.table is None) == (expected.table is None)
-    assert made.table is None or torch.equal(made.table, expected.table)
+    assert repr(made._replace(packed=torch.empty(0))) == repr(expected._replace(packed=torch.empty(0)))
     assert torch.equal(made.packed, expected.packed)
 
 
