@@ -117,6 +117,7 @@ def no_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
 
 
+@pytest.mark.fast_cases(40)
 @pytest.mark.parametrize(("command", "arguments", "code"), CASES, ids=str)
 def test_each_command_and_failure_has_the_code_of_the_table(capsys, tiny_model, command, arguments, code):
     words = [*command.split(), *arguments.split()]

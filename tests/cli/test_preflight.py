@@ -78,6 +78,7 @@ def split(command, words):
     return [words.get(word, word) for word in given]
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("command", CASES)
 def test_it_is_told_before_the_model_is_looked_for(capsys, monkeypatch, words, command):
     if command.startswith("--crash-dir /proc") and os.geteuid() == 0:

@@ -228,6 +228,7 @@ def test_serve_says_ready_answers_and_stops_on_ctrl_c(tiny_model):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_on_a_terminal_a_start_is_a_dozen_short_lines_and_the_end_is_told(tiny_model):
     ours, theirs = pty.openpty()

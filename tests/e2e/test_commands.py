@@ -86,6 +86,7 @@ def test_bench_offline_measures_in_its_own_process_and_compare_judges(model, tmp
     assert compared.stdout
 
 
+@pytest.mark.slow
 def test_chat_answers_one_question_with_nothing_else_on_stdout(model, serve, client, tmp_path):
     """In process, attached to the server, and through the API: the same answer."""
     question = "what is the quick brown fox?"

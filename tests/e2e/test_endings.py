@@ -137,6 +137,7 @@ def test_a_drain_that_takes_too_long_is_cut_off_with_an_error(start_serve, model
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once(engine):
     with Stream(engine, n=16) as stream:
         engine.process.send_signal(signal.SIGINT)

@@ -46,6 +46,7 @@ def go_offline() -> None:
     OFFLINE.update(HF_HUB_OFFLINE="1", HF_ENDPOINT="http://127.0.0.1:9")
 
 
+@pytest.mark.slow
 def test_serve_downloads_then_needs_no_network(hub: FakeHub, start_serve: StartServe, tmp_path: Path) -> None:
     engine = start_serve(NAME)
     engine.wait_until_ready()

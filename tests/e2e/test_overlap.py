@@ -90,6 +90,7 @@ def test_the_setting_arrives(servers):
         assert f'"overlap":{value}' in resolved.replace(": ", ":")
 
 
+@pytest.mark.slow
 def test_everybody_gets_the_same_text(servers):
     bodies = [body(number) for number in range(NUM_CLIENTS)]
     bodies += [body(20, n=3, temperature=1.0), body(21, logprobs=2)]

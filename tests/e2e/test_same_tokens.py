@@ -125,6 +125,7 @@ def test_among_32_others(open_llm, probes, others, reference):
             assert tokens(outputs[16:-16]) == reference[start : start + 4]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("chunk", [16, 48])
 def test_chunked(open_llm, probes, reference, chunk):
     with open_llm(chunked_prefill_size=chunk, radix_cache=False) as llm:
@@ -171,6 +172,7 @@ def test_after_retractions(open_llm, probes, reference):
     assert {output.usage.completion_tokens for output in outputs} == {NUM_NEW}
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("page_size", "phases", "radix_cache"),
     [

@@ -216,6 +216,7 @@ def test_a_request_that_takes_too_long_is_a_504(narrow):
     narrow.idle_metrics()
 
 
+@pytest.mark.slow
 def test_a_stream_that_takes_too_long_ends_with_an_error_event(narrow):
     with Stream(
         narrow, timeout=5

@@ -53,6 +53,7 @@ def test_a_process_that_is_killed_while_it_starts(start_endless, role):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_never_gets_ready(start_endless):
     cause = the_cause(start_endless("--startup-timeout", "2"))
 

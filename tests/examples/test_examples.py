@@ -72,6 +72,7 @@ def test_chat(tmp_path, serve):
     assert first < second
 
 
+@pytest.mark.slow
 def test_structured(tmp_path, serve):
     *_, person, verdict = client(tmp_path, serve, "structured.py")
 

@@ -70,6 +70,7 @@ def test_aborts_disconnects_and_time_limits_do_not_wait_for_the_recovery(start_s
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     ["drain", pytest.param("at once", marks=pytest.mark.slow), pytest.param("kill", marks=pytest.mark.slow)],

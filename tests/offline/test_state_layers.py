@@ -176,6 +176,7 @@ def test_drafts_change_no_text(tiny_lfm2):
     assert [output.text for output in outputs] == alone
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     "name", ["tiny_qwen", "tiny_granite", pytest.param("tiny_nemotron", marks=pytest.mark.slow)]
 )

@@ -79,6 +79,7 @@ class Unlogged(Watched):
         assert records == []
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
 def test_a_log_that_keeps_nothing_changes_no_decision(config, seed, num_acts):

@@ -438,6 +438,7 @@ def test_overlapped_or_not_everybody_gets_the_same_tokens(config, seed):
     assert harnesses[0].outcome() == harnesses[1].outcome()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(config=LIVES, seed=st.integers(0, 1 << 30))
 def test_with_aborts_too_and_every_decision_can_be_made_again(tmp_path, config, seed):

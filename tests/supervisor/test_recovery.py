@@ -75,6 +75,7 @@ def stop(engine):
     assert (engine.tmp / "drained").exists()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.real_process
 @pytest.mark.parametrize(
     ("lost", "again"),

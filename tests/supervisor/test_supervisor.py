@@ -109,6 +109,7 @@ def test_a_signal_while_starting_stops_at_once(start_engine):
     assert engine.end() == (128 + signal.SIGTERM, "stopped at once by SIGTERM")
 
 
+@pytest.mark.slow
 def test_a_child_that_does_not_listen_is_killed(start_engine):
     engine = start_engine("scheduler=keeps_going")
     engine.read()
@@ -129,6 +130,7 @@ def test_what_the_user_can_mend_is_said_in_its_own_words(start_engine):
     assert "Traceback" not in engine.log
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer", "tokenizer_manager"])
 def test_a_child_that_fails_at_start_ends_the_engine_with_its_error(start_engine, role):
     engine = start_engine(f"{role}=raises_at_start")
@@ -176,6 +178,7 @@ def test_a_child_that_hangs_at_start_is_named_and_shows_where(start_engine):
 # ---------------------------------------------------------------- failures later
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer", "tokenizer_manager"])
 def test_a_killed_child_stops_everything_with_its_name(start_engine, role):
     engine = start_engine()

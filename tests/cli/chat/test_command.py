@@ -54,6 +54,7 @@ def test_one_question_gives_a_clean_answer(tiny_model):
     assert document["completion_tokens"] <= 6
 
 
+@pytest.mark.slow
 def test_figures_go_to_stderr_when_asked_for(tiny_model):
     done = chat("Hello", "--stats", "--model", str(tiny_model), "--max-tokens", "4", *TINY)
     assert re.fullmatch(r"TTFT \d+ ms( · [\d.]+ tok/s)? · \d+ in · \d+ out · ctx \d+/1024\n", done.stderr)
@@ -156,6 +157,7 @@ def test_a_model_as_the_question_has_a_note_that_names_the_option(capsys, monkey
         assert capsys.readouterr().err == f"{shown}engine: gone\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_one_question_with_130(tiny_model, tmp_path):
     process = subprocess.Popen(
         [*CHAT, "Hello", "--model", str(tiny_model), *TINY, *slow(tmp_path)],
@@ -259,6 +261,7 @@ def test_a_conversation_on_a_terminal(program, tmp_path):
     assert "+Hello" in (tmp_path / "engine" / "chat_history").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_program(program):
     program.expect(f"Ctrl-D leaves.*{PROMPT}")
     program.type("Hello\r")
@@ -280,6 +283,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(program):
     assert program.wait() == 130
 
 
+@pytest.mark.slow
 def test_ctrl_d_leaves(program):
     program.expect(f"Ctrl-D leaves.*{PROMPT}")
     program.type("\x04")

@@ -58,6 +58,7 @@ def test_lines_in_vectors_out(options):
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_documents_are_sorted(options):
     done = run("rerank", "a cat", *options)
     assert (done.returncode, done.stderr) == (0, b"")
@@ -107,6 +108,7 @@ def test_a_chat_with_an_embedder_is_refused_in_a_sentence(run_here, options):
     )
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_its_pipe_ends_it(options):
     command = subprocess.Popen(
         [*ENGINE, "embed", *options, "--format", "jsonl"],
@@ -124,6 +126,7 @@ def test_a_reader_that_closes_its_pipe_ends_it(options):
     assert command.wait(60) == 141
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_a_table_and_refuses_binary(options):
     controller, terminal = pty.openpty()
     with os.fdopen(terminal, "wb") as stdout:

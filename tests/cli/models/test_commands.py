@@ -86,6 +86,7 @@ def test_pull_list_and_rm(commands: Commands) -> None:
     assert (code, err) == (2, "engine: org/tiny: is not on this machine; `engine list` shows what is\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_part_and_the_next_pull_continues(commands: Commands) -> None:
     hold = commands.hub.hold["model.safetensors"] = threading.Event()
     process = commands.start("pull", "org/tiny")

@@ -34,6 +34,7 @@ def test_compare_has_one_row_per_policy_and_json_has_the_figures(capsys, tmp_pat
     assert f"{static['padding_share']:.0%}" in out
 
 
+@pytest.mark.slow
 def test_settings_come_by_flag_and_by_set(tmp_path):
     reports = []
     for flags in (

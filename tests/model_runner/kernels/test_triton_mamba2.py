@@ -23,6 +23,7 @@ repair_interpreter()
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("heads", "taps", "dtype", "own"),
     [("4/1 of 64, 16", 4, torch.bfloat16, True), ("6/3 of 7, 20", 3, torch.float32, False)],

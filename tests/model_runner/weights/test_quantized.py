@@ -202,6 +202,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     make_tiny_llama, make_driver, unpack, form

@@ -138,6 +138,7 @@ def test_the_cheaper_way_is_taken():
     assert mode.swap_s_per_page == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_swapping_changes_no_token_and_leaks_no_page(data):

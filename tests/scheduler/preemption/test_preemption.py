@@ -114,6 +114,7 @@ def test_when_memory_runs_out_the_least_urgent_goes_first(make_scheduler):
     assert retracted and set(retracted) == {"low"}
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_preemption_changes_no_token_and_disturbs_only_lower_ones(data):

@@ -265,6 +265,7 @@ def test_without_a_target_time_is_no_limit():
     assert max(batch.plan.total_num_scheduled_tokens for batch in mixed) > 500
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     costs=st.builds(

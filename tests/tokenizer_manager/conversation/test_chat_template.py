@@ -170,6 +170,7 @@ def test_threads_render_with_one_template_under_budgets_of_their_own():
 DOUBLE = "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(27) %}@{% endfor %}x"
 
 
+@pytest.mark.fast_cases(10)
 @pytest.mark.parametrize(
     "source",
     [
@@ -261,6 +262,7 @@ TOOLS_ONLY = (
 CHAT = [{"role": role, "content": f"by {role}"} for role in ("system", "user", "assistant", "tool")]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("source", "roles", "prompt"),
     [

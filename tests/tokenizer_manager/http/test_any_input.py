@@ -377,6 +377,7 @@ def test_any_path_method_and_headers(client: Client, method, before, rest, heade
     assert reply.headers[b"x-request-id"].isascii()
 
 
+@pytest.mark.slow
 def test_extremes(client: Client):
     """What is too large to be drawn often."""
     completion, chat = VALID["/v1/completions"], VALID["/v1/chat/completions"]

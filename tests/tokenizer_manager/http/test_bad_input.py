@@ -208,6 +208,7 @@ COMPLETIONS_ONLY = [
 ]
 
 
+@pytest.mark.fast_cases(40)
 @pytest.mark.parametrize(("fields", "param", "message"), BOTH + CHAT_ONLY)
 def test_chat(answering: Served, fields, param, message):
     for streaming in ({}, {"stream": True}) if "stream" not in json.dumps(fields) else ({},):
@@ -215,12 +216,14 @@ def test_chat(answering: Served, fields, param, message):
     check_alive(answering)
 
 
+@pytest.mark.fast_cases(40)
 @pytest.mark.parametrize(("fields", "param", "message"), BOTH + COMPLETIONS_ONLY)
 def test_completions(answering: Served, fields, param, message):
     check_error(answering.client.post(COMPLETIONS, json={"prompt": "hi"} | fields), 400, param, message)
     check_alive(answering)
 
 
+@pytest.mark.fast_cases(40)
 @pytest.mark.parametrize(
     "path", [CHAT, COMPLETIONS, "/generate", "/tokenize", "/detokenize", "/abort_request", "/v1/cache/pins"]
 )

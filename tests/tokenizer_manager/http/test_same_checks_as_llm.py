@@ -98,6 +98,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(field, value, id=f"{field}-{json.dumps(value)}"[:60])
 
 
+@pytest.mark.fast_cases(100)
 @pytest.mark.parametrize(("field", "value"), list(cases()))
 def test_sampling_parameters(both: Both, field: str, value: Any):
     http = both.http("/generate", {"text": "a", "sampling_params": {field: value}})

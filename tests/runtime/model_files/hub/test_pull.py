@@ -113,6 +113,7 @@ def test_a_cut_connection_is_continued_at_the_byte_where_it_ended(tiny: FakeHub)
     assert "continuing at byte 6000" in notes[2]
 
 
+@pytest.mark.slow
 def test_a_later_pull_continues_too_and_does_not_trust_the_part(tiny: FakeHub, hub_folder: Path) -> None:
     tiny.cuts["model.safetensors"] = [300_000] + [0] * 5
     with pytest.raises(
