@@ -27,8 +27,8 @@ from engine.tokenizer_manager.http.body_reader import BodyReader
 from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 from .calling import Reply, call
 
-LONGEST_PAUSE_S = 0.4
-"""The largest share is that of 2,048 prompts in one request, 0.1 s; what the event loop must not do takes seconds."""
+LONGEST_PAUSE_S = 0.2
+"""The largest share is that of 2,048 prompts in one request."""
 
 QUADRATIC = """
     {%- for m in messages %}{% for other in messages %}{% if other.role == "none" %}{% endif %}{% endfor %}
