@@ -27,7 +27,7 @@ from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
-from .kernels.native_blocks import NO_TILES, TILES_FROM
+from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
 from .memory.device_memory import explained, make_device_memory
 from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext

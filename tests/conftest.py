@@ -15,6 +15,9 @@ import hypothesis
 import pytest
 
 from tests.browser import CHROMIUM, MISSING, Browser
+from tests.selection import pytest_addoption, select
+
+__all__ = ["pytest_addoption"]
 
 # The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
 # examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
@@ -65,13 +68,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """One option."""
-    parser.addoption(
-        "--day", type=int, default=0, help="begin with another seventh of the files for each number"
-    )
-
-
 # First: xdist's worker, which reads the groups, is registered after this file and would be asked before it.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -81,38 +77,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     and two engines at once on two cores would be slow for no fault of theirs. They are the longest group, so they begin
     first, while the other workers go through the files.
     """
-    _leave_cases_to_slow_runs(items)
-    _begin_elsewhere(items, config.getoption("--day"))
+    select(config, items)
     for item in items:
         together = "processes" if item.get_closest_marker("real_process") else item.nodeid.split("::")[0]
         item.add_marker(pytest.mark.xdist_group(together))
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("real_process") is None)
     _skip_gpu_tests(items)
-
-
-def _leave_cases_to_slow_runs(items: list[pytest.Item]) -> None:
-    """Mark as slow all cases of a test beyond those that its marker `fast_cases` names; those are spread evenly."""
-    cases: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for of_one in cases.values():
-        marker = of_one[0].get_closest_marker("fast_cases")
-        assert marker is not None
-        (count,) = marker.args
-        fast = {number * len(of_one) // count for number in range(count)}
-        for number, item in enumerate(of_one):
-            if number not in fast:
-                item.add_marker(pytest.mark.slow)
-
-
-def _begin_elsewhere(items: list[pytest.Item], day: int) -> None:
-    """Begin with another seventh of the files each day, so that all get their turn in CI's slow runs, which are cut."""
-    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
-    begin = day % 7 * len(files) // 7
-    places = {file: place for place, file in enumerate(files[begin:] + files[:begin])}
-    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
 
 
 def pytest_runtest_setup() -> None:

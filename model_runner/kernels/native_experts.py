@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.model_files.experts_spec import SCORES
-from .native_blocks import NO_TILES, NativeBlockLinear
+from .blocks.native_blocks import NO_TILES, NativeBlockLinear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:

@@ -18,8 +18,14 @@ from torch import Tensor
 
 from ..memory.weight_memory import WeightMemory
 from ..ops import LinearWeight, PackLinear
+from .blocks.native_blocks import (
+    TILES_FROM,
+    BlocksSideBySide,
+    NativeBlockLinear,
+    reasons_against_native_blocks,
+)
+from .blocks.stored_rows import StoredRows, stack_rows
 from .cpu.library import load_library
-from .native_blocks import TILES_FROM, BlocksSideBySide, NativeBlockLinear, reasons_against_native_blocks
 from .quantized_linear import Fp8Linear, Fp8WeightLinear, Int4Linear, SglMatmul, SideBySide, torch_matmul
 from .quantized_weights import (
     BLOCK_SIZE,
@@ -31,7 +37,6 @@ from .quantized_weights import (
     stack_int4,
 )
 from .sgl import operators
-from .stored_rows import StoredRows, stack_rows
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 from ...runtime.model_files.block_forms import BLOCK_LEN
 from ...runtime.model_files.quantization import is_of_expert, unnumbered
-from ..kernels.block_rounding import round_to_blocks
+from ..kernels.blocks.block_rounding import round_to_blocks
+from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight
-from ..kernels.stored_rows import StoredRows
 from ..ops import LinearWithRows
 from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader

@@ -13,7 +13,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.quantization import BLOCK_METHODS
 from ...runtime.model_files.quantization_choice import with_quantization
 from ...runtime.model_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
-from ..kernels.native_blocks import TILES_FROM
+from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
 from .awq_format import AwqParts

@@ -27,8 +27,9 @@ from ...runtime.model_files.gguf.families.registry import family_of
 from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...runtime.model_files.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
 from ...runtime.model_files.gguf.split_kv import find_split_kv
+from ..kernels.blocks.stored_rows import StoredRows
+from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
-from ..kernels.stored_rows import StoredRows, TensorRows
 from .gguf_layout.gguf_order import StoredOrder, whole_blocks
 from .reader import Slice, cut_from_whole
 

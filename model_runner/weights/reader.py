@@ -15,7 +15,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..kernels.stored_rows import StoredRows
+    from ..kernels.blocks.stored_rows import StoredRows
 
 
 class Slice(NamedTuple):

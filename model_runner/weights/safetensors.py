@@ -23,9 +23,10 @@ from ...runtime.model_files.weight_files.safetensors_header import (
     read_headers,
 )
 from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
+from ..kernels.blocks.stored_rows import StoredRows
+from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
-from ..kernels.stored_rows import StoredRows, TensorRows
-from .gguf_layout.gguf_blocks import MXFP4, mxfp4_rows
+from .gguf_layout.mxfp4 import MXFP4, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:

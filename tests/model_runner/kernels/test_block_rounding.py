@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model_runner.kernels.block_rounding import round_to_blocks
+from engine.model_runner.kernels.blocks.block_rounding import round_to_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight, stack_blocks
 
 

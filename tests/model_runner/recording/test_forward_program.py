@@ -14,8 +14,8 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner.attention.backend import AttentionBackend
+from engine.model_runner.kernels.blocks.native_blocks import TILES_FROM
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.kernels.native_blocks import TILES_FROM
 from engine.model_runner.recording import forward_program, program_planes
 from engine.model_runner.recording.forward_program import ProgrammedForward, programmed_forward
 from engine.model_runner.recording.program_planes import MAX_TOKENS

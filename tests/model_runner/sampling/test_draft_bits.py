@@ -14,8 +14,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from engine.model_runner.kernels.blocks.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.kernels.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
 from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from tests.model_runner.conftest import Driver, Request, SeeingExecutor, TinyModel, int32
 

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from engine.model_runner.distributed.join_group import Place
-from engine.model_runner.kernels.block_rounding import round_to_blocks
+from engine.model_runner.kernels.blocks.block_rounding import round_to_blocks
+from engine.model_runner.kernels.blocks.stored_rows import StoredRows
 from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.quantized import Part, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight
-from engine.model_runner.kernels.stored_rows import StoredRows
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.ops import LinearWeight
 from engine.model_runner.weights.block_format import BlockFormat
@@ -117,7 +117,7 @@ def test_blocks_mean_what_is_read_without_them(tmp_path: Path, kind: str) -> Non
 
         blocks = store.blocks(f"{module}.weight")
 
-        assert blocks is not None and blocks.bits == GGUF_FORMS[kind].bits and blocks.shape == shape
+        assert blocks is not None and blocks.form.bits == GGUF_FORMS[kind].bits and blocks.shape == shape
         means = blocks.dequantized(torch.float32)
         if GGUF_FORMS[kind].is_exact or kind == "Q6_K":
             assert torch.equal(means, plain)
@@ -161,9 +161,9 @@ def test_what_the_file_has_in_blocks_is_kept_and_the_rest_is_plain(tmp_path: Pat
         for name in (f"{ATTENTION}.q_proj", f"{ATTENTION}.v_proj", "model.layers.0.mlp.down_proj")
     )
 
-    assert isinstance(q, StoredRows) and q.bits == 4
+    assert isinstance(q, StoredRows) and q.form.bits == 4
     assert isinstance(v, Tensor) and v.dtype == torch.bfloat16
-    assert isinstance(down, StoredRows) and down.bits == 8
+    assert isinstance(down, StoredRows) and down.form.bits == 8
 
 
 def test_inputs_are_cut_between_blocks_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.kernels.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.plain import LoopedExperts
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.runtime.errors import ConfigError

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.kernels.native_blocks import NativeBlockLinear
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.weight_files.check_weights import check_folder_weights

@@ -12,15 +12,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.kernels import native_blocks
-from engine.model_runner.kernels.cpu.isa import best_isa
-from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_blocks import (
+from engine.model_runner.kernels.blocks import native_blocks
+from engine.model_runner.kernels.blocks.native_blocks import (
     NO_TILES,
     TILES_FROM,
     NativeBlockLinear,
     reasons_against_native_blocks,
 )
+from engine.model_runner.kernels.cpu.isa import best_isa
+from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.model_runner.kernels import native_experts, plain
+from engine.model_runner.kernels.blocks.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_blocks import NO_TILES, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
 from engine.model_runner.kernels.native_matmul import NativeMatmul

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner.kernels.blocks.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
+from engine.model_runner.kernels.blocks.tensor_rows import block_weight as read_blocks
 from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_blocks import NO_TILES, TILES_FROM, NativeBlockLinear
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
-from engine.model_runner.kernels.stored_rows import block_weight as read_blocks
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 from engine.runtime.model_files.block_forms import IQ4, MXFP4, BlockForm

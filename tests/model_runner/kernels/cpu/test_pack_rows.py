@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.kernels import packed_blocks, stored_rows
-from engine.model_runner.kernels.packed_blocks import PackedBlocks, pack
-from engine.model_runner.kernels.stored_rows import ScaleRange, StoredRows, TensorRows, scan, stack_rows
+from engine.model_runner.kernels.blocks import packed_blocks, tensor_rows
+from engine.model_runner.kernels.blocks.packed_blocks import PackedBlocks, pack
+from engine.model_runner.kernels.blocks.stored_rows import StoredRows, stack_rows
+from engine.model_runner.kernels.blocks.tensor_rows import ScaleRange, TensorRows, scan
 from engine.model_runner.memory.weight_memory import WeightMemory
 from engine.runtime.model_files.block_forms import GGUF_FORMS, WIDEST
 from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name
@@ -85,7 +86,7 @@ def test_stacked_rows_are_the_same_to_the_bit(library, kind):
 @pytest.mark.parametrize("kind", ["Q6_K", "Q3_K", "Q2_K", "Q4_0"])
 def test_rows_that_are_rounded_together_share_a_factor(library, kind, monkeypatch):
     """Small values beside large ones have scales that are no normal halves. A large tensor is packed in pieces."""
-    monkeypatch.setattr(stored_rows, "_PIECE_BYTES", 1)
+    monkeypatch.setattr(tensor_rows, "_PIECE_BYTES", 1)
     rows = random_rows(kind, 4130, 256)
     for at in HALF_FIELDS[kind]:
         rows.raw[4096:, at + 1] &= 3

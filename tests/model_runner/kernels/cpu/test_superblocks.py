@@ -6,16 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from engine.model_runner.kernels.native import NativeOps
-from engine.model_runner.kernels.native_blocks import (
+from engine.model_runner.kernels.blocks.native_blocks import (
     NO_TILES,
     TILES_FROM,
     BlocksSideBySide,
     NativeBlockLinear,
 )
+from engine.model_runner.kernels.blocks.stored_rows import StoredRows, stack_rows
+from engine.model_runner.kernels.blocks.tensor_rows import TensorRows
+from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget
-from engine.model_runner.kernels.stored_rows import StoredRows, TensorRows, stack_rows
 from engine.model_runner.recording.arena import Arena
 from engine.model_runner.recording.native_program import record
 from engine.runtime.model_files.gguf.ggml_types import dequantize

@@ -1,8 +1,4 @@
-"""`StoredRows`: a block-quantized weight as the rows of a GGUF file, until a kernel packs it.
-
-A GGUF store returns it without reading the file. Kernels pack the raw rows in one pass (`packed_blocks`); for
-everything else `unpacked` gives the same weight as a `BlockWeight`.
-"""
+"""`TensorRows`: outputs of one tensor of a GGUF file, as rows of the file; see `stored_rows`."""
 
 # Shapes: K inputs, N outputs.
 
@@ -10,26 +6,25 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ...runtime.model_files.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, WIDEST, BlockForm
-from ...runtime.model_files.gguf.ggml_blocks import unpack_blocks
-from ...runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
+from ....runtime.model_files.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, BlockForm
+from ....runtime.model_files.gguf.ggml_blocks import unpack_blocks
+from ....runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
+from ..cpu.library import load_library, reasons_against_library
+from ..quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 from .block_rounding import factor_for, int8_scales, round_to_blocks
-from .cpu.library import load_library, reasons_against_library
-from .quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.gguf.ggml_bytes import Bytes
-    from ...runtime.model_files.gguf.ggml_types import GGMLType
+    from ....runtime.model_files.gguf.ggml_bytes import Bytes
+    from ....runtime.model_files.gguf.ggml_types import GGMLType
 
 ROUNDED_AT_A_TIME: Final = 4096
 """Rows rounded to 8 bits at a time: bounds their float32 copy. They share a factor (`round_to_blocks`)."""
@@ -210,87 +205,6 @@ class TensorRows:
                 values = values.view(len(values), -1, BLOCK_SIZE)[:, self.blocks].flatten(1)
             out[rows] = values
         return out
-
-
-@dataclass(frozen=True, eq=False)
-class StoredRows:
-    """The outputs of one or several tensors, one after the other.
-
-    Attributes:
-        tensors: at least one; all have the same inputs.
-        padding: outputs of zeros at the end.
-    """
-
-    tensors: tuple[TensorRows, ...]
-    padding: int = 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, K)."""
-        return sum(one.shape[0] for one in self.tensors) + self.padding, self.tensors[0].shape[1]
-
-    @cached_property
-    def form(self) -> BlockForm:
-        """The form of all outputs; see `stack_blocks`."""
-        first = self.tensors[0].form
-        if not all(one.form.is_held_like(first) for one in self.tensors[1:]):
-            return WIDEST
-        return first if self.is_in_superblocks else first._replace(superblock_bytes=0)
-
-    @cached_property
-    def is_in_superblocks(self) -> bool:
-        """Whether kernels hold the weight in the layout of the file; see `BlockForm`."""
-        form = self.tensors[0].form
-        return all(one.form == form and one.superblocks is not None for one in self.tensors)
-
-    @property
-    def bits(self) -> int:
-        """Bits per integer of `unpacked`."""
-        return self.form.bits
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory in the layout of the kernels, as that of `unpacked`."""
-        return self.form.num_bytes(*self.shape)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether all scales and minima are finite; integers always are."""
-        return all(one.is_finite for one in self.tensors)
-
-    def unpacked(self) -> BlockWeight:
-        """The weight as a `BlockWeight`."""
-        weight = stack_blocks([one.unpacked() for one in self.tensors])
-        return weight.padded(self.shape[0]) if self.padding else weight
-
-    def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """[N, K], rounded once."""
-        weight = torch.cat([one.dequantized(dtype) for one in self.tensors])
-        return F.pad(weight, (0, 0, 0, self.padding)) if self.padding else weight
-
-    def padded(self, rows: int) -> StoredRows:
-        """The weight with outputs of zeros at the end, [rows, K]."""
-        return replace(self, padding=self.padding + rows - self.shape[0])
-
-    def stacks_with(self, other: StoredRows) -> bool:
-        """Whether both can become one weight with the outputs of both."""
-        return self.shape[1] == other.shape[1]
-
-    def is_held_like(self, other: StoredRows) -> bool:
-        """Whether that weight takes the memory of both."""
-        mine, others = (one.form._replace(is_exact=True) for one in (self, other))
-        return mine == others
-
-    def release(self) -> None:
-        """Give back the memory of the file's pages; see `TensorRows`."""
-        for one in self.tensors:
-            one.release()
-
-
-def stack_rows(weights: Sequence[StoredRows]) -> StoredRows:
-    """One weight with the outputs of all; they must stack, and only the last may have padding."""
-    assert not any(one.padding for one in weights[:-1])
-    return StoredRows(tuple(one for weight in weights for one in weight.tensors), weights[-1].padding)
 
 
 def scan(library: ctypes.CDLL, rows: TensorRows) -> tuple[Tensor, Tensor]:

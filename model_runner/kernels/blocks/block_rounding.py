@@ -22,7 +22,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .quantized_weights import BLOCK_SIZE, BlockWeight
+from ..quantized_weights import BLOCK_SIZE, BlockWeight
 
 _INT8_ZERO: Final = 128
 _INT8_MAX: Final = 127

@@ -17,10 +17,11 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.model_files.block_forms import BlockForm
-from ..memory.weight_memory import WeightMemory
-from .quantized_weights import BLOCK_SIZE, BlockWeight
-from .stored_rows import ROUNDED_AT_A_TIME, ScaleRange, StoredRows, TensorRows
+from ....runtime.model_files.block_forms import BlockForm
+from ...memory.weight_memory import WeightMemory
+from ..quantized_weights import BLOCK_SIZE, BlockWeight
+from .stored_rows import StoredRows
+from .tensor_rows import ROUNDED_AT_A_TIME, ScaleRange, TensorRows
 
 _HALF_EXPONENT: Final = 15
 """Scales and minima are stored in half precision, times a power of two that makes the largest just below 2^15."""

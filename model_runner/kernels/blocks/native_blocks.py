@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from .cpu.library import load_library, reasons_against_library
-from .native_matmul import NativeMatmul
+from ..cpu.library import load_library, reasons_against_library
+from ..native_matmul import NativeMatmul
+from ..quantized_weights import BLOCK_SIZE
 from .packed_blocks import pack
-from .quantized_weights import BLOCK_SIZE
 
 if TYPE_CHECKING:
-    from ..memory.weight_memory import WeightMemory
-    from .quantized_weights import BlockWeight
+    from ...memory.weight_memory import WeightMemory
+    from ..quantized_weights import BlockWeight
     from .stored_rows import StoredRows
 
 TILES_FROM: Final = 32

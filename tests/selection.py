@@ -1,0 +1,42 @@
+"""Which cases of costly tests run in `make test`, and the file that a run begins with: the marker and the option."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option `--day`."""
+    parser.addoption(
+        "--day", type=int, default=0, help="begin with another seventh of the files for each number"
+    )
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark cases as slow, and put the tests into the order of the day; before `-m` chooses among them."""
+    _leave_cases_to_slow_runs(items)
+    _begin_elsewhere(items, config.getoption("--day"))
+
+
+def _leave_cases_to_slow_runs(items: list[pytest.Item]) -> None:
+    """Mark as slow all cases of a test beyond those that its marker `fast_cases` names; those are spread evenly."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("fast_cases") and not item.get_closest_marker("slow"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_one in cases.values():
+        marker = of_one[0].get_closest_marker("fast_cases")
+        assert marker is not None
+        (count,) = marker.args
+        fast = {number * len(of_one) // count for number in range(count)}
+        for number, item in enumerate(of_one):
+            if number not in fast:
+                item.add_marker(pytest.mark.slow)
+
+
+def _begin_elsewhere(items: list[pytest.Item], day: int) -> None:
+    """Begin with another seventh of the files each day, so that all get their turn in CI's slow runs, which are cut."""
+    files = list(dict.fromkeys(item.nodeid.partition("::")[0] for item in items))
+    begin = day % 7 * len(files) // 7
+    places = {file: place for place, file in enumerate(files[begin:] + files[:begin])}
+    items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
