@@ -110,6 +110,17 @@ def test_memory_of_quantized_weights() -> None:
     assert weight_bytes(awq, 2) == quantized + plain
 
 
+def test_parts_that_are_fused_keep_their_bytes_unless_they_are_one_weight() -> None:
+    """q and k in Q4_K, v in Q6_K; gates and rows of an expert are one weight, so 8-bit blocks with minima."""
+    types = {"q": "Q4_K", "k": "Q4_K", "v": "Q6_K", "mlp.experts.gate": "Q4_K", "mlp.experts.up": "Q6_K"}
+    gguf = QuantizationSpec(method="gguf", types=types)
+    assert gguf.bytes_together([("q", 64), ("k", 32), ("v", 32)], 512) == [64 * 288, 32 * 288, 32 * 420]
+    assert gguf.bytes_together([("mlp.experts.3.gate", 8), ("mlp.experts.3.up", 8)], 512) == [
+        8 * 16 * 36,
+        8 * 16 * 36,
+    ]
+
+
 def test_memory_is_planned_for_what_the_device_keeps() -> None:
     def weights(**device: Any) -> int:
         budget = plan_memory(

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from engine.model_runner.kernels.cpu.build import build
 from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
 from engine.model_runner.kernels.cpu.isa import ISAS, Isa, runnable_isas
 from engine.model_runner.kernels.cpu.library import load_library, open_library
+from engine.model_runner.memory.weight_memory import WeightMemory
 
 SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
 _USABLE = runnable_isas()
@@ -28,6 +30,13 @@ COMPILES = (pytest.mark.slow, pytest.mark.timeout(600))
 EMULATED = "emulated amx"
 # Of the levels without AMX that with most in common.
 WITHOUT_AMX: Isa = "avx512_bf16" if "avx512_bf16" in _USABLE else next(isa for isa in _USABLE if isa != "amx")
+
+
+class UsedMemory(WeightMemory):
+    """What is not written is not zero."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        return super().take(num_bytes).fill_(255)
 
 
 def library_of(isa: Isa, *options: str) -> ctypes.CDLL:

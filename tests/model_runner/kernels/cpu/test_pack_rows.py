@@ -13,9 +13,10 @@ from engine.model_runner.kernels.blocks import packed_blocks, tensor_rows
 from engine.model_runner.kernels.blocks.packed_blocks import PackedBlocks, pack
 from engine.model_runner.kernels.blocks.stored_rows import StoredRows, stack_rows
 from engine.model_runner.kernels.blocks.tensor_rows import ScaleRange, TensorRows, scan
-from engine.model_runner.memory.weight_memory import WeightMemory
 from engine.runtime.model_files.block_forms import GGUF_FORMS, WIDEST
 from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name
+
+from .conftest import UsedMemory
 
 PACKED = {
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
@@ -44,7 +45,7 @@ def random_rows(kind: str, num_rows: int, num_inputs: int, seed: int = 0) -> Ten
 def packed(library: ctypes.CDLL, weight: StoredRows) -> PackedBlocks:
     """In blocks, also where the kernels would take superblocks (test_superblocks.py)."""
     if all(library.packs_rows(one.type_number) for one in weight.tensors):
-        return packed_blocks._pack_stored(library, weight, WeightMemory())
+        return packed_blocks._pack_stored(library, weight, UsedMemory())
     return pack(library, weight)
 
 

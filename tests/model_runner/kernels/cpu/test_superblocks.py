@@ -22,6 +22,7 @@ from engine.model_runner.recording.native_program import record
 from engine.runtime.model_files.gguf.ggml_types import dequantize
 from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
 
+from .conftest import UsedMemory
 from .test_native_blocks import guarded, quantized, tiles  # noqa: F401
 from .test_native_experts import routed
 
@@ -132,7 +133,7 @@ def test_rows_and_superblocks_in_another_order_with_others_and_padding(library, 
         (expected, torch.from_numpy(dequantize(second.raw, ggml_type)), torch.zeros(10, 768))
     )
     assert weight.is_in_superblocks and torch.equal(weight.dequantized(F32), expected)
-    linear = NativeBlockLinear(library, weight, NO_TILES)
+    linear = NativeBlockLinear(library, weight, NO_TILES, UsedMemory())
     found = linear.rows(torch.arange(125)).double()
     assert ((found - expected.double()).abs() <= 2**-8 * expected.abs() + 1e-7).all()
 
