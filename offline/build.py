@@ -33,6 +33,11 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             written; or the configuration has several ranks, which need processes.
     """
     config, spec = prepared.config, prepared.spec
+    if config.parallel.dp > 1:
+        raise ConfigError(
+            f"dp is {config.parallel.dp}, but an engine inside this process is one replica; start `engine serve "
+            f"{shlex.quote(config.model.model)} --dp {config.parallel.dp}` and use its HTTP API"
+        )
     if config.parallel.tp > 1:
         raise ConfigError(
             f"tp is {config.parallel.tp}, but an engine inside this process has one rank; start `engine serve "

@@ -194,6 +194,7 @@ class GenerateRequest(Message, frozen=True):
         keep_special_ids: see `TextOptions`.
         pooling: a request for a vector instead of text. `sampling.max_new_tokens` is 1 then: the vector counts as a
             token. None: text.
+        data_parallel_rank: the replica that its client wants, for the dispatcher; None: any.
     """
 
     rid: str
@@ -212,6 +213,7 @@ class GenerateRequest(Message, frozen=True):
     grammar: GrammarUse | None = None
     keep_special_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
+    data_parallel_rank: int | None = None
 
 
 class GrammarReady(Message, frozen=True):
@@ -406,6 +408,7 @@ class SchedulerReport(Message, frozen=True):
     overruled_tokens_total: int = 0  # see `GrammarUsage`
     num_adapters: int = 0  # LoRA adapters in host memory, or being read
     num_adapter_slots_used: int = 0  # by running requests
+    replica: int = 0  # the scheduler's number, with --dp
 
 
 class FlushCacheDone(Message, frozen=True):

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from msgspec.structs import replace
+
 from ..runtime.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
@@ -48,6 +50,7 @@ class EventLoop:
         overlap: bool = False,
         grammars: GrammarQueue | None = None,
         adapters: AdapterReader | None = None,
+        replica: int = 0,
     ) -> None:
         """Take the parts.
 
@@ -56,6 +59,7 @@ class EventLoop:
             idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
                 of work for later steps and returns whether there is more to do.
             overlap, grammars, adapters: see `Pipeline`.
+            replica: the scheduler's number, for its reports.
         """
         self._scheduler = scheduler
         self._inbox = inbox
@@ -67,6 +71,7 @@ class EventLoop:
         self._pipeline = Pipeline(
             scheduler, runner, self._recorder, clock, overlap=overlap, grammars=grammars, adapters=adapters
         )
+        self._replica = replica
         self._idle_work = idle_work
         self._idle = False
         self._has_idle_work = False
@@ -141,6 +146,6 @@ class EventLoop:
         now_s = self._clock()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + HEARTBEAT_INTERVAL_S
-            report = self._pipeline.report(now_s)
+            report = replace(self._pipeline.report(now_s), replica=self._replica)
             self._outbox.send(report)
             self._step_log.note(report)

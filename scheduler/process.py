@@ -93,6 +93,7 @@ def main(child: Child) -> None:
         overlap=overlap,
         grammars=grammars,
         adapters=adapters,
+        replica=settings.replica,
     )
     for adapter in settings.adapters:
         loop.handle(LoadAdapter(0, adapter.store_id, adapter.spec))

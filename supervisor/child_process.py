@@ -50,8 +50,8 @@ class ChildProcess:
     affecting the group of the shell or script that runs the supervisor.
 
     Attributes:
-        role, rank: which process it is.
-        name: for messages: `scheduler`, `model_runner of rank 1`.
+        role, rank, replica: which process it is.
+        name: for messages: `scheduler`, `model_runner of rank 1`, `scheduler of replica 1`.
         label: for logs, one word.
         ready: its `Ready` message; None before.
         stopping: it was told to end, so its end is not a failure.
@@ -60,18 +60,23 @@ class ChildProcess:
         silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
     """
 
-    def __init__(self, role: Role, module: str, rank: int = 0, black_box: str = "") -> None:
+    def __init__(
+        self, role: Role, module: str, rank: int = 0, black_box: str = "", replica: int | None = None
+    ) -> None:
         """Start `python -m module`. The calling thread must live as long as the child, which dies with it.
 
         Args:
             black_box: the folder for its stacks, see `black_box`; "" for none.
+            replica: its replica's number; None if there is one replica, or if it is the tokenizer manager.
         """
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = start_module(module, role.value, theirs.fileno())
-        self.role, self.rank = role, rank
+        self.role, self.rank, self.replica = role, rank, replica or 0
         self.name = f"{role} of rank {rank}" if role is Role.MODEL_RUNNER else role.value
-        self.label = process_label(role, rank)
+        if replica is not None:
+            self.name += f" of replica {replica}"
+        self.label = process_label(role, rank, replica)
         self.ready: Ready | None = None
         self.stopping = False
         self.lost_others = ""

@@ -12,6 +12,7 @@ terminal's Ctrl-Z, or a load that starves all processes must not look like a han
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import selectors
 import signal
@@ -135,7 +136,9 @@ class ChildWatch:
 
     def start(self, module: str, settings: Settings) -> ChildProcess:
         """Start a process and send it its settings."""
-        child = ChildProcess(settings.role, module, settings.rank, settings.endpoints.black_box)
+        child = ChildProcess(
+            settings.role, module, settings.rank, settings.endpoints.black_box, settings.one_of_several
+        )
         self.children.append(child)
         self._selector.register(child, selectors.EVENT_READ)
         child.send(self._overrides.applied_to(settings))
@@ -318,7 +321,7 @@ class ChildWatch:
                 )
 
     def _check_suspended(self) -> None:
-        for child in self._ranks():
+        for child in (child for group in self._groups() for child in group):
             if child.silent_s > _SUSPENDED_S and child.is_suspended():
                 raise ChildFailure(
                     f"{_with_rank(child)} {_WAS_SUSPENDED}; the other ranks cannot continue without it",
@@ -327,14 +330,16 @@ class ChildWatch:
 
     def _check_lost(self, now_s: float) -> None:
         """After the grace period without a better cause, report the ranks that did not lose the others as failed."""
-        lost = [child for child in self.children if child.lost_others]
-        if not lost:
+        if not any(child.lost_others for child in self.children):
             return
         if self._lost_since_s is None:
             self._lost_since_s = now_s
         if now_s - self._lost_since_s < self._cause_grace_s:
             return
-        silent = [child for child in self._ranks() if not child.lost_others]
+        # Of several groups that broke at once, the others are looked at after the restart of the first.
+        group = next(group for group in self._groups() if any(child.lost_others for child in group))
+        lost = [child for child in group if child.lost_others]
+        silent = [child for child in group if not child.lost_others]
         for child in silent:
             child.abort()
         says = "; ".join(child.lost_others for child in lost)
@@ -347,12 +352,13 @@ class ChildWatch:
             )
         raise ChildFailure(f"the ranks lost each other: {says}", child=lost[0])
 
-    def _ranks(self) -> list[ChildProcess]:
-        """The processes that share a model; empty if there is only one rank."""
-        runners = [child for child in self.children if child.role is Role.MODEL_RUNNER]
-        if not runners and self.nodes is None:
+    def _groups(self) -> list[list[ChildProcess]]:
+        """The processes that share a model, replica by replica; empty if each model is in one process."""
+        ranks = [child for child in self.children if child.role in (Role.SCHEDULER, Role.MODEL_RUNNER)]
+        if self.nodes is None and not any(child.role is Role.MODEL_RUNNER for child in ranks):
             return []
-        return [child for child in self.children if child.role is Role.SCHEDULER] + runners
+        ranks.sort(key=lambda child: (child.replica, child.rank))
+        return [list(group) for _, group in itertools.groupby(ranks, key=lambda child: child.replica)]
 
 
 def _with_rank(child: ChildProcess) -> str:

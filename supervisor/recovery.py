@@ -2,7 +2,7 @@
 
 | lost | restarted | requests |
 |---|---|---|
-| scheduler, or a rank of its group | all ranks, and the detokenizer | resubmitted by the tokenizer manager |
+| scheduler, or a rank of its group | its replica: ranks and detokenizer | resubmitted by the tokenizer manager |
 | detokenizer | the detokenizer | resubmitted by the tokenizer manager |
 | tokenizer manager | the tokenizer manager, on the same port | connections break, the scheduler aborts the requests |
 
@@ -95,18 +95,18 @@ class Recovery:
         rooms: Mapping[Role, str],
         settings: Sequence[Settings],
         *,
-        forget_ranks: Callable[[], None],
+        forget_ranks: Callable[[int], None],
         report: Callable[[str, Sequence[ChildProcess]], str],
-        started_requests: Callable[[], Collection[str] | None] = lambda: None,
+        started_requests: Callable[[int], Collection[str] | None] = lambda replica: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with the processes as they were started.
 
         Args:
             settings: of all processes, in the order of their start.
-            forget_ranks: removes the files through which the ranks of a group find each other.
+            forget_ranks: removes the file through which the ranks of a replica find each other.
             report: writes a crash report about a cause and the lost processes; returns the suffix for the log line.
-            started_requests: requests that the current or last scheduler has started; None: unknown.
+            started_requests: requests that the current or last scheduler of a replica has started; None: unknown.
         """
         server = settings[0].config.server
         self._watch = watch
@@ -120,7 +120,10 @@ class Recovery:
         self._num_restarts = 0
         self._started_s = 0.0
         self._is_whole = True
-        self._manager_knows = True  # whether the manager was told that the others can work
+        self._manager_waits = False  # a new one, until all others can work
+        self._lost_replicas: set[int] = (
+            set()
+        )  # the manager knows that they are lost, and not yet that they are back
 
     @property
     def manager(self) -> ChildProcess:
@@ -151,21 +154,28 @@ class Recovery:
         now_s = self._clock()
         if (end := self._budget.take(now_s, failure.message)) is not None:
             raise ChildFailure(end) from failure
-        roles = _GOES_WITH[lost.role]
-        if Role.TOKENIZER_MANAGER not in roles and self._manager_knows:
-            started = self._started_requests()
+        roles, replica = _GOES_WITH[lost.role], lost.replica
+        is_manager = lost.role is Role.TOKENIZER_MANAGER
+        if not is_manager and not self._manager_waits and replica not in self._lost_replicas:
+            started = self._started_requests(replica)
             self.manager.send(
                 PeersLost(
                     f"{failure.message}; it is being restarted, and requests continue then",
                     None if started is None else tuple(started),
+                    replica,
+                    self._budget.num_left,
                 )
             )
-        self._is_whole = self._manager_knows = False
+        self._is_whole = False
+        if is_manager:
+            self._manager_waits = True
+            self._lost_replicas.clear()
+            self._keep_port()
+        elif not self._manager_waits:
+            self._lost_replicas.add(replica)
         self._num_restarts += 1
         self._started_s = now_s
-        if Role.TOKENIZER_MANAGER in roles:
-            self._keep_port()
-        gone = [child for child in self._watch.children if child.role in roles]
+        gone = [child for child in self._watch.children if child.role in roles and child.replica == replica]
         for child in gone:
             self._watch.remove(child)
         logger.error(
@@ -175,9 +185,9 @@ class Recovery:
             failure.message + self._report(failure.message, gone),
         )
         if Role.SCHEDULER in roles:
-            self._forget_ranks()
+            self._forget_ranks(replica)
         for settings in self._settings:
-            if settings.role in roles:
+            if settings.role in roles and settings.replica == replica:
                 self._watch.start(self._rooms[settings.role], replace(settings, life=self._num_restarts))
 
     def _keep_port(self) -> None:
@@ -191,28 +201,41 @@ class Recovery:
             self._settings[idx] = replace(settings, config=config)
 
     def _go_on(self) -> None:
-        """Once all other processes can work, inform the tokenizer manager."""
-        children = self._watch.children
-        others = [child for child in children if child.role is not Role.TOKENIZER_MANAGER]
-        if not self._manager_knows and all(child.ready for child in others):
-            capacity, about = scheduler_facts(others)
-            self.manager.send(PeersReady(capacity, self._budget.num_left, about))
-            self._manager_knows = True
-        if self._manager_knows and self.manager.ready:
+        """Once other processes can work, inform the tokenizer manager; a new one when all of them can."""
+        others = [child for child in self._watch.children if child.role is not Role.TOKENIZER_MANAGER]
+        if self._manager_waits:
+            if all(child.ready for child in others):
+                self._tell_of(others, replica=0)
+                self._manager_waits = False
+        else:
+            for replica in sorted(self._lost_replicas):
+                of_replica = [child for child in others if child.replica == replica]
+                if all(child.ready for child in of_replica):
+                    self._tell_of(of_replica, replica)
+                    self._lost_replicas.remove(replica)
+        if not self._manager_waits and not self._lost_replicas and self.manager.ready:
             self._is_whole = True
             now_s = self._clock()
             self._budget.succeeded(now_s)
             recovery_s = now_s - self._started_s
             logger.info("recovered restart=%d recovery_s=%.2f", self._num_restarts, recovery_s)
 
+    def _tell_of(self, children: Sequence[ChildProcess], replica: int) -> None:
+        capacity, about = scheduler_facts(children)
+        self.manager.send(PeersReady(capacity, self._budget.num_left, about, replica))
+
 
 def scheduler_facts(children: Sequence[ChildProcess]) -> tuple[Capacity, dict[str, str]]:
-    """The scheduler's capacity and details, from its `Ready` message.
+    """The capacity that each of the schedulers has, and the details of the first, from their `Ready` messages.
 
     Raises:
-        ChildFailure: it has not sent it.
+        ChildFailure: one has not sent it.
     """
-    scheduler = next(child for child in children if child.role is Role.SCHEDULER)
-    if scheduler.ready is None or scheduler.ready.capacity is None:
-        raise ChildFailure("scheduler is ready but has not sent its capacity")
-    return scheduler.ready.capacity, scheduler.ready.details
+    capacities, details = list[Capacity](), list[dict[str, str]]()
+    for child in children:
+        if child.role is Role.SCHEDULER:
+            if child.ready is None or child.ready.capacity is None:
+                raise ChildFailure(f"{child.name} is ready but has not sent its capacity")
+            capacities.append(child.ready.capacity)
+            details.append(child.ready.details)
+    return min(capacities, key=lambda capacity: capacity.num_pages), details[0]

@@ -7,14 +7,16 @@ cause, and leaves no process, no socket directory and no open port. `ChildWatch`
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import msgspec
+from msgspec.structs import replace
 
 from ..runtime.child.control import PeersReady, Role, Settings, Stop
 from ..runtime.child.crash_report import CrashReports
@@ -103,14 +105,13 @@ class Supervisor:
         Raises:
             ConfigError: no directory for the sockets, or no connection to the other machines.
         """
-        with (
-            self._signals,
-            SocketDir() as socket_dir,
-            self._watch() as watch,
-        ):
+        with self._signals, ExitStack() as stack:
+            # A folder for each replica: what its processes write into it has the same names in all of them.
+            socket_dirs = [stack.enter_context(SocketDir()) for _ in range(self._config.parallel.dp)]
+            watch = stack.enter_context(self._watch())
             outcome = Outcome(1, "failed")  # for the other machines, if an unexpected error is raised
             try:
-                outcome = self._run(watch, socket_dir)
+                outcome = self._run(watch, socket_dirs)
             finally:
                 if watch.nodes is not None:
                     watch.nodes.stop("" if outcome.exit_code == 0 else f"machine 0: {outcome.message}")
@@ -121,24 +122,26 @@ class Supervisor:
             return ChildWatch(self._config.server, self._signals)
         return ChildWatch(self._config.server, self._signals, NODES_GRACE_S)
 
-    def _run(self, watch: ChildWatch, socket_dir: SocketDir) -> Outcome:
+    def _run(self, watch: ChildWatch, socket_dirs: Sequence[SocketDir]) -> Outcome:
         try:
-            recovery = self._start(watch, socket_dir)
+            recovery = self._start(watch, socket_dirs)
             while not self._signals.received:
                 recovery.look()
             return self._drain(watch, recovery)
         except ChildFailure as failure:
             watch.show_stacks()
             watch.stop(failure.message)
-            return Outcome(failure.exit_code, failure.message + self._report(failure, watch, socket_dir))
+            return Outcome(failure.exit_code, failure.message + self._report(failure, watch, socket_dirs))
         except Interrupted as interrupt:
             return Outcome(128 + interrupt.signum, f"stopped at once by {interrupt.signum.name}")
 
-    def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dir: SocketDir) -> str:
+    def _report(self, failure: ChildFailure, watch: ChildWatch, socket_dirs: Sequence[SocketDir]) -> str:
         """The suffix with the path of a crash report, for the last line; "" if the user can fix the failure."""
         if failure.exit_code != 1:
             return ""
-        return self._note(failure.message, watch.children, socket_dir, "ended by a failure")
+        replica = 0 if failure.child is None else failure.child.replica
+        concerned = [each for each in watch.children if each.replica == replica]
+        return self._note(failure.message, concerned, socket_dirs[replica], "ended by a failure")
 
     def _note(self, cause: str, children: Sequence[ChildProcess], socket_dir: SocketDir, what: str) -> str:
         if self._crash_reports is None:
@@ -147,24 +150,19 @@ class Supervisor:
 
     # ------------------------------------------------------------ the phases
 
-    def _start(self, watch: ChildWatch, socket_dir: SocketDir) -> Recovery:
+    def _start(self, watch: ChildWatch, socket_dirs: Sequence[SocketDir]) -> Recovery:
         """Start all children and wait until clients can connect."""
         started_s = time.monotonic()
+        socket_dir = socket_dirs[0]
         record = ServerRecord(
             os.getpid(), self._config.model.name_in_api(self._source.name), self._source.path, "", time.time()
         )
         write_record(socket_dir.path, record)
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
-        ranks = self._config.parallel.local_ranks[1:]  # the first one is in the scheduler's process
-        endpoints = socket_dir.endpoints(ranks)
-        processes = [(role, 0) for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)]
-        processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
-        settings = [
-            Settings(role, self._config, self._source, self._spec, endpoints, rank, adapters=self._adapters)
-            for role, rank in processes
-        ]
-        _, _, manager, *_ = (watch.start(self._rooms[each.role], each) for each in settings)
+        settings = self._settings(socket_dirs)
+        children = [watch.start(self._rooms[each.role], each) for each in settings]
+        [manager] = [child for child in children if child.role is Role.TOKENIZER_MANAGER]
         watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
         watch.wait_for_nodes(started_s)
         capacity, about = scheduler_facts(watch.children)
@@ -177,16 +175,57 @@ class Supervisor:
         if url is None:
             raise ChildFailure("tokenizer_manager is ready but has not sent its address")
         logger.info("ready url=%s startup_s=%.2f", url, startup_s)
-        write_record(socket_dir.path, msgspec.structs.replace(record, url=url))
+        write_record(socket_dir.path, replace(record, url=url))
         self._on_ready(EngineReady(url, capacity, details, startup_s))
         return Recovery(
             watch,
             self._rooms,
             settings,
-            forget_ranks=socket_dir.forget_ranks,
-            report=lambda cause, lost: self._note(cause, lost, socket_dir, "has restarted lost processes"),
-            started_requests=lambda: self._started_requests(socket_dir.path),
+            forget_ranks=lambda replica: socket_dirs[replica].forget_ranks(),
+            report=lambda cause, lost: self._note(
+                cause, lost, socket_dirs[lost[0].replica], "has restarted lost processes"
+            ),
+            started_requests=lambda replica: self._started_requests(socket_dirs[replica].path),
         )
+
+    def _settings(self, socket_dirs: Sequence[SocketDir]) -> list[Settings]:
+        """Of all processes, in the order of their start; the tokenizer manager is among those of the first replica."""
+        ranks = self._config.parallel.local_ranks[1:]  # the first one is in the scheduler's process
+        endpoints = [socket_dir.endpoints(ranks) for socket_dir in socket_dirs]
+        if len(endpoints) > 1:
+            schedulers = tuple(each.scheduler for each in endpoints)
+            manager = endpoints[0].tokenizer_manager
+            endpoints = [
+                replace(each, tokenizer_manager=manager, schedulers=schedulers) for each in endpoints
+            ]
+        settings = []
+        for replica, addresses in enumerate(endpoints):
+            config = self._config_of(replica)
+            processes = [(Role.SCHEDULER, 0), (Role.DETOKENIZER, 0)]
+            processes += [(Role.TOKENIZER_MANAGER, 0)] if replica == 0 else []
+            processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
+            settings += [
+                Settings(
+                    role,
+                    config,
+                    self._source,
+                    self._spec,
+                    addresses,
+                    rank,
+                    adapters=self._adapters,
+                    replica=replica,
+                )
+                for role, rank in processes
+            ]
+        return settings
+
+    def _config_of(self, replica: int) -> EngineConfig:
+        """Each replica but the first has a decision log of its own: `FILE.replica1`."""
+        log = self._config.log
+        if replica == 0 or log.decision_log is None:
+            return self._config
+        path = f"{log.decision_log}.replica{replica}"
+        return dataclasses.replace(self._config, log=dataclasses.replace(log, decision_log=path))
 
     def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
         """Let the tokenizer manager finish running requests while the other processes run; then stop them."""

@@ -67,10 +67,13 @@ class AllProcesses:
         self._log_level: LogLevel = config.log.log_level
         self._crash_dir = config.log.crash_dir
         ranks = config.parallel.local_ranks[1:]  # the first is in the scheduler's process
-        self._labels = [
-            *(process_label(role, 0) for role in (Role.TOKENIZER_MANAGER, Role.SCHEDULER, Role.DETOKENIZER)),
-            *(process_label(Role.MODEL_RUNNER, rank) for rank in ranks),
-        ]
+        self._labels = [process_label(Role.TOKENIZER_MANAGER)]
+        for replica in range(config.parallel.dp) if config.parallel.dp > 1 else (None,):
+            self._labels += [
+                process_label(Role.SCHEDULER, replica=replica),
+                process_label(Role.DETOKENIZER, replica=replica),
+                *(process_label(Role.MODEL_RUNNER, rank, replica) for rank in ranks),
+            ]
         self._clock = clock
         self._wall_clock = wall_clock
         self._running = running

@@ -27,6 +27,7 @@ from ..runtime.messages import (
 )
 from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
 from .admission.feasibility_check import check_may_fit
+from .dispatch.answers import Answer, merged
 from .engine_state import EngineState
 from .generation import Prompt
 from .prompt_encoder import PromptEncoder
@@ -35,20 +36,38 @@ from .request_log import RequestLog
 _ANSWER_TIMEOUT_S: Final = 10.0
 _ADAPTER_TIMEOUT_S: Final = 120.0  # to read an adapter, also from a slow disk
 _GENERATION_ID: Final = re.compile(r"[a-z]+-[0-9a-f]{32}")
-
-Answer = FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
 A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList, AdapterDone)
 
 
-class PendingCalls:
-    """Calls without an answer yet; ids are unique across the kinds of calls."""
+class _Call:
+    """One call: the answers so far, and how many schedulers have not answered."""
 
-    def __init__(self, send: Callable[[SchedulerInput], None], timeout_s: float, first_id: int = 0) -> None:
-        """Send calls through `send`, and wait `timeout_s` for each answer; ids start after `first_id`."""
+    def __init__(self, num_expected: int) -> None:
+        self.num_expected = num_expected
+        self.answers: list[Answer] = []
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class PendingCalls:
+    """Calls without all of their answers yet; ids are unique across the kinds of calls."""
+
+    def __init__(
+        self,
+        send: Callable[[SchedulerInput], None],
+        timeout_s: float,
+        first_id: int = 0,
+        num_schedulers: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """Send calls through `send`, and wait `timeout_s` for each answer; ids start after `first_id`.
+
+        Args:
+            num_schedulers: how many answer a call that is made now.
+        """
         self._send = send
         self._timeout_s = timeout_s
-        self._pending: dict[int, asyncio.Future[Answer]] = {}
+        self._pending: dict[int, _Call] = {}
         self._last_id = first_id
+        self._num_schedulers = num_schedulers
 
     def __len__(self) -> int:
         """How many wait for an answer."""
@@ -57,41 +76,46 @@ class PendingCalls:
     async def call(
         self, make: Callable[[int], SchedulerInput], kind: type[A], timeout_s: float | None = None
     ) -> A:
-        """Send the message that `make` returns for a new id, and wait for its answer, which is of this kind.
+        """Send what `make` returns for a new id, and wait for the schedulers' answers, which are of this kind.
 
         Args:
             timeout_s: if the answer may take longer than usual.
+
+        Returns:
+            one answer, see `merged`.
 
         Raises:
             EngineDeadError: no answer in time, or the engine is lost.
         """
         self._last_id += 1
         call_id = self._last_id
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._pending[call_id] = future
+        call = self._pending[call_id] = _Call(self._num_schedulers())
         try:
             self._send(make(call_id))
             timeout_s = self._timeout_s if timeout_s is None else timeout_s
             async with asyncio.timeout(timeout_s):
-                answer = await future
+                await call.done
         except TimeoutError:
             raise EngineDeadError(f"the scheduler did not answer within {timeout_s:g} s") from None
         finally:
             del self._pending[call_id]
+        answer = merged(call.answers)
         assert isinstance(answer, kind), f"{type(answer).__name__} answers a call for {kind.__name__}"
         return answer
 
     def resolve(self, call_id: int, answer: Answer) -> None:
-        """Hand an answer to its caller, if that still waits."""
-        future = self._pending.get(call_id)
-        if future is not None and not future.done():
-            future.set_result(answer)
+        """Take an answer for its caller, if that still waits."""
+        call = self._pending.get(call_id)
+        if call is not None and not call.done.done():
+            call.answers.append(answer)
+            if len(call.answers) == call.num_expected:
+                call.done.set_result(None)
 
     def fail(self, message: str) -> None:
         """Raise `EngineDeadError` in every caller."""
-        for future in self._pending.values():
-            if not future.done():
-                future.set_exception(EngineDeadError(message))
+        for call in self._pending.values():
+            if not call.done.done():
+                call.done.set_exception(EngineDeadError(message))
 
 
 class Control:
@@ -109,13 +133,13 @@ class Control:
         """Take the parts.
 
         Args:
-            send: to the scheduler.
+            send: to the schedulers of all replicas.
             encoder: tokenizes a prompt to pin.
             engine: its capacity, and whether it can answer.
             log: the live requests, to look up ids.
             first_id: ids of calls start after it.
         """
-        self._calls = PendingCalls(send, _ANSWER_TIMEOUT_S, first_id)
+        self._calls = PendingCalls(send, _ANSWER_TIMEOUT_S, first_id, lambda: len(engine.running))
         self._encoder = encoder
         self._engine = engine
         self._log = log

@@ -1,50 +1,103 @@
-"""`EngineState`: what the tokenizer manager knows of the scheduler and the detokenizer, and which calls it permits."""
+"""`EngineState`: what the tokenizer manager knows of the replicas of the model, and which calls they permit.
+
+A replica is a scheduler with its detokenizer; there is one without `--dp`. The server is healthy while one of them is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import SchedulerReport
+from .dispatch.reports import combined
+
+
+class _Replica:
+    """One of them. `report` is the latest one, also of a lost scheduler; None before the first."""
+
+    def __init__(self, capacity: Capacity, started_s: float) -> None:
+        self.capacity = capacity
+        self.started_s = started_s
+        self.report: SchedulerReport | None = None
+        self.lost_reason: str | None = None
 
 
 class EngineState:
-    """The state of one engine's processes. The manager writes it, except for `lost_reason`, which `Recovery` writes.
+    """The state of one engine's processes, which the manager writes; `lost` and `restarted` are called by `Recovery`.
 
     Attributes:
-        capacity: of the running scheduler.
-        report: the latest one of the scheduler; None before the first.
         draining: no new requests are accepted.
-        lost_reason: why there is no scheduler or no detokenizer at present; None while both run.
+        report: the latest ones of all schedulers as one; None before the first.
+        running: numbers of the replicas that run.
+        num_replicas: how many there are, running or not.
     """
 
-    def __init__(self, capacity: Capacity, watchdog_timeout_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        watchdog_timeout_s: float,
+        clock: Callable[[], float],
+        num_replicas: int = 1,
+    ) -> None:
         """Start with a running engine.
 
         Args:
-            capacity: of the scheduler. Receiving it counts as the first heartbeat.
+            capacity: of each scheduler. Receiving it counts as the first heartbeat.
             watchdog_timeout_s: a scheduler without a report for longer than this is unhealthy.
             clock: CLOCK_MONOTONIC.
         """
-        self.capacity = capacity
-        self.report: SchedulerReport | None = None
         self.draining = False
-        self.lost_reason: str | None = None
+        self.report: SchedulerReport | None = None
+        self.running = list(range(num_replicas))
+        self.num_replicas = num_replicas
+        self._replicas = [_Replica(capacity, clock()) for _ in self.running]
         self._watchdog_timeout_s = watchdog_timeout_s
         self._clock = clock
-        self._started_s = clock()
         self._death: str | None = None  # not the error: raising one object twice keeps every traceback alive
+
+    @property
+    def capacity(self) -> Capacity:
+        """What every scheduler can hold: a request that fits runs on any replica."""
+        return min((each.capacity for each in self._replicas), key=lambda capacity: capacity.num_pages)
+
+    @property
+    def reports(self) -> list[SchedulerReport | None]:
+        """The latest one of each scheduler; None before its first."""
+        return [replica.report for replica in self._replicas]
 
     @property
     def is_dead(self) -> bool:
         """Whether the engine is lost for good."""
         return self._death is not None
 
-    def restarted(self, capacity: Capacity) -> None:
+    @property
+    def lost_reason(self) -> str | None:
+        """Why there is no scheduler or no detokenizer at present; None while one replica runs."""
+        if self.running:
+            return None
+        return next(reason for each in self._replicas if (reason := each.lost_reason) is not None)
+
+    def reported(self, report: SchedulerReport) -> None:
+        """Take a scheduler's report."""
+        self._replicas[report.replica].report = report
+        known = [each.report for each in self._replicas if each.report is not None]
+        current = [each for each in known if each.replica in self.running]
+        sent_s = min((each.sent_s for each in current), default=report.sent_s)
+        self.report = replace(combined(known), sent_s=sent_s)  # totals of a lost scheduler still count
+
+    def lost(self, replica: int, reason: str) -> None:
+        """A replica's scheduler or detokenizer is lost; it will be restarted."""
+        self._replicas[replica].lost_reason = reason
+        self._count_running()
+
+    def restarted(self, replica: int, capacity: Capacity) -> None:
         """A new scheduler runs; reports of the one before it are no heartbeat of this one."""
-        self.capacity = capacity
-        self._started_s = self._clock()
+        state = self._replicas[replica]
+        state.capacity, state.started_s, state.lost_reason = capacity, self._clock(), None
+        self._count_running()
 
     def died(self, message: str) -> None:
         """The engine is lost for good, for the reason in `message`."""
@@ -74,20 +127,29 @@ class EngineState:
             raise EngineDeadError(self.lost_reason)
 
     def unhealthy_reason(self) -> str | None:
-        """Why a router should send requests elsewhere now; None for a healthy engine."""
+        """Why a router should send requests elsewhere now; None for an engine with a healthy replica."""
         if self._death is not None:
             return self._death
         if self.draining:
             return "the server is shutting down"
-        if self.lost_reason is not None:
-            return self.lost_reason
-        report = self.report if self.report is not None and self.report.sent_s >= self._started_s else None
-        age_s = self._clock() - (self._started_s if report is None else report.sent_s)
+        reasons = [self.reason_against(replica) for replica in range(self.num_replicas)]
+        return None if None in reasons else reasons[0]
+
+    def reason_against(self, replica: int) -> str | None:
+        """Why a replica is not healthy; None if it is."""
+        state = self._replicas[replica]
+        if state.lost_reason is not None:
+            return state.lost_reason
+        report = state.report if state.report is not None and state.report.sent_s >= state.started_s else None
+        age_s = self._clock() - (state.started_s if report is None else report.sent_s)
         if age_s > self._watchdog_timeout_s:
             return f"the scheduler's last heartbeat is {age_s:.1f} s old, the limit is {self._watchdog_timeout_s:g} s"
         if report is not None and report.stalled:
             return f"requests wait and nothing moves: {report.stalled}"
         return None
+
+    def _count_running(self) -> None:
+        self.running = [number for number, each in enumerate(self._replicas) if each.lost_reason is None]
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -172,6 +172,7 @@ def fan_out(
                     grammar=request.grammar,
                     keep_special_ids=request.keep_special_ids,
                     pooling=request.poolings[number] if request.poolings else None,
+                    data_parallel_rank=scheduling.replica,
                 ),
             )
 

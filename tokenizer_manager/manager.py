@@ -14,12 +14,13 @@ import logging
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final, assert_never
 
 from msgspec.structs import replace
 
 from ..grammar.proving.messages import ProofResult
+from ..runtime.config.device_config import DispatchPolicyName
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
@@ -43,6 +44,8 @@ from .admission.feasibility_check import check_may_fit, check_pooled_length, res
 from .admission.overload_control import OverloadControl, OverloadLimits
 from .admission.queue_limiter import QueueLimiter
 from .control import Control
+from .dispatch.dispatcher import Dispatcher
+from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
 from .grammar_proofs import GrammarProofs, GrammarProver, TrustingProver
@@ -62,7 +65,7 @@ class TokenizerManager:
     """The open streams of one engine.
 
     Attributes:
-        engine: state of the other processes.
+        engine: state of the replicas.
         request_log: the live requests.
         control: calls to the scheduler other than generation: flush, pin, explain, list.
     """
@@ -80,30 +83,37 @@ class TokenizerManager:
         clock: Callable[[], float] = time.monotonic,
         life: int = 0,
         prover: GrammarProver | None = None,
+        other_sends: Sequence[Callable[[SchedulerInput], None]] = (),
+        dispatch_policy: DispatchPolicyName = "prefix-affinity",
     ) -> None:
         """Make a manager without streams.
 
         Args:
             encoder: tokenizes prompts.
-            capacity: of the scheduler.
+            capacity: of each scheduler.
             limits: on waiting requests.
             watchdog_timeout_s: a scheduler without a report for longer than this is unhealthy.
-            send: to the scheduler; must not block.
+            send: to the scheduler of the first replica; must not block.
             metrics: counts latencies.
             draw_seed: a seed for a request that has none, in [0, MAX_SEED].
             clock: CLOCK_MONOTONIC.
             life: how many managers this engine had before; late answers to their calls must not match ids of this one.
             prover: proves grammars; None: they are trusted.
+            other_sends: to the schedulers of further replicas.
+            dispatch_policy: chooses among several replicas.
         """
-        self.engine = EngineState(capacity, watchdog_timeout_s, clock)
+        sends = [send, *other_sends]
+        self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
         self.request_log = log = RequestLog()
         self._encoder = encoder
-        self._send = send
+        policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
+        self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine)
+        self._send = send = dispatcher.send
         self._metrics = metrics
         self._draw_seed = draw_seed
         self._clock = clock
         self._limiter = QueueLimiter(
-            limits.max_queued_requests, capacity.max_running_requests, limits.max_queued_tokens
+            limits.max_queued_requests, len(sends) * capacity.max_running_requests, limits.max_queued_tokens
         )
         self._aborter = Aborter(
             log,
@@ -117,18 +127,23 @@ class TokenizerManager:
             limits, self._limiter, log, engine=self.engine, aborter=self._aborter, clock=clock
         )
         self._recovery = Recovery(
-            log, self.engine, limiter=self._limiter, aborter=self._aborter, metrics=metrics, send=send
+            log,
+            self.engine,
+            limiter=self._limiter,
+            aborter=self._aborter,
+            metrics=metrics,
+            dispatcher=dispatcher,
         )
         self._proofs = GrammarProofs(
             prover or TrustingProver(), log, aborter=self._aborter, send=send, clock=clock
         )
-        log.subscribe(self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
+        log.subscribe(dispatcher, self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
 
     @property
     def capacity(self) -> Capacity:
-        """Capacity of the running scheduler."""
+        """What each of the running schedulers can hold."""
         return self.engine.capacity
 
     # ------------------------------------------------------------ for the front ends
@@ -148,6 +163,7 @@ class TokenizerManager:
         arrival_s = self._clock() if request.arrival_s is None else request.arrival_s
         self.engine.check_accepting()
         request.sampling.verify(self.capacity.vocab_size)
+        self._check_replica(request.scheduling.replica)
         async with self._overload.admit(request, arrival_s):
             encoded = await self._encode(request)
             self.engine.check_accepting()  # it may have changed during tokenization
@@ -210,8 +226,8 @@ class TokenizerManager:
             case BatchTextOutput(outputs=outputs):
                 self._deliver_all(outputs, self._clock())
             case SchedulerReport():
-                self.engine.report = message
-                self._limiter.reported(message)
+                self.engine.reported(message)
+                self._limiter.reported(self.engine.report or message)
                 self._overload.reported()
                 self._aborter.fail_slow_readers()
             case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
@@ -227,18 +243,23 @@ class TokenizerManager:
 
     # ------------------------------------------------------------ lost and restarted processes
 
-    def peers_lost(self, message: str, started: Collection[str] | None = None) -> None:
-        """The scheduler or the detokenizer is lost and will be restarted; see `Recovery` and `PeersLost`."""
+    def peers_lost(
+        self,
+        message: str,
+        started: Collection[str] | None = None,
+        replica: int = 0,
+        restarts_left: int = 0,
+    ) -> None:
+        """The scheduler or the detokenizer of a replica is lost, to be restarted; see `Recovery` and `PeersLost`."""
         now_s = self._clock()
-        self._recovery.lost(message, now_s, started)
+        self._recovery.lost(message, now_s, started, replica, restarts_left)
         self.control.fail(message)
         self._deliver_all(self._aborter.peers_lost(message), now_s)
 
-    def peers_back(self, capacity: Capacity, restarts_left: int = 0) -> None:
-        """The scheduler and the detokenizer run again; the server survives `restarts_left` more losses."""
-        self.engine.restarted(capacity)
+    def peers_back(self, capacity: Capacity, restarts_left: int = 0, replica: int = 0) -> None:
+        """The processes of a replica run again; the server survives `restarts_left` more losses."""
         self._metrics.num_restarts += 1
-        self._recovery.back(self._clock(), restarts_left)
+        self._recovery.back(capacity, self._clock(), replica, restarts_left)
 
     # ------------------------------------------------------------ ends of the process
 
@@ -267,6 +288,16 @@ class TokenizerManager:
             self._aborter.fail(generation, EngineDeadError(message), message)
 
     # ------------------------------------------------------------ internals
+
+    def _check_replica(self, number: int | None) -> None:
+        num_replicas = self.engine.num_replicas
+        if number is not None and number >= num_replicas:
+            raise RequestError(
+                f"data_parallel_rank is {number}, but the server has {num_replicas} replicas (--dp), numbered from 0; "
+                "leave it out, and the server chooses",
+                param="data_parallel_rank",
+                code="invalid_value",
+            )
 
     def _live(self, request_id: str) -> list[LoggedRequest]:
         choices = self.request_log.choices_of(request_id)
@@ -352,6 +383,7 @@ class TokenizerManager:
         self._metrics.row_arrived(generation, choice, output, now_s)
         if waited and choice.first_token_s is not None:
             self._limiter.started(len(choice.prompt_ids))
+            self._dispatcher.started(logged, output.usage.cached_tokens)
         if output.token_ids:
             logged.delivered_ids += output.token_ids
             logged.usage = output.usage

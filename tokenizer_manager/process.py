@@ -100,7 +100,9 @@ async def _serve(
     traces: Traces,
 ) -> None:
     settings = child.settings
-    outbox = Outbox(settings.endpoints.scheduler)
+    outboxes = [
+        Outbox(address) for address in settings.endpoints.schedulers or [settings.endpoints.scheduler]
+    ]
     encoder = PromptEncoder(tokenizer, capacity.vocab_size)
     warn_of_unknown_tokens(tokenizer, capacity)
     if chat_template is not None and (
@@ -119,14 +121,17 @@ async def _serve(
         capacity=capacity,
         limits=overload_limits(settings.config),
         watchdog_timeout_s=settings.config.server.watchdog_timeout,
-        send=outbox.send,
+        send=outboxes[0].send,
         metrics=metrics,
         draw_seed=seed_source(settings.config),
         life=settings.life,
         prover=prover,
+        other_sends=[outbox.send for outbox in outboxes[1:]],
+        dispatch_policy=settings.config.parallel.dispatch_policy,
     )
     if settings.life:  # abandon the requests of the manager before this one
-        outbox.send(AbandonRequests(before_s=time.monotonic()))
+        for outbox in outboxes:
+            outbox.send(AbandonRequests(before_s=time.monotonic()))
     renderer = None if chat_template is None else TemplateRenderer(chat_template)
     limits = settings.config.limits
     planner = Planner(
@@ -193,7 +198,8 @@ async def _serve(
         await prover.close()
         services.close()
         inbox.close()
-        outbox.close()
+        for outbox in outboxes:
+            outbox.close()
 
 
 def overload_limits(config: EngineConfig) -> OverloadLimits:
@@ -264,10 +270,11 @@ async def obey(orders: Orders, manager: TokenizerManager, drain_timeout_s: float
                 drained = drained or asyncio.create_task(_wait_drained(manager, drain_timeout_s))
             case Stop():
                 break
-            case PeersLost(message=message, started=started):
-                manager.peers_lost(message, None if started is None else set(started))
-            case PeersReady(capacity=capacity, restarts_left=restarts_left):
-                manager.peers_back(capacity, restarts_left)
+            case PeersLost() as lost:
+                started = None if lost.started is None else set(lost.started)
+                manager.peers_lost(lost.message, started, lost.replica, lost.restarts_left)
+            case PeersReady() as back:
+                manager.peers_back(back.capacity, back.restarts_left, back.replica)
             case PeerDied(message=message):
                 manager.engine_died(message)
                 break

@@ -29,7 +29,8 @@ class LoggedRequest:
         message: as sent last, or as it will be sent.
         delivered_ids: [n] int32, the tokens of the rows that have arrived here.
         usage: as of the last row; None before the first.
-        is_sent: whether the running scheduler has it.
+        is_sent: whether a running scheduler has it.
+        replica: the number of the replica that has it; None if none does. The `Dispatcher` writes it.
         num_crashes: consecutive losses of a process while it ran without progress; see `PoisonDetector`.
     """
 
@@ -43,6 +44,7 @@ class LoggedRequest:
         "is_sent",
         "message",
         "num_crashes",
+        "replica",
         "usage",
     )
 
@@ -54,6 +56,7 @@ class LoggedRequest:
         self.usage: Usage | None = None
         self.is_sent = False
         self.num_crashes = 0
+        self.replica: int | None = None
         self._num_sent = 0
         self._num_bytes_before = 0
         self._num_names = 0

@@ -34,6 +34,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         owner: may abort it, as the admin may; "" on a server without keys.
         lora_id: fingerprint of the LoRA adapter; "" for the model itself.
         served_as: name of that adapter; "" for the model itself.
+        replica: number of the replica that gets it (`data_parallel_rank`); None: the server chooses.
     """
 
     priority: int = 0
@@ -44,6 +45,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     lora_id: str = ""
     served_as: str = ""
+    replica: int | None = None
 
 
 def checked_priority(value: int | str | None, param: str = "priority") -> int:

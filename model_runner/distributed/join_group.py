@@ -45,12 +45,14 @@ def join_group(child: Child) -> Place:
     """
     settings = child.settings
     config, parallel = settings.config, settings.config.parallel
-    if parallel.tp == 1:
+    if parallel.tp == 1 and settings.replica == 0:
         return ALONE
-    local_rank = settings.rank % parallel.ranks_per_node
+    local_rank = settings.replica * parallel.ranks_per_node + settings.rank % parallel.ranks_per_node
     device = torch.device("cpu")
     if config.model.device == "cuda":
         device = torch.device("cuda", local_rank)
+    if parallel.tp == 1:
+        return Place(SINGLE_RANK, device)
     group = TorchGroup(
         Rendezvous(
             rank=settings.rank,

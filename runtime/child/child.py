@@ -67,7 +67,6 @@ from .control import (
     StopProfile,
     ToChild,
     child_end,
-    process_label,
 )
 from .crash_report import crash_dir
 from .stack_sampler import SUFFIX, StackSampler
@@ -231,7 +230,7 @@ class Child:
 
     def _start_profile(self, order: StartProfile) -> None:
         self._stop_profile()
-        label = process_label(self.role, self.settings.rank)
+        label = self.settings.label
         name = f"{label}-{self.settings.life}" if self.settings.life else label
         try:
             folder = crash_dir(self.settings.config.log.crash_dir) / order.folder
@@ -277,7 +276,7 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
     """Run the package's `main`; returns the exit code of the process."""
     try:
         child = Child(channel)
-        label = process_label(child.role, child.settings.rank)
+        label = child.settings.label
         setproctitle.setproctitle(f"engine: {label}")
         if child.settings.endpoints.black_box:
             keep_stacks(Path(child.settings.endpoints.black_box), label)

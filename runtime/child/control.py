@@ -45,18 +45,21 @@ class Role(enum.StrEnum):
     MODEL_RUNNER = "model_runner"
 
 
-def process_label(role: Role, rank: int) -> str:
-    """One word for a process, in logs and process titles: `scheduler`, `model_runner_1`."""
-    return f"{role}_{rank}" if role is Role.MODEL_RUNNER else role.value
+def process_label(role: Role, rank: int = 0, replica: int | None = None) -> str:
+    """One word for a process, in logs and process titles: `scheduler`, `model_runner_1`, `scheduler_of_replica_1`."""
+    label = f"{role}_{rank}" if role is Role.MODEL_RUNNER else role.value
+    return label if replica is None else f"{label}_of_replica_{replica}"
 
 
 class Endpoints(Record, frozen=True):
     """The ZMQ addresses at which the processes receive. The receiver binds, the sender connects.
 
     Attributes:
+        scheduler, detokenizer: of the process's own replica; of the first one for the tokenizer manager.
         model_runners: of the ranks 1, 2, ... on this machine; rank 0 is in the scheduler's process.
         rank_store: the file through which the ranks find each other.
         black_box: the folder for the files of a crash report (see `black_box`); "" for none.
+        schedulers: of all replicas, for the tokenizer manager; empty if there is one replica.
     """
 
     scheduler: str
@@ -65,6 +68,7 @@ class Endpoints(Record, frozen=True):
     model_runners: tuple[str, ...] = ()
     rank_store: str = ""
     black_box: str = ""
+    schedulers: tuple[str, ...] = ()
 
 
 # ---------------------------------------------------------------- tokenizer manager -> supervisor -> all children
@@ -118,6 +122,7 @@ class Settings(Message, frozen=True):
         life: 0 for processes that start with the engine, above 0 for one that replaces a lost process.
         profile: a profile that is running when the process starts.
         adapters: the LoRA adapters that are loaded when the process starts.
+        replica: number of the replica that the process belongs to; 0 for the tokenizer manager.
     """
 
     role: Role
@@ -129,33 +134,53 @@ class Settings(Message, frozen=True):
     life: int = 0
     profile: StartProfile | None = None
     adapters: tuple[LoadedAdapter, ...] = ()
+    replica: int = 0
+
+    @property
+    def one_of_several(self) -> int | None:
+        """The number of its replica, for names; None if there is one replica, or for the tokenizer manager."""
+        if self.config.parallel.dp == 1 or self.role is Role.TOKENIZER_MANAGER:
+            return None
+        return self.replica
+
+    @property
+    def label(self) -> str:
+        """The process in one word, see `process_label`."""
+        return process_label(self.role, self.rank, self.one_of_several)
 
 
 class PeersReady(Message, frozen=True):
-    """To the tokenizer manager: scheduler and detokenizer are ready (again); open the port.
+    """To the tokenizer manager: scheduler and detokenizer of a replica are ready (again); at the start, those of all
+    replicas are: open the port.
 
     Attributes:
-        capacity: of the scheduler.
+        capacity: of the scheduler; at the start the smallest one.
         restarts_left: restarts that remain before the next failure ends the engine.
         details: what the scheduler has told about itself in its `Ready`.
+        replica: number of the replica that is back; no matter at the start.
     """
 
     capacity: Capacity
     restarts_left: int = 0
     details: dict[str, str] = {}  # noqa: RUF012  (msgspec copies mutable defaults)
+    replica: int = 0
 
 
 class PeersLost(Message, frozen=True):
-    """To the tokenizer manager: another process is lost, and `PeersReady` will follow.
+    """To the tokenizer manager: a process of a replica is lost, and `PeersReady` will follow.
 
     Attributes:
         message: the reason.
         started: ids of requests that the scheduler started recently, including some that are finished; None if
             unknown.
+        replica: number of the replica that the process belongs to.
+        restarts_left: restarts that remain after this one.
     """
 
     message: str
     started: tuple[str, ...] | None = None
+    replica: int = 0
+    restarts_left: int = 0
 
 
 class PeerDied(Message, frozen=True):

@@ -79,11 +79,16 @@ class SocketDir:
             ranks: of the model runners that are separate processes on this machine.
         """
         return Endpoints(
-            **{role.value: f"ipc://{self.path / name}" for role, name in _SOCKET_NAMES.items()},
+            scheduler=self._address(Role.SCHEDULER),
+            detokenizer=self._address(Role.DETOKENIZER),
+            tokenizer_manager=self._address(Role.TOKENIZER_MANAGER),
             model_runners=tuple(f"ipc://{self.path / _RANK_SOCKET.format(rank=rank)}" for rank in ranks),
             rank_store=str(self.path / _RANK_STORE_NAME),
             black_box=str(self.path),
         )
+
+    def _address(self, role: Role) -> str:
+        return f"ipc://{self.path / _SOCKET_NAMES[role]}"
 
     def forget_ranks(self) -> None:
         """Remove the file of a lost group of ranks, so that the next group does not read its addresses."""

@@ -9,8 +9,10 @@ from ..errors import ConfigError
 from .setting_declaration import Alias, check_at_least, check_finite
 
 AttentionBackendName = Literal["fa3", "triton", "native", "torch_native"]
+MAX_REPLICAS: Final = 64
 ATTENTION_BACKENDS: Final[tuple[AttentionBackendName, ...]] = ("fa3", "triton", "native", "torch_native")
 ExecutorName = Literal["local", "ray"]
+DispatchPolicyName = Literal["prefix-affinity", "round-robin", "shortest-queue", "least-tokens"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How many devices share one model, and how their processes find each other."""
+    """How many devices share one model, how many replicas serve it, and how their processes find each other."""
 
     tp: Annotated[
         int,
@@ -56,6 +58,19 @@ class ParallelConfig:
         Alias("tensor_parallel_size"),
         Alias("tp_size"),
     ] = 1
+    dp: Annotated[
+        int,
+        "Replicas of the model behind one address, each with its own scheduler, KV pool and prefix cache, and on GPUs "
+        "with --tp devices of its own; they share the CPU's cores and memory.",
+        Alias("data_parallel_size"),
+        Alias("dp_size"),
+    ] = 1
+    dispatch_policy: Annotated[
+        DispatchPolicyName,
+        "Which replica gets a request: the one whose prefix cache has most of its prompt unless it is far busier than "
+        "another (prefix-affinity), each in turn, the one with the fewest requests, or the one whose requests have the "
+        "fewest tokens.",
+    ] = "prefix-affinity"
     nnodes: Annotated[int, "Machines that share the model."] = 1
     node_rank: Annotated[int, "Rank of this machine; rank 0 runs the server."] = 0
     dist_init_addr: Annotated[
@@ -74,7 +89,7 @@ class ParallelConfig:
     ] = "local"
 
     def __post_init__(self) -> None:
-        for name in ("tp", "nnodes"):
+        for name in ("tp", "dp", "nnodes"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("node_rank", self.node_rank, 0)
         check_finite("dist_timeout", self.dist_timeout, 0.0, open_end=True)
@@ -88,6 +103,17 @@ class ParallelConfig:
             raise ConfigError(
                 f"nnodes is {self.nnodes}, but the address of machine 0 is not set; set --dist-init-addr HOST:PORT"
             )
+        if self.dp > MAX_REPLICAS:
+            raise ConfigError(
+                f"dp is {self.dp}, but one server has at most {MAX_REPLICAS} replicas; start several servers behind a "
+                "router"
+            )
+        if self.dp > 1 and (self.nnodes > 1 or self.executor == "ray"):
+            where = "executor ray" if self.executor == "ray" else f"nnodes {self.nnodes}"
+            raise ConfigError(
+                f"dp is {self.dp} with {where}, but the replicas of a server are on one machine; start a server for "
+                "each replica, and a router before them"
+            )
         if self.nnodes > 1 and self.tp == 1:
             raise ConfigError(
                 f"nnodes is {self.nnodes}, but tp is 1, so there is no rank for another machine; raise --tp"
@@ -100,8 +126,8 @@ class ParallelConfig:
 
     @property
     def ranks_on_one_host(self) -> int:
-        """Ranks that may share one machine's cores and memory; with Ray all of them, because Ray places them."""
-        return self.tp if self.executor == "ray" else self.ranks_per_node
+        """Ranks that may share one machine's cores and memory, of all replicas; with Ray all of them."""
+        return self.tp if self.executor == "ray" else self.dp * self.ranks_per_node
 
     @property
     def local_ranks(self) -> range:

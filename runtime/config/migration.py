@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Final
 
 _ALWAYS: Final = "leave it out"
-_ONE_MODEL: Final = "start one server for each copy, and a load balancer before them"
 _IN_REQUESTS: Final = "send it with each request"
 _TASK: Final = (
     "leave it out: embedders and rerankers are recognized by their files; --task embed is for the others"
@@ -54,9 +53,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     # devices
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
-    "data_parallel_size": _ONE_MODEL,
-    "dp": _ONE_MODEL,
-    "dp_size": _ONE_MODEL,
+    "load_balance_method": "use --dispatch-policy",
     "pipeline_parallel_size": "use --tp; a model is not divided by layers",
     "pp_size": "use --tp; a model is not divided by layers",
     "distributed_executor_backend": "use --executor local or --executor ray",

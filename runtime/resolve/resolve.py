@@ -158,11 +158,18 @@ class _Resolver:
         parallel = self.config.parallel
         if parallel.executor == "ray":
             check_ray(parallel)
-        if parallel.tp == 1:
-            return
-        check_tp(self.spec, parallel.tp)
-        num_gpus, needed = len(self.host.gpus), 1 if parallel.executor == "ray" else parallel.ranks_per_node
-        if device == "cuda" and needed > num_gpus:
+        if parallel.tp > 1:
+            check_tp(self.spec, parallel.tp)
+        num_gpus, needed = (
+            len(self.host.gpus),
+            1 if parallel.executor == "ray" else parallel.ranks_on_one_host,
+        )
+        if device == "cuda" and needed > num_gpus and parallel.dp > 1:
+            raise ConfigError(
+                f"dp is {parallel.dp} and tp is {parallel.tp}, so {needed} GPUs are needed, but this machine has "
+                f"{num_gpus}; lower --dp or --tp"
+            )
+        if device == "cuda" and needed > num_gpus and parallel.tp > 1:
             raise ConfigError(
                 f"tp is {parallel.tp}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; lower "
                 f"--tp, or share the model among several machines with --nnodes"
@@ -218,7 +225,8 @@ class _Resolver:
             reason = f"{self.host.num_cores} physical cores in the affinity mask ({self.host.num_cpus} logical CPUs)"
         if ranks > 1:
             threads = max(1, threads // ranks)
-            reason += f", shared by {ranks} ranks"
+            dp = self.config.parallel.dp
+            reason += f", shared by {ranks} ranks" if dp == 1 else f", shared by {dp} replicas"
         return self.note("num_threads", threads, reason)
 
     def set_encoder_step(self, device: str, num_threads: int) -> None:

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer as CoreTokenizer
 from engine.runtime.child.control import ForAll, StartProfile, StopProfile
 from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig
+from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
 from engine.runtime.config.engine_config import (
     EngineConfig,
     LogConfig,
@@ -345,6 +346,8 @@ def make_services(
     pooling: PoolingSpec | None = None,
     adapters: Sequence[LoadedAdapter] = (),
     lora: dict[str, Any] | None = None,
+    others: Sequence[FakeEngine] = (),
+    dispatch_policy: DispatchPolicyName = "prefix-affinity",
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -357,6 +360,7 @@ def make_services(
         server=ServerConfig(**server),
         answers=AnswerConfig(**(answers or {})),
         adapters=AdapterConfig(**({"max_lora_rank": 16} | (lora or {}))),
+        parallel=ParallelConfig(dp=1 + len(others), dispatch_policy=dispatch_policy),
         log=LogConfig(crash_dir=str(engine.crash_dir), log_requests=log_requests),
     )
     manager = TokenizerManager(
@@ -369,10 +373,13 @@ def make_services(
         draw_seed=lambda: 7,
         clock=clock,
         prover=prover,
+        other_sends=[other.receive for other in others],
+        dispatch_policy=dispatch_policy,
     )
     template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
-    engine.deliver = manager.on_message
-    manager.on_message(SchedulerReport(sent_s=clock.now_s))
+    for replica, each in enumerate((engine, *others)):
+        each.deliver = manager.on_message
+        manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
     spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling)
     return Services(
         manager=manager,

@@ -83,7 +83,13 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
 async def metrics(exchange: Exchange, services: Services) -> None:
     """The metrics in Prometheus' text format."""
     engine = services.manager.engine
-    page = services.metrics.render(engine.report, healthy=engine.unhealthy_reason() is None)
+    page = services.metrics.render(
+        engine.report,
+        healthy=engine.unhealthy_reason() is None,
+        replicas=[
+            (report, engine.reason_against(number) is None) for number, report in enumerate(engine.reports)
+        ],
+    )
     await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
 
 
@@ -109,6 +115,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             tokenizer_path=await tokenizer_path(services),
             served_model_name=services.served_model,
             tp_size=services.config.parallel.tp,
+            dp_size=services.config.parallel.dp,
             max_running_requests=capacity.max_running_requests,
             max_total_num_tokens=capacity.num_pages * capacity.page_size,
             config=config,

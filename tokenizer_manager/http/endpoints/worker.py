@@ -1,22 +1,21 @@
 """What routers ask of their workers: `/model_info` and `/v1/loads`, with the names that SGLang gave them.
 
 sglang-router, smg and vllm-router register a worker by its model and its capacity, and choose among workers by their
-loads. This server is one replica, so there is one load, of rank 0.
+loads: one of each replica (`--dp`), which they call a data-parallel rank.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import Final
 
 import msgspec
 
 from ....runtime.errors import ConfigError
+from ....runtime.feasibility import Capacity
+from ....runtime.messages import SchedulerReport
 from ..exchange import Exchange
 from ..services import Services
-
-_RANK: Final = 0
 
 
 class ModelInfoBody(msgspec.Struct, kw_only=True):
@@ -53,7 +52,7 @@ class LoadBody(msgspec.Struct, kw_only=True):
         gen_throughput: tokens per second of time in steps since the scheduler began.
     """
 
-    dp_rank: int = _RANK
+    dp_rank: int = 0
     num_running_reqs: int
     num_waiting_reqs: int
     num_total_reqs: int
@@ -72,14 +71,14 @@ class LoadsBody(msgspec.Struct, kw_only=True):
 
     timestamp: float
     version: str
-    dp_rank_count: int = 1
+    dp_rank_count: int
     loads: list[LoadBody]
 
 
 class OldLoadBody(msgspec.Struct, kw_only=True):
     """The load of one rank as older routers ask for it; `num_reqs` are running and waiting ones."""
 
-    dp_rank: int = _RANK
+    dp_rank: int = 0
     num_reqs: int
     num_waiting_reqs: int
     num_tokens: int
@@ -107,8 +106,9 @@ async def old_model_info(exchange: Exchange, services: Services) -> None:
 
 async def loads(exchange: Exchange, services: Services) -> None:
     """Requests and tokens, running and waiting."""
+    each = all_loads(services)
     await exchange.send_json(
-        LoadsBody(timestamp=time.time(), version=services.version, loads=[load_of(services)])
+        LoadsBody(timestamp=time.time(), version=services.version, dp_rank_count=len(each), loads=each)
     )
 
 
@@ -119,26 +119,32 @@ async def short_loads(exchange: Exchange, services: Services) -> None:
 
 async def old_load(exchange: Exchange, services: Services) -> None:
     """Requests and tokens, for older routers."""
-    load = load_of(services)
     await exchange.send_json(
         [
             OldLoadBody(
+                dp_rank=load.dp_rank,
                 num_reqs=load.num_total_reqs,
                 num_waiting_reqs=load.num_waiting_reqs,
                 num_tokens=load.num_used_tokens,
             )
+            for load in all_loads(services)
         ]
     )
 
 
-def load_of(services: Services) -> LoadBody:
-    """From the scheduler's latest report; all zero before the first one."""
-    report, capacity = services.manager.engine.report, services.manager.capacity
+def all_loads(services: Services) -> list[LoadBody]:
+    """Of each replica, from its scheduler's latest report; all zero before the first one."""
+    reports = services.manager.engine.reports
+    return [_load_of(rank, report, services.manager.capacity) for rank, report in enumerate(reports)]
+
+
+def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> LoadBody:
     total = capacity.num_pages * capacity.page_size
     used = 0 if report is None else report.kv_used_tokens
     running = 0 if report is None else report.num_running_reqs
     waiting = 0 if report is None else report.num_queue_reqs
     return LoadBody(
+        dp_rank=rank,
         num_running_reqs=running,
         num_waiting_reqs=waiting,
         num_total_reqs=running + waiting,

@@ -137,6 +137,7 @@ def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> 
         extra_key=caller.namespace(checked_salt(request.cache_salt)),
         queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
         timeout_s=checked_timeout(request.timeout, "timeout"),
+        replica=request.data_parallel_rank,
         owner=caller.owner,
     )
 

@@ -15,6 +15,7 @@ from ..schema.field_types import (
     Int,
     Priority,
     Prompts,
+    ReplicaNumber,
     Salt,
     Seconds,
     TokenId,
@@ -63,6 +64,7 @@ class PoolingFields(msgspec.Struct, kw_only=True):
     cache_salt: Salt | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    data_parallel_rank: ReplicaNumber | None = None
 
     def truncate_len(self) -> int | None:
         """The most tokens of an input, -1 for as many as the model takes; None: a longer one is an error.

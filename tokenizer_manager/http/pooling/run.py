@@ -67,6 +67,7 @@ def pooled_request(
         extra_key=caller.namespace(checked_salt(fields.cache_salt)),
         queue_timeout_s=checked_timeout(fields.queue_timeout, "queue_timeout"),
         timeout_s=checked_timeout(fields.timeout, "timeout"),
+        replica=fields.data_parallel_rank,
         owner=caller.owner,
     )
     return GenerationRequest(

@@ -148,6 +148,7 @@ NOTES: Final[Mapping[str, str]] = {
     "user": "The tenant that the request is accounted to.",
     "queue_timeout": "Seconds until it must have started.",
     "timeout": "Seconds until it must have ended.",
+    "data_parallel_rank": "The replica that gets it, from 0 to `--dp` less one; without it the server chooses.",
     "metadata": "Returned as it is.",
     "keep_alive": "Accepted, without effect.",
     "options": "Sampling fields by Ollama's names, such as temperature, num_predict, num_ctx and seed.",

@@ -174,7 +174,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     tokenizer_path: str
     served_model_name: str
     tp_size: int
-    dp_size: int = 1
+    dp_size: int
     max_running_requests: int
     max_total_num_tokens: int
     disaggregation_mode: Literal["null"] = "null"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
+from ....runtime.config.device_config import MAX_REPLICAS
 from ....runtime.sampling_params import MAX_COUNT, MAX_TEMPERATURE
 from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
 
@@ -75,6 +76,7 @@ Seconds = Annotated[
         maximum=MAX_TIMEOUT_S,
     ),
 ]
+ReplicaNumber = Annotated[Int, _between(0, MAX_REPLICAS - 1)]
 Salt = Annotated[str, documented(maxLength=MAX_SALT_CHARS)]
 TimeToLive = Annotated[
     float,

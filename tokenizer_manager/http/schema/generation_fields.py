@@ -24,6 +24,7 @@ from .field_types import (
     Penalty,
     Priority,
     RepetitionPenalty,
+    ReplicaNumber,
     Salt,
     Seconds,
     Share,
@@ -156,6 +157,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    data_parallel_rank: ReplicaNumber | None = None
 
     def events(self) -> StreamOptions | None:
         """The options of the stream, or None for a response in one piece.

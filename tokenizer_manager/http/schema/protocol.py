@@ -24,6 +24,7 @@ from .field_types import (
     Priority,
     Prompts,
     PromptsOrNone,
+    ReplicaNumber,
     Salt,
     SamplingObject,
     Seconds,
@@ -143,6 +144,7 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     user: str | None = None
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
+    data_parallel_rank: ReplicaNumber | None = None
     lora_path: LoraPaths = None
     rid: Any = None  # accepted with a warning, and not used
 

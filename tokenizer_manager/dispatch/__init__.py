@@ -1,0 +1,1 @@
+"""Which replica of the model gets a request, with `--dp`."""

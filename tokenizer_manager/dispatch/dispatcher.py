@@ -1,0 +1,110 @@
+"""`Dispatcher`: sends requests to the replicas of the model, and everything else to all of them.
+
+A request goes to the replica that its client names (`data_parallel_rank`), or that the policy chooses among those that
+run. The parallel samples of a prompt stay together, because they share its pages. Messages about a request are sent to
+every replica: they name an id, and a replica that does not know it ignores them; an abort thus never misses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ...runtime.messages import GenerateRequest, SchedulerInput
+from ..engine_state import EngineState
+from ..request_log import LoggedRequest
+from .policies import DispatchPolicy, ReplicaLoad
+
+MAX_ANSWER: Final = 4096
+"""Tokens of an answer that count as load at most: a request without a limit rarely uses it."""
+
+
+class Dispatcher:
+    """See the module. A `RequestObserver`; it writes `LoggedRequest.replica`.
+
+    Attributes:
+        loads: of each replica.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[Callable[[SchedulerInput], None]],
+        policy: DispatchPolicy,
+        engine: EngineState,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            sends: to the scheduler of each replica; must not block.
+            policy: chooses among several replicas.
+            engine: knows which of them run.
+        """
+        self._sends = sends
+        self._policy = policy
+        self._engine = engine
+        self.loads = [ReplicaLoad() for _ in sends]
+        self._groups: dict[str, list[int]] = {}  # group of parallel samples -> [its replica, live members]
+
+    def send(self, message: SchedulerInput) -> None:
+        """Send a message that is no request to all replicas; a lost one's successor gets it, and knows its ids not."""
+        for send in self._sends:
+            send(message)
+
+    def submit(self, logged: LoggedRequest, message: GenerateRequest) -> None:
+        """Send a request, as `message`, to one of the replicas that run; there is one."""
+        logged.replica = replica = self._replica_for(message)
+        load = self.loads[replica]
+        load.num_requests += 1
+        load.num_tokens += _tokens_of(message)
+        if message.group:
+            self._groups.setdefault(message.group, [replica, 0])[1] += 1
+        if len(self._sends) > 1:
+            self._policy.sent(message, replica)
+        self._sends[replica](message)
+
+    def started(self, logged: LoggedRequest, cached_tokens: int) -> None:
+        """The first token of a request has arrived."""
+        if len(self._sends) > 1 and logged.replica is not None:
+            self._policy.started(logged.message, logged.replica, cached_tokens)
+
+    def withdraw(self, logged: LoggedRequest) -> None:
+        """A request is no longer with its replica, or never was with one."""
+        if logged.replica is None:
+            return
+        load, message = self.loads[logged.replica], logged.message
+        load.num_requests -= 1
+        load.num_tokens -= _tokens_of(message)
+        logged.replica = None
+        self._policy.ended(message)
+        if (group := self._groups.get(message.group)) is not None:
+            group[1] -= 1
+            if group[1] == 0:
+                del self._groups[message.group]
+
+    def lost(self, replica: int) -> None:
+        """A replica is lost, with its cache."""
+        self._policy.restarted(replica)
+
+    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`. `Recovery` submits it, if a replica runs."""
+
+    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """See `RequestObserver`."""
+        self.withdraw(logged)
+
+    def _replica_for(self, message: GenerateRequest) -> int:
+        running = self._engine.running
+        assert running, "no replica runs"
+        if len(running) == 1:
+            return running[0]
+        if message.data_parallel_rank in running:
+            assert message.data_parallel_rank is not None
+            return message.data_parallel_rank
+        group = self._groups.get(message.group)
+        if message.group and group is not None and group[0] in running:
+            return group[0]
+        return self._policy.choose(message, self.loads, running)
+
+
+def _tokens_of(message: GenerateRequest) -> int:
+    return len(message.input_ids) // 4 + min(message.sampling.max_new_tokens or 0, MAX_ANSWER)

@@ -1,0 +1,39 @@
+"""`combined`: the reports of several schedulers as one, for everything that speaks of the whole server."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ...runtime.messages import SchedulerReport
+
+
+def combined(reports: Sequence[SchedulerReport]) -> SchedulerReport:
+    """Sums of all counts; the oldest time, the largest estimate of memory, and the reasons of all.
+
+    Args:
+        reports: at least one; a single one is returned as it is.
+    """
+    if len(reports) == 1:
+        return reports[0]
+    waiting: Counter[str] = Counter()
+    for report in reports:
+        waiting.update(report.waiting_by_reason)
+    others: dict[str, Any] = {
+        "sent_s": min(report.sent_s for report in reports),
+        "new_token_ratio": max(report.new_token_ratio for report in reports),
+        "policy": ", ".join(dict.fromkeys(report.policy for report in reports if report.policy)),
+        "waiting_by_reason": dict(waiting),
+        "stalled": next((report.stalled for report in reports if report.stalled), ""),
+        "num_adapters": max(report.num_adapters for report in reports),
+        "replica": 0,
+    }
+    sums = {
+        field.name: sum(getattr(report, field.name) for report in reports)
+        for field in msgspec.structs.fields(SchedulerReport)
+        if field.name not in others
+    }
+    return SchedulerReport(**others, **sums)
