@@ -1,0 +1,180 @@
+"""Several replicas behind one address (`--dp`): the rate beside one replica, and what the choice of a replica saves.
+
+    python benchmarks/scale_out.py [rate] [affinity] [--rounds 3] [--requests 64] [--replicas 2]
+
+`rate`: the requests of W3 (see `cpu_vs_peers.py`) all at once, with token ids and exact output lengths, to one replica
+with all cores and to `--replicas` that share them; in interleaved rounds, both servers up. Replicas win nothing here by
+their number: it shows what the division of cores costs.
+
+`affinity`: families of prompts with equal beginnings, four requests at a time, and KV pools that hold the beginnings of
+their share of the families but not of all. The share of prompt tokens that came from a prefix cache, with the default
+policy and with `round-robin`.
+
+The machine must be idle otherwise for `rate`; `affinity` counts tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.adapters_vs_peers import BASE, rate_of, requests_of
+from benchmarks.peers.server import Server, start
+from benchmarks.peers.sides import HOST, MODEL_NAME, Side
+
+KV_TOKENS: Final = 65_536
+NUM_FAMILIES: Final = 8
+BEGINNING: Final = 1_024
+OWN: Final = 48
+AT_A_TIME: Final = 4
+FAMILY_POOL: Final = 6_144
+"""KV slots of a replica: half of the beginnings, and room for the requests that run."""
+_FIRST_ID: Final = 20
+_START_S: Final = 600.0
+_ANSWER_S: Final = 3600.0
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        metavar="PART",
+        help="rate, affinity (default: both)",
+        default=["rate", "affinity"],
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--port", type=int, default=18_400, help="the first of two")
+    options = parser.parse_args()
+    if unknown := set(options.parts) - {"rate", "affinity"}:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate and affinity")
+    with tempfile.TemporaryDirectory() as folder:
+        if "rate" in options.parts:
+            print(rate_table(measure_rates(options, Path(folder))))
+        if "affinity" in options.parts:
+            print(affinity_table(measure_affinity(options, Path(folder))))
+
+
+def engine_side(name: str, port: int, *options: str) -> Side:
+    """A server of the default model."""
+    command = [sys.executable, "-P", "-m", "engine", "serve", "--served-model-name", MODEL_NAME]
+    return Side(name, (*command, "--host", HOST, "--port", str(port), *options), port)
+
+
+def measure_rates(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Output tokens per second of one replica and of several, in each round."""
+    pool = KV_TOKENS // options.replicas
+    sides = [
+        engine_side("one", options.port, "--max-total-tokens", str(KV_TOKENS)),
+        engine_side(
+            "several",
+            options.port + 1,
+            *("--dp", str(options.replicas), "--max-total-tokens", str(pool)),
+        ),
+    ]
+    rates: dict[str, list[float]] = defaultdict(list)
+    with ExitStack() as running:
+        servers = [start(side, folder / f"{side.name}.log", _START_S) for side in sides]
+        for server in servers:
+            running.callback(server.stop)
+        for number in range(options.rounds + 1):  # the first ones warm up
+            requests = requests_of(number, options.requests if number else 8)
+            for server in servers:
+                rate = rate_of(BASE, server.side, requests)
+                if number:
+                    rates[server.side.name].append(rate)
+                    print(f"round {number}: {server.side.name} {rate:.1f} tok/s", flush=True)
+    return rates
+
+
+def rate_table(rates: Mapping[str, Sequence[float]]) -> str:
+    """Medians, and the median of the rounds' ratios."""
+    ratios = [several / one for one, several in zip(rates["one"], rates["several"], strict=True)]
+    return (
+        f"one replica {statistics.median(rates['one']):.1f} tok/s, several "
+        f"{statistics.median(rates['several']):.1f} tok/s, ratio {statistics.median(ratios):.2f}"
+    )
+
+
+def family_prompts(seed: int, count: int) -> list[list[int]]:
+    """Token ids of `count` prompts: a family by chance, its beginning, and tokens of its own."""
+    source = random.Random(seed)
+    beginnings = [_ids(source, BEGINNING) for _ in range(NUM_FAMILIES)]
+    return [source.choice(beginnings) + _ids(source, OWN) for _ in range(count)]
+
+
+def _ids(source: random.Random, count: int) -> list[int]:
+    return [source.randrange(_FIRST_ID, 40_000) for _ in range(count)]
+
+
+def measure_affinity(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Share of prompt tokens from a prefix cache, by policy; each server gets the same prompts in the same order."""
+    prompts = family_prompts(7, 2 * options.requests)
+    shares = {}
+    for policy in ("round-robin", "prefix-affinity"):
+        side = engine_side(
+            policy,
+            options.port,
+            *("--dp", str(options.replicas), "--dispatch-policy", policy),
+            *("--max-total-tokens", str(FAMILY_POOL), "--max-model-len", "2048"),
+        )
+        server = start(side, folder / f"{policy}.log", _START_S)
+        try:
+            shares[policy] = cached_share(server, prompts)
+        finally:
+            server.stop()
+        print(f"{policy}: {shares[policy]:.3f} of the prompt tokens were cached", flush=True)
+    return shares
+
+
+def cached_share(server: Server, prompts: Sequence[list[int]]) -> float:
+    """Ask for a token behind each prompt.
+
+    Raises:
+        SystemExit: an answer is an error.
+    """
+    with httpx.Client(timeout=_ANSWER_S) as client:
+
+        def ask(prompt: list[int]) -> tuple[int, int]:
+            body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 1, "temperature": 0}
+            answer = client.post(f"{server.side.url}/v1/completions", json=body)
+            if answer.status_code != 200:
+                raise SystemExit(f"{server.side.name}: HTTP {answer.status_code}: {answer.text[:300]}")
+            usage = answer.json()["usage"]
+            return usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+
+        with ThreadPoolExecutor(AT_A_TIME) as clients:
+            counts = list(clients.map(ask, prompts))
+    return sum(cached for cached, _ in counts) / sum(total for _, total in counts)
+
+
+def affinity_table(shares: Mapping[str, float]) -> str:
+    """Both shares and their ratio."""
+    ratio = shares["prefix-affinity"] / max(shares["round-robin"], 1e-9)
+    return (
+        f"cached share of the prompt tokens: round-robin {shares['round-robin']:.2f}, prefix-affinity "
+        f"{shares['prefix-affinity']:.2f}, ratio {ratio:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
