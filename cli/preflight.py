@@ -43,7 +43,9 @@ def check_files(config: EngineConfig) -> None:
         if config.log.decision_log is not None and config.parallel.executor == "local":
             from ..scheduler.journal.log_writer import check_log_file
 
-            check_log_file(config.log.decision_log)
+            for replica in range(config.parallel.dp):
+                if (path := config.log.decision_log_of(replica)) is not None:
+                    check_log_file(path)
     _check_crash_dir(config.log)
     if config.parallel.nnodes > 1 and config.parallel.executor == "local":
         from ..runtime.transport.cluster_key import load_cluster_key

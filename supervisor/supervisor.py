@@ -220,12 +220,8 @@ class Supervisor:
         return settings
 
     def _config_of(self, replica: int) -> EngineConfig:
-        """Each replica but the first has a decision log of its own: `FILE.replica1`."""
-        log = self._config.log
-        if replica == 0 or log.decision_log is None:
-            return self._config
-        path = f"{log.decision_log}.replica{replica}"
-        return dataclasses.replace(self._config, log=dataclasses.replace(log, decision_log=path))
+        log = dataclasses.replace(self._config.log, decision_log=self._config.log.decision_log_of(replica))
+        return dataclasses.replace(self._config, log=log)
 
     def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
         """Let the tokenizer manager finish running requests while the other processes run; then stop them."""

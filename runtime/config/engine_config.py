@@ -408,7 +408,9 @@ class LogConfig:
     ] = False
     log_interval: Annotated[float, "Seconds between the step lines of the scheduler."] = 10.0
     decision_log: Annotated[
-        str | None, "File for every decision of the scheduler; it contains token ids, so keep it private."
+        str | None,
+        "File for every decision of the scheduler; it contains token ids, so keep it private. With --dp each replica "
+        "but the first has its own: FILE.replica1.",
     ] = None
     crash_dir: Annotated[
         str | None,
@@ -431,6 +433,12 @@ class LogConfig:
             )
         if not (math.isfinite(self.log_interval) and self.log_interval > 0):
             raise ConfigError(f"log_interval is {self.log_interval}, but it must be above 0")
+
+    def decision_log_of(self, replica: int) -> str | None:
+        """The decision log of one replica: the file itself for the first, `FILE.replica1` for the next."""
+        if self.decision_log is None or replica == 0:
+            return self.decision_log
+        return f"{self.decision_log}.replica{replica}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

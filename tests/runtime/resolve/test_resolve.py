@@ -892,6 +892,39 @@ class TestRanks:
         ):
             resolve(config(tp=2), self.EIGHT_HEADS, GPU_HOST)
 
+    def test_of_replicas_share_the_machine_too(self):
+        alone = resolve(config(max_model_len=256), self.EIGHT_HEADS, HOST).config
+        shared = resolve(config(max_model_len=256, dp=2), self.EIGHT_HEADS, HOST)
+        assert shared.config.model.num_threads == 2
+        assert shared.notes["num_threads"].endswith("shared by 2 replicas")
+        assert 0.3 * pool_of(alone) < pool_of(shared.config) < 0.5 * pool_of(alone)
+
+        four_gpus = dataclasses.replace(GPU_HOST, gpus=(GPU,) * 4)
+        assert resolve(config(tp=2, dp=2), self.EIGHT_HEADS, four_gpus).config.parallel.dp == 2
+        with pytest.raises(
+            ConfigError, match="dp is 3 and tp is 2, so 6 GPUs are needed, but this machine has 4"
+        ):
+            resolve(config(tp=2, dp=3), self.EIGHT_HEADS, four_gpus)
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"dp": 0}, "dp is 0, but it must be at least 1"),
+            ({"dp": 65}, "dp is 65, but one server has at most 64 replicas"),
+            (
+                {"dp": 2, "tp": 2, "executor": "ray"},
+                "dp is 2 with executor ray, but the replicas of a server",
+            ),
+            (
+                {"dp": 2, "tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"},
+                "dp is 2 with nnodes 2, but the replicas of a server are on one machine; start a server for each",
+            ),
+        ],
+    )
+    def test_of_replicas_are_on_one_machine(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            config(**settings)
+
     def test_that_ray_places_may_all_land_here_and_need_one_gpu_here(self):
         alone = resolve(config(max_model_len=256, tp=2), self.EIGHT_HEADS, HOST).config
         on_ray = resolve(config(max_model_len=256, tp=2, executor="ray"), self.EIGHT_HEADS, HOST).config
