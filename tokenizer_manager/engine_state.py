@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import SchedulerReport
-from .dispatch.reports import combined
+from .telemetry.combined_report import combined
 
 
 class _Replica:

@@ -105,6 +105,7 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         note="Newer versions of SGLang call it `cuda_graph_max_bs_decode`.",
     ),
     # parallel
+    "dp": PeerNames(sglang=("dp_size", "data_parallel_size"), vllm=("data_parallel_size",)),
     "tp": PeerNames(sglang=("tp_size", "tensor_parallel_size"), vllm=("tensor_parallel_size",)),
     "nnodes": _both("nnodes"),
     "node_rank": _both("node_rank"),

@@ -188,6 +188,8 @@ def test_python_arguments_are_checked_like_all_others():
         ("enforce_eager", True, "record_steps", False),
         ("tensor_parallel_size", 2, "tp", 2),
         ("tp_size", 2, "tp", 2),
+        ("data_parallel_size", 2, "dp", 2),
+        ("dp_size", 2, "dp", 2),
         ("num_speculative_tokens", 4, "speculative_num_draft_tokens", 4),
         ("model_path", "m", "model", "m"),
         ("alias", "m", "served_model_name", "m"),
