@@ -893,8 +893,9 @@ class TestRanks:
             resolve(config(tp=2), self.EIGHT_HEADS, GPU_HOST)
 
     def test_of_replicas_share_the_machine_too(self):
-        alone = resolve(config(max_model_len=256), self.EIGHT_HEADS, HOST).config
-        shared = resolve(config(max_model_len=256, dp=2), self.EIGHT_HEADS, HOST)
+        settings = {"max_model_len": 8192, "max_running_requests": 2000}
+        alone = resolve(config(**settings), self.EIGHT_HEADS, HOST).config
+        shared = resolve(config(dp=2, **settings), self.EIGHT_HEADS, HOST)
         assert shared.config.model.num_threads == 2
         assert shared.notes["num_threads"].endswith("shared by 2 replicas")
         assert 0.3 * pool_of(alone) < pool_of(shared.config) < 0.5 * pool_of(alone)
