@@ -115,18 +115,19 @@ class KVEventPublisher:
         self._next_seq = 0
         # A context of its own: its I/O thread copies payloads to subscribers, and not the one of the scheduler's sockets.
         self._context: zmq.Context[Socket] = zmq.Context()
-        self._to_thread = self._make_socket(zmq.PAIR, _MAX_QUEUED)
+        self._to_thread = _make_socket(self._context, zmq.PAIR, _MAX_QUEUED)
         self._to_thread.bind(_TO_THREAD)
-        from_loop = self._make_socket(zmq.PAIR, _MAX_QUEUED)
+        from_loop = _make_socket(self._context, zmq.PAIR, _MAX_QUEUED)
         from_loop.connect(_TO_THREAD)
         try:
-            pub = self._bind(zmq.PUB, settings.hwm, "kv_events", settings.endpoint)
+            pub = _make_socket(self._context, zmq.PUB, settings.hwm)
+            _bind(pub, "kv_events", settings.endpoint)
             replay = None
             if settings.replay_endpoint is not None:
                 # One replay fits; a subscriber that asks again and again without reading gets no more than that.
-                hwm = settings.buffer_steps + 1
-                replay = self._bind(zmq.ROUTER, hwm, "kv_events_replay", settings.replay_endpoint)
+                replay = _make_socket(self._context, zmq.ROUTER, settings.buffer_steps + 1)
                 replay.maxmsgsize = _MAX_REQUEST_BYTES
+                _bind(replay, "kv_events_replay", settings.replay_endpoint)
         except ConfigError:
             self._context.destroy(linger=0)
             raise
@@ -162,24 +163,6 @@ class KVEventPublisher:
         self._to_thread.close()
         if not self._thread.is_alive():
             self._context.term()
-
-    def _make_socket(self, kind: int, hwm: int) -> Socket:
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.set_hwm(hwm)
-        return socket
-
-    def _bind(self, kind: int, hwm: int, setting: str, endpoint: str) -> Socket:
-        socket = self._make_socket(kind, hwm)
-        socket.ipv6 = "[" in endpoint
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            raise ConfigError(
-                f"{setting} is {endpoint!r}, but it cannot be listened at: {error.strerror}; use another address"
-            ) from None
-        return socket
-
 
 class _Sender:
     """The thread of a `KVEventPublisher`.
@@ -249,6 +232,38 @@ class _Sender:
             if seq >= first:
                 replay.send_multipart([*envelope, self._topic, seq_bytes, payload], zmq.NOBLOCK)
         replay.send_multipart([*envelope, b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
+
+
+def check_addresses(settings: KVEventSettings) -> None:
+    """Whether the sockets could be bound now.
+
+    Raises:
+        ConfigError: one cannot.
+    """
+    context: zmq.Context[Socket] = zmq.Context()
+    try:
+        _bind(_make_socket(context, zmq.PUB, 1), "kv_events", settings.endpoint)
+        if settings.replay_endpoint is not None:
+            _bind(_make_socket(context, zmq.ROUTER, 1), "kv_events_replay", settings.replay_endpoint)
+    finally:
+        context.destroy(linger=0)
+
+
+def _make_socket(context: zmq.Context[Socket], kind: int, hwm: int) -> Socket:
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.set_hwm(hwm)
+    return socket
+
+
+def _bind(socket: Socket, setting: str, endpoint: str) -> None:
+    socket.ipv6 = "[" in endpoint
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(
+            f"{setting} is {endpoint!r}, but it cannot be listened at: {error.strerror}; use another address"
+        ) from None
 
 
 def _adapter(event: BlockEvent, adapter_of: AdapterOf) -> Adapter | None:
