@@ -150,7 +150,9 @@ class KVEventPublisher:
             try:
                 self._to_thread.send_multipart([seq, payload], zmq.NOBLOCK)
             except zmq.Again:  # subscribers see the gap
-                logger.warning("dropped kv events seq=%d: the publisher's thread does not run", self._next_seq - 1)
+                logger.warning(
+                    "dropped kv events seq=%d: the publisher's thread does not run", self._next_seq - 1
+                )
 
     def clear(self) -> None:
         """Tell subscribers that nothing is cached; the first message of a process."""
@@ -163,6 +165,7 @@ class KVEventPublisher:
         self._to_thread.close()
         if not self._thread.is_alive():
             self._context.term()
+
 
 class _Sender:
     """The thread of a `KVEventPublisher`.

@@ -20,7 +20,9 @@ from .serving import DEADLINE_S, EngineServe
 
 pytestmark = pytest.mark.real_process
 
-PROMPT: Final = "the quick brown fox jumps over the lazy dog, and a request waits, runs, and is answered once, " * 3
+PROMPT: Final = (
+    "the quick brown fox jumps over the lazy dog, and a request waits, runs, and is answered once, " * 3
+)
 PORTS: Final = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0")
 """Any free ports. After a restart the ports are others, which subscribers with fixed addresses do not have to bear."""
 
@@ -79,7 +81,9 @@ def test_evictions_adapters_and_a_crash(start_serve: StartServe, model: Path, tm
     assert sockets_of(engine) == (16, address, replay)
     with KVEventReader(address, replay) as reader:
         for number in range(12):
-            adapted = complete(engine, f"{number} {PROMPT[:150]}", model="sql" if number % 2 else engine.model)
+            adapted = complete(
+                engine, f"{number} {PROMPT[:150]}", model="sql" if number % 2 else engine.model
+            )
         reader.catch_up()
         assert "BlockRemoved" in reader.kinds
         assert 0 < len(reader.cached) * 16 <= 512
@@ -93,7 +97,9 @@ def test_evictions_adapters_and_a_crash(start_serve: StartServe, model: Path, tm
         engine.wait_for_log("recovered restart=1")
         tokens = complete(engine, PROMPT[:150])
         reader.read_until(lambda reader: reader.longest(None, tokens) == whole(tokens))
-        assert set(reader.cached.values()) == {(None, tuple(tokens[:n])) for n in range(16, len(tokens) + 1, 16)}
+        assert set(reader.cached.values()) == {
+            (None, tuple(tokens[:n])) for n in range(16, len(tokens) + 1, 16)
+        }
     assert engine.stop() == 0, engine.log
 
 
@@ -103,4 +109,6 @@ def test_an_address_in_use_ends_the_start_at_once(start_serve: StartServe):
         engine = start_serve("no-such-model", "--kv-events", f"tcp://127.0.0.1:{port}")
 
         assert engine.wait() == 2
-    assert engine.causes[0].startswith(f"engine: kv_events is 'tcp://127.0.0.1:{port}', but it cannot be listened at")
+    assert engine.causes[0].startswith(
+        f"engine: kv_events is 'tcp://127.0.0.1:{port}', but it cannot be listened at"
+    )

@@ -199,5 +199,7 @@ def test_many_events_are_divided_among_messages(make_world):
 def test_an_address_in_use_is_the_users_to_change(make_world):
     taken = make_world().publisher.endpoints[0]
 
-    with pytest.raises(ConfigError, match=f"kv_events_replay is '{taken}', but it cannot be listened at: Address "):
+    with pytest.raises(
+        ConfigError, match=f"kv_events_replay is '{taken}', but it cannot be listened at: Address "
+    ):
         KVEventPublisher(KVEventSettings(ANY_PORT, taken), 16)

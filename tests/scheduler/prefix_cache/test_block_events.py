@@ -36,9 +36,7 @@ def test_hashes_are_the_same_in_every_process_and_fit_into_signed_and_unsigned_i
 
     plain, adapted = blocks.take()
 
-    assert plain == BlocksStored(
-        [6784702701424236957, 7965023339107119606], None, ids(1, 2, 3, 4), ""
-    )
+    assert plain == BlocksStored([6784702701424236957, 7965023339107119606], None, ids(1, 2, 3, 4), "")
     assert isinstance(adapted, BlocksStored)
     assert (adapted.parent_hash, adapted.lora_id) == (None, "adapter")
     assert not set(adapted.hashes) & set(plain.hashes)
