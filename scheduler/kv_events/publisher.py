@@ -113,7 +113,7 @@ class KVEventPublisher:
         self._clock = clock
         self._encoder = msgspec.msgpack.Encoder()
         self._next_seq = 0
-        # A context of its own: its I/O thread copies payloads to subscribers, and not the one of the scheduler's sockets.
+        # A context of its own: its I/O thread copies payloads to subscribers, not that of the scheduler's sockets.
         self._context: zmq.Context[Socket] = zmq.Context()
         self._to_thread = _make_socket(self._context, zmq.PAIR, _MAX_QUEUED)
         self._to_thread.bind(_TO_THREAD)

@@ -1,4 +1,4 @@
-"""`KVEventReader`: a subscriber of a server's KV events that keeps the cached prefixes, with pyzmq and msgpack alone."""
+"""`KVEventReader`: a subscriber of a server's KV events that keeps the cached prefixes; pyzmq and msgpack alone."""
 
 from __future__ import annotations
 

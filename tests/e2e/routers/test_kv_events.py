@@ -40,10 +40,6 @@ pytestmark = [
     ),
 ]
 
-SERVE: Final = (
-    *("--dtype", "float32", "--served-model-name", "m"),
-    *("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp://127.0.0.1:0"),
-)
 FOX: Final = "the quick brown fox jumps over the lazy dog " * 8
 COUNT: Final = "one two three four five six seven eight nine ten " * 8
 
@@ -165,7 +161,11 @@ def has(reader: KVEventReader, server: EngineServe, prompt: str) -> bool:
 @pytest.fixture
 def servers(start_serve: StartServe, model: Path) -> list[EngineServe]:
     """Two servers."""
-    started = [start_serve(str(model), *SERVE) for _ in range(2)]
+    started = []
+    for _ in range(2):
+        events, replays = (f"tcp://127.0.0.1:{port}" for port in _free_ports(2))  # the same after a restart
+        sockets = ("--kv-events", events, "--kv-events-replay", replays)
+        started.append(start_serve(str(model), "--dtype", "float32", "--served-model-name", "m", *sockets))
     return [server.wait_until_ready() for server in started]
 
 

@@ -1,4 +1,4 @@
-"""What a scheduler records while requests come and go: always the blocks of its prefix cache. No decision depends on it."""
+"""What a scheduler records while requests come and go: the blocks of its prefix cache. No decision depends on it."""
 
 from __future__ import annotations
 

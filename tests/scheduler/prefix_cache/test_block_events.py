@@ -1,4 +1,4 @@
-"""Tests of `scheduler/prefix_cache/block_events.py`; random lives of a tree are in `test_prefix_cache_properties.py`."""
+"""Tests of `scheduler/prefix_cache/block_events.py`; `test_prefix_cache_properties.py` has random lives of a tree."""
 
 from __future__ import annotations
 
