@@ -37,7 +37,8 @@ MAX_BUFFER_BYTES: Final = 64 << 20
 """Of payloads that are kept for replays."""
 _MAX_QUEUED: Final = 100_000
 """Messages on the way to the thread."""
-_MAX_REQUEST_BYTES: Final = 64
+_MAX_REQUEST_BYTES: Final = 1024
+"""In one message of a subscriber: a subscription, or a request for a replay."""
 _SEQ_BYTES: Final = 8
 _END_WAIT_S: Final = 1.0
 _TO_THREAD: Final = "inproc://payloads"
@@ -113,6 +114,7 @@ class KVEventPublisher:
         self._clock = clock
         self._encoder = msgspec.msgpack.Encoder()
         self._next_seq = 0
+        self._has_dropped = False
         # A context of its own: its I/O thread copies payloads to subscribers, not that of the scheduler's sockets.
         self._context: zmq.Context[Socket] = zmq.Context()
         self._to_thread = _make_socket(self._context, zmq.PAIR, _MAX_QUEUED)
@@ -121,6 +123,7 @@ class KVEventPublisher:
         from_loop.connect(_TO_THREAD)
         try:
             pub = _make_socket(self._context, zmq.PUB, settings.hwm)
+            pub.maxmsgsize = _MAX_REQUEST_BYTES
             _bind(pub, "kv_events", settings.endpoint)
             replay = None
             if settings.replay_endpoint is not None:
@@ -147,20 +150,24 @@ class KVEventPublisher:
             seq = self._next_seq.to_bytes(_SEQ_BYTES, "big")
             self._next_seq += 1
             self.num_events += len(batch)
-            try:
-                self._to_thread.send_multipart([seq, payload], zmq.NOBLOCK)
-            except zmq.Again:  # subscribers see the gap
-                logger.warning(
-                    "dropped kv events seq=%d: the publisher's thread does not run", self._next_seq - 1
-                )
+            self._queue([seq, payload])
 
     def clear(self) -> None:
         """Tell subscribers that nothing is cached; the first message of a process."""
         self.publish([AllBlocksCleared()], lambda fingerprint: None)
 
+    def _queue(self, frames: list[bytes]) -> None:
+        """Give a message to the thread; drop it if `_MAX_QUEUED` wait, which subscribers see as a gap."""
+        try:
+            self._to_thread.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            if not self._has_dropped:
+                logger.error("drop kv events: their thread does not run")
+            self._has_dropped = True
+
     def close(self) -> None:
         """Send what is queued, and close the sockets; subscribers have no time to be slow now."""
-        self._to_thread.send(_STOP)
+        self._queue([_STOP])
         self._thread.join(_END_WAIT_S)
         self._to_thread.close()
         if not self._thread.is_alive():

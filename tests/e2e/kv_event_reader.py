@@ -58,7 +58,7 @@ class KVEventReader:
         first = self.seqs[-1] + 1 if self.seqs else 0
         self._replays.send_multipart([b"", first.to_bytes(8, "big")])
         while True:
-            assert self._replays.poll(DEADLINE_S * 1000)
+            assert self._replays.poll(int(DEADLINE_S * 1000))
             _, _, number, payload = self._replays.recv_multipart()
             seq = int.from_bytes(number, "big")
             if seq == _END:
@@ -69,7 +69,8 @@ class KVEventReader:
         """Take messages as they come until a condition holds."""
         until_s = time.monotonic() + DEADLINE_S
         while not condition(self):
-            assert self._events.poll(max(0, until_s - time.monotonic()) * 1000), (self.seqs, self.kinds)
+            left_s = max(0.0, until_s - time.monotonic())
+            assert self._events.poll(int(left_s * 1000)), (self.seqs, self.kinds)
             _, number, payload = self._events.recv_multipart()
             seq = int.from_bytes(number, "big")
             if not self.seqs or seq > self.seqs[-1]:
@@ -97,7 +98,7 @@ class KVEventReader:
         match event["type"]:
             case "BlockStored":
                 size, parent = event["block_size"], event["parent_block_hash"]
-                tokens = () if parent is None else self.cached[parent][1]
+                tokens = tuple[int, ...]() if parent is None else self.cached[parent][1]
                 for number, block_hash in enumerate(event["block_hashes"]):
                     tokens = tokens + tuple(event["token_ids"][number * size : (number + 1) * size])
                     self.cached[block_hash] = (event["lora_name"], tokens)

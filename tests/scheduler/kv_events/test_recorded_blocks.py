@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from engine.scheduler.prefix_cache.base import namespace_of
+from engine.scheduler.prefix_cache.block_events import BlockEvents
 from tests.scheduler.harness import Harness
 from tests.scheduler.prefix_cache.block_consumer import BlockConsumer
 
@@ -42,7 +43,9 @@ def check(harness: Harness, consumer: BlockConsumer | None) -> None:
     for lora_id, tokens in consumer.known.values():
         token_ids = np.array(tokens, dtype=np.int32).tobytes()
         assert cache.match(namespace_of("", lora_id), token_ids, len(tokens)).num_pages * 4 == len(tokens)
-    assert harness.scheduler._parts.block_events.hashes() == set(consumer.known)
+    blocks = harness.scheduler._parts.block_events
+    assert isinstance(blocks, BlockEvents)
+    assert blocks.hashes() == set(consumer.known)
 
 
 @pytest.mark.parametrize("overlap", [0, 1])

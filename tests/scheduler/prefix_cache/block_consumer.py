@@ -41,9 +41,8 @@ class BlockConsumer:
                     self.known.clear()
 
     def _store(self, event: BlocksStored) -> None:
-        if event.parent_hash is None:
-            lora_id, tokens, last = event.lora_id, (), first_hash(event.lora_id)
-        else:
+        lora_id, tokens, last = event.lora_id, tuple[int, ...](), first_hash(event.lora_id)
+        if event.parent_hash is not None:
             (lora_id, tokens), last = self.known[event.parent_hash], event.parent_hash
         new = tuple(np.frombuffer(event.token_ids, dtype=np.int32).tolist())
         size = self._block_size
