@@ -30,7 +30,7 @@ PORTS: Final = ("--kv-events", "tcp://127.0.0.1:0", "--kv-events-replay", "tcp:/
 def post(engine: EngineServe, path: str, body: object) -> Any:
     answer = httpx.post(f"{engine.url}{path}", json=body, timeout=DEADLINE_S)
     assert answer.status_code == 200, answer.text
-    return answer.json() if answer.content.startswith(b"{") else {}  # flush_cache answers with text
+    return answer.json() if answer.content.startswith(b"{") else {}
 
 
 def complete(engine: EngineServe, prompt: str, **fields: object) -> list[int]:

@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from ..conftest import StartServe
-from ..kv_event_reader import KVEventReader, sockets_of
+from ..kv_event_reader import KVEventReader, Prefix, sockets_of
 from ..serving import DEADLINE_S, EngineServe, engine_environment
 
 INSTALLED: Final = Path(__file__).parents[3] / "build" / "routers" / "vllm-router" / "bin"
@@ -42,6 +42,7 @@ pytestmark = [
 
 FOX: Final = "the quick brown fox jumps over the lazy dog " * 8
 COUNT: Final = "one two three four five six seven eight nine ten " * 8
+CHAT: Final = "a request waits, runs, and is answered once " * 8
 
 _COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _DECISION: Final = re.compile(
@@ -105,10 +106,10 @@ class KVAwareRouter:
         message = f"sequence advanced source={server.url} rank=0 seq={reader.seqs[-1]}\n"
         self.wait_for(lambda log: message in log)
 
-    def ask(self, prompt: str) -> tuple[str, int, int]:
+    def ask(self, prompt: str, *, is_chat: bool = False) -> tuple[str, int, int]:
         """Send a prompt; the server that got it, the tokens that the router expected there, and those that were."""
         num_before = len(_DECISION.findall(self.log))
-        cached = complete(self.url, prompt)
+        cached = (chat if is_chat else complete)(self.url, prompt)
         self.wait_for(lambda log: len(_DECISION.findall(log)) > num_before)
         outcome, url, expected = _DECISION.findall(self.log)[num_before]
         assert outcome == "prefix_cost"
@@ -131,11 +132,17 @@ def _free_ports(count: int) -> list[int]:
 
 def complete(url: str, prompt: str) -> int:
     """Have a prompt answered; returns its cached tokens."""
-    answer = httpx.post(
-        f"{url}/v1/completions",
-        json={"model": "m", "prompt": prompt, "max_tokens": 1, "temperature": 0},
-        timeout=DEADLINE_S,
-    )
+    return _post(f"{url}/v1/completions", {"prompt": prompt})
+
+
+def chat(url: str, text: str) -> int:
+    """The same for a chat of one message."""
+    return _post(f"{url}/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+
+
+def _post(url: str, body: dict[str, object]) -> int:
+    fields = {"model": "m", "max_tokens": 1, "temperature": 0}
+    answer = httpx.post(url, json=body | fields, timeout=DEADLINE_S)
     assert answer.status_code == 200, answer.text
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
@@ -156,6 +163,14 @@ def has(reader: KVEventReader, server: EngineServe, prompt: str) -> bool:
     """Whether all whole blocks of a prompt are cached."""
     ids = token_ids(server, prompt)
     return reader.longest(None, ids) == len(ids) // 16 * 16
+
+
+def all_blocks(server: EngineServe) -> dict[int, Prefix]:
+    """What a server has announced so far."""
+    _, events, replays = sockets_of(server)
+    with KVEventReader(events, replays) as reader:
+        reader.catch_up()
+        return reader.cached
 
 
 @pytest.fixture
@@ -192,6 +207,13 @@ def test_prompts_go_to_the_server_that_announced_them(router: KVAwareRouter, ser
             url, expected, cached = router.ask(longer)
             assert url == server.url
             assert 64 < shared(one, prompt, longer) <= expected <= cached
+
+    num_blocks = len(all_blocks(two))
+    chat(two.url, CHAT)
+    router.wait_for_news(two, lambda reader: len(reader.cached) >= num_blocks + 4)
+    url, expected, cached = router.ask(CHAT + " or so", is_chat=True)
+    assert url == two.url
+    assert 64 < expected <= cached
 
     # What is flushed at one and computed at the other one moves.
     httpx.post(f"{one.url}/flush_cache", timeout=DEADLINE_S).raise_for_status()
