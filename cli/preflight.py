@@ -12,6 +12,7 @@ from pathlib import Path
 from ..runtime.child.crash_report import crash_dir
 from ..runtime.config.answer_config import AnswerConfig
 from ..runtime.config.engine_config import EngineConfig, LogConfig
+from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import ConfigError
 from .port import check_port
@@ -28,6 +29,8 @@ def check_start(config: EngineConfig) -> None:
     if config.parallel.node_rank == 0:
         check_port(config.server)
         _check_access(config.server)
+        if config.parallel.executor == "local":  # Ray may choose another machine
+            _check_kv_events(config.server, config.parallel.dp)
     check_files(config)
 
 
@@ -62,6 +65,15 @@ def _check_access(server: ServerConfig) -> None:
         from ..tokenizer_manager.http.server import check_tls
 
         check_tls(server)
+
+
+def _check_kv_events(server: ServerConfig, num_replicas: int) -> None:
+    settings = parse_kv_events(server.kv_events, server.kv_events_replay)
+    if settings is not None:
+        from ..scheduler.kv_events.publisher import check_addresses
+
+        for each in settings_of_replicas(settings, num_replicas):
+            check_addresses(each)
 
 
 def _check_parsers(answers: AnswerConfig) -> None:

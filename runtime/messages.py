@@ -408,6 +408,8 @@ class SchedulerReport(Message, frozen=True):
     overruled_tokens_total: int = 0  # see `GrammarUsage`
     num_adapters: int = 0  # LoRA adapters in host memory, or being read
     num_adapter_slots_used: int = 0  # by running requests
+    kv_events_total: int = 0  # published, see --kv-events
+    kv_event_replays_total: int = 0  # requests of subscribers that had missed some
     replica: int = 0  # the scheduler's number, with --dp
 
 

@@ -39,6 +39,7 @@ from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption import Preemption
 from .preemption.preemption_mode import make_preemption_mode
 from .prefix_cache.base import NoPrefixCache, PrefixCache
+from .prefix_cache.block_events import BlockEvents, BlockRecorder, NoBlockEvents, block_size_for
 from .prefix_cache.eviction import make_eviction
 from .prefix_cache.radix_cache import RadixCache
 from .queries.explainer import Explainer
@@ -81,6 +82,7 @@ class SchedulerParts:
     stats: SchedulerStats
     adapters: AdapterTable
     adapter_slots: AdapterSlots
+    block_events: BlockRecorder
 
 
 def assemble(
@@ -91,6 +93,7 @@ def assemble(
     decisions: DecisionLog,
     *,
     streams: bool = True,
+    records_blocks: bool = False,
 ) -> SchedulerParts:
     """Make all parts. The arguments are those of `Scheduler`."""
     page_size, num_rows = capacity.page_size, capacity.max_running_requests
@@ -101,7 +104,8 @@ def assemble(
     host = SwapPool(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     state_slots = _make_state_slots(capacity)
-    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots)
+    block_events = BlockEvents(block_size_for(page_size)) if records_blocks else NoBlockEvents()
+    prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, block_events)
     supply = PageSupply(allocator, prefix_cache)
     lookahead = config.num_lookahead_tokens
     kv = KVMemory(
@@ -210,6 +214,7 @@ def assemble(
         stats=stats,
         adapters=adapters,
         adapter_slots=adapter_slots,
+        block_events=block_events,
     )
 
 
@@ -225,7 +230,11 @@ def _make_state_slots(capacity: Capacity) -> StateSlots | None:
 
 
 def _make_prefix_cache(
-    cache: CacheConfig, page_size: int, max_pinned_pages: int, state_slots: StateSlots | None
+    cache: CacheConfig,
+    page_size: int,
+    max_pinned_pages: int,
+    state_slots: StateSlots | None,
+    blocks: BlockRecorder,
 ) -> PrefixCache:
     if not cache.radix_cache:
         return NoPrefixCache()
@@ -234,6 +243,7 @@ def _make_prefix_cache(
         eviction=make_eviction(cache.eviction_policy),
         max_pinned_pages=max_pinned_pages,
         free_checkpoint=None if state_slots is None else state_slots.free,
+        blocks=blocks,
     )
     if isinstance(state_slots, CheckpointSlots):
         state_slots.connect(radix.drop_oldest_checkpoint)

@@ -20,6 +20,7 @@ from ..runtime.transport.ipc import Inbox, Outbox
 from .adapters.adapter_reader import AdapterReader
 from .grammar.grammar_builder import GrammarQueue
 from .journal.recorder import NoRecorder, Recorder
+from .kv_events.publisher import KVEvents, NoKVEvents
 from .pipeline import Pipeline
 from .records.decision_log import PassRecord
 from .scheduler import Scheduler
@@ -50,6 +51,7 @@ class EventLoop:
         overlap: bool = False,
         grammars: GrammarQueue | None = None,
         adapters: AdapterReader | None = None,
+        kv_events: KVEvents | None = None,
         replica: int = 0,
     ) -> None:
         """Take the parts.
@@ -59,6 +61,7 @@ class EventLoop:
             idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
                 of work for later steps and returns whether there is more to do.
             overlap, grammars, adapters: see `Pipeline`.
+            kv_events: publishes changes of the prefix cache, which the scheduler records; None: nothing does.
             replica: the scheduler's number, for its reports.
         """
         self._scheduler = scheduler
@@ -73,6 +76,7 @@ class EventLoop:
         )
         self._replica = replica
         self._idle_work = idle_work
+        self._kv_events: KVEvents = kv_events if kv_events is not None else NoKVEvents()
         self._idle = False
         self._has_idle_work = False
         self._num_decisions = 0  # already logged
@@ -93,6 +97,7 @@ class EventLoop:
                 self.step()
         finally:
             self._recorder.close()
+            self._kv_events.close()
 
     def step(self) -> None:
         """One iteration: take messages, advance the steps, send the outputs, send heartbeat and report.
@@ -118,6 +123,8 @@ class EventLoop:
             self._has_idle_work = self._idle_work(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
+        # After the tokens, for which clients wait.
+        self._kv_events.publish(self._scheduler.take_block_events(), self._scheduler.adapter)
         self._show_signs_of_life()
 
     def _wait_s(self) -> float:
@@ -146,6 +153,11 @@ class EventLoop:
         now_s = self._clock()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + HEARTBEAT_INTERVAL_S
-            report = replace(self._pipeline.report(now_s), replica=self._replica)
+            report = replace(
+                self._pipeline.report(now_s),
+                kv_events_total=self._kv_events.num_events,
+                kv_event_replays_total=self._kv_events.num_replays,
+                replica=self._replica,
+            )
             self._outbox.send(report)
             self._step_log.note(report)

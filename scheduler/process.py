@@ -6,6 +6,7 @@ With several ranks it sends each step to the other ranks; see `model_runner/dist
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,8 @@ from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.load import load_model_runner
 from ..runtime.child.child import Child
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
 from ..runtime.feasibility import capacity_of
 from ..runtime.messages import LoadAdapter, SchedulerInput
 from ..runtime.model_files.tokenizer import load_tokenizer
@@ -29,12 +32,16 @@ from .event_loop import EventLoop
 from .grammar.make_grammars import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
+from .kv_events.publisher import KVEventPublisher
 from .preemption.chaos import with_chaos
+from .prefix_cache.block_events import block_size_for
 from .scheduler import Scheduler
 from .step_log import StepLog
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
+
+logger = logging.getLogger(__name__)
 
 _AHEAD_SHARE = 16
 """While the process is idle, it faults in at most 1/16 of the free memory as KV memory for later steps, ..."""
@@ -53,12 +60,20 @@ def main(child: Child) -> None:
     started_s = time.monotonic()
     # Before the weights: a log that cannot be written fails at once, and not after minutes of loading.
     log = open_log(config)
+    kv_events = _open_kv_events(config, settings.replica)
     place = join_group(child)
     group = place.group
     own_runner = load_model_runner(config, settings.source, spec, capacity_of(config, spec), place)
     capacity, eos_token_ids = own_runner.capacity, frozenset(spec.eos_token_ids)
     grammars = make_grammars(lambda: load_tokenizer(settings.source), capacity.vocab_size, spec.eos_token_ids)
-    scheduler = Scheduler(config.scheduler, config.cache, capacity, eos_token_ids, matchers=grammars)
+    scheduler = Scheduler(
+        config.scheduler,
+        config.cache,
+        capacity,
+        eos_token_ids,
+        matchers=grammars,
+        records_blocks=kv_events is not None,
+    )
     recorder = make_recorder(
         config, capacity, eos_token_ids, scheduler, wall_s=time.time(), now_s=time.monotonic(), log=log
     )
@@ -93,6 +108,7 @@ def main(child: Child) -> None:
         overlap=overlap,
         grammars=grammars,
         adapters=adapters,
+        kv_events=kv_events,
         replica=settings.replica,
     )
     for adapter in settings.adapters:
@@ -100,9 +116,23 @@ def main(child: Child) -> None:
     if not settings.life:  # later, one that cannot be read any more fails its own requests
         loop.finish_reads()
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load
+    if kv_events is not None:
+        kv_events.clear()
     load_s = f"{time.monotonic() - started_s:.2f}"
     child.ready(capacity=capacity, load_s=load_s, **build_facts(own_runner))
     loop.run()
+
+
+def _open_kv_events(config: EngineConfig, replica: int) -> KVEventPublisher | None:
+    """Bind the sockets of `--kv-events`. Subscribers have the time of loading to connect (again)."""
+    settings = parse_kv_events(config.server.kv_events, config.server.kv_events_replay)
+    if settings is None:
+        return None
+    block_size = block_size_for(config.cache.page_size)
+    settings = settings_of_replicas(settings, config.parallel.dp)[replica]
+    publisher = KVEventPublisher(settings, block_size, replica)
+    logger.info("publishing kv events block_size=%d at %s", block_size, " ".join(publisher.endpoints))
+    return publisher
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

@@ -56,6 +56,7 @@ from ..runtime.messages import (
     UnloadAdapter,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
+from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
@@ -66,6 +67,7 @@ from .grammar.matcher_source import MatcherSource, NoMatchers
 from .memory.ledger import LedgerError
 from .pass_state import PassState, record_of
 from .phases import Work
+from .prefix_cache.block_events import BlockEvent
 from .queries.request_list import list_requests
 from .records.decision_log import Arrived, DecisionLog, RefusedToken, Settled, vector_digest
 from .records.verdict import AddReqResult
@@ -96,6 +98,7 @@ class Scheduler:
         *,
         streams: bool = True,
         matchers: MatcherSource | None = None,
+        records_blocks: bool = False,
     ) -> None:
         """Make a scheduler without requests.
 
@@ -108,11 +111,18 @@ class Scheduler:
             streams: whether clients read tokens as they are generated. If not, only a request's first row, its last
                 row and rows with more than a token are made.
             matchers: where the matchers of grammars come from; None: no request has a grammar.
+            records_blocks: whether changes of the prefix cache are recorded; then `take_block_events` must be called.
         """
         self._capacity = capacity
         self.decisions = decisions if decisions is not None else DecisionLog()
         self._parts = parts = assemble(
-            config, cache, capacity, eos_token_ids, self.decisions, streams=streams
+            config,
+            cache,
+            capacity,
+            eos_token_ids,
+            self.decisions,
+            streams=streams,
+            records_blocks=records_blocks,
         )
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
@@ -169,6 +179,14 @@ class Scheduler:
     def take_outputs(self) -> list[DetokenizerInput]:
         """Everything to send since the last call, in order."""
         return self._answers.take()
+
+    def take_block_events(self) -> Sequence[BlockEvent]:
+        """What entered and left the prefix cache since the last call, in order; empty unless `records_blocks`."""
+        return self._parts.block_events.take()
+
+    def adapter(self, fingerprint: str) -> Adapter | None:
+        """The adapter with this fingerprint; None if it is not loaded."""
+        return self._parts.adapters.get(fingerprint)
 
     def _receive(self, message: GenerateRequest, now_s: float) -> None:
         rid: object = message.rid

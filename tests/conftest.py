@@ -31,7 +31,7 @@ hypothesis.settings.load_profile("engine")
 
 # What the caller's shell says is no part of a test: engines' keys and clusters, the terminal's looks, how machines are
 # connected. A proxy is for what lies outside: the tests' servers are on the loopback interface.
-KEPT_VARIABLES = {"ENGINE_CACHE_DIR", "ENGINE_FUZZ_EXAMPLES", "ENGINE_TEST_SANITIZE"}
+KEPT_VARIABLES = {"ENGINE_CACHE_DIR", "ENGINE_FUZZ_EXAMPLES", "ENGINE_TEST_ROUTERS", "ENGINE_TEST_SANITIZE"}
 for name in (
     *(name for name in os.environ if name.startswith("ENGINE_") and name not in KEPT_VARIABLES),
     *("RAY_ADDRESS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),

@@ -88,6 +88,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     ),
     "eviction_policy": _sglang("radix_eviction_policy"),
     "swap_space": PeerNames(note="The V0 engine of vLLM has `swap_space`, in GiB per GPU."),
+    "kv_events": _both(
+        "kv_events_config",
+        note="The value is the address, or their JSON object; without `enable_kv_cache_events` it is on.",
+    ),
     # kernels
     "attention_backend": _both(
         "attention_backend",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
+from .kv_event_settings import parse_kv_events
 from .setting_declaration import Alias, check_at_least, check_finite
 
 OverloadMode = Literal["refuse", "queue"]
@@ -79,6 +80,16 @@ class ServerConfig:
         float, "Seconds that a client may leave a response unread before the request is aborted."
     ] = 60.0
     keep_alive_timeout: Annotated[float, "Seconds that a connection may be idle between two requests."] = 75.0
+    kv_events: Annotated[
+        str | None,
+        "ZMQ address at which routers are told what the prefix cache holds, such as tcp://127.0.0.1:5557, or the JSON "
+        "object of vLLM's option. The events contain the token ids of prompts.",
+        Alias("kv_events_config"),
+    ] = None
+    kv_events_replay: Annotated[
+        str | None,
+        "ZMQ address at which subscribers of --kv-events ask for messages that they have missed.",
+    ] = None
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
     drain_timeout: Annotated[
         float,
@@ -103,6 +114,11 @@ class ServerConfig:
         if self.isolate_tenants and not self.needs_key:
             raise ConfigError(
                 "isolate_tenants is True, but it distinguishes tenants by their API keys; set api_key"
+            )
+        if parse_kv_events(self.kv_events, self.kv_events_replay) is not None and self.isolate_tenants:
+            raise ConfigError(
+                f"kv_events is {self.kv_events!r}, but with isolate_tenants each prefix is private to its API key, so "
+                "that there is nothing to publish; leave one of them out"
             )
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is set, but there is no certificate; set ssl_certfile too")

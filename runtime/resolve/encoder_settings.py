@@ -112,6 +112,12 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --kv-cache-dtype",
         ),
         (
+            f"kv_events is {config.server.kv_events!r}",
+            config.server.kv_events is not None,
+            "it keeps no prefixes that could be published",
+            "omit --kv-events",
+        ),
+        (
             "model_impl is transformers",
             model.model_impl == "transformers",
             "only decoders run in transformers",

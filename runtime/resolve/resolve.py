@@ -134,6 +134,7 @@ class _Resolver:
         self.notes.update(steps.notes)
         _assert_no_auto(config)
         check_deterministic(config, self.spec)
+        _check_kv_events(config)
         return Resolved(config, self.notes)
 
     # ---------------------------------------------------------------- task
@@ -364,6 +365,14 @@ def check_ray(parallel: ParallelConfig) -> None:
         raise ConfigError(
             "executor is ray, which finds the machines and makes their key itself; omit --nnodes, --node-rank and "
             "--cluster-key-file, or use --executor local"
+        )
+
+
+def _check_kv_events(config: EngineConfig) -> None:
+    if config.server.kv_events is not None and not config.cache.radix_cache:
+        raise ConfigError(
+            f"kv_events is {config.server.kv_events!r}, but without the prefix cache there is nothing to publish; omit "
+            "--no-radix-cache, or --kv-events"
         )
 
 

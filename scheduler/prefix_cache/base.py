@@ -34,6 +34,13 @@ def namespace_of(cache_salt: str, lora_id: str) -> str:
     return f"{len(lora_id)}:{lora_id}{cache_salt}" if cache_salt or lora_id else ""
 
 
+def split_namespace(namespace: str) -> tuple[str, str]:
+    """The salt and the adapter of a namespace: the inverse of `namespace_of`."""
+    length, _, both = namespace.partition(":")
+    end = int(length or 0)
+    return both[end:], both[:end]
+
+
 class PrefixMatch(NamedTuple):
     """A cached prefix of a request that is not locked. It is valid until the cache's `generation` changes.
 

@@ -13,8 +13,8 @@ of the whole leaf, so that one short request does not evict a long prefix.
 
 In a model with state layers a prefix is reused only up to a node with a checkpoint (`Checkpoints`).
 
-This module has the tree. `EvictionQueue` orders the leaves, `Pins` has the clients' pins, and `MissExplainer` explains
-misses with the `EvictionHistory`.
+This module has the tree. `EvictionQueue` orders the leaves, `Pins` has the clients' pins, `MissExplainer` explains
+misses with the `EvictionHistory`, and `BlockEvents` records changes for subscribers.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import numpy as np
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.cache_miss import CacheMiss
 from .base import Lease, PrefixMatch
+from .block_events import BlockRecorder, NoBlockEvents
 from .cache_audit import nodes_of, pages_in, verify_nodes
 from .checkpoints import Checkpoints
 from .eviction import LRU, EvictionPolicy, EvictionQueue
@@ -44,6 +45,7 @@ class RadixCache:
     """See the module. `PrefixCache` describes the methods."""
 
     __slots__ = (
+        "_blocks",
         "_checkpoints",
         "_clock",
         "_evictable_pages",
@@ -67,6 +69,7 @@ class RadixCache:
         max_pinned_pages: int = 0,
         max_evictions_remembered: int = MAX_TOMBSTONES,
         free_checkpoint: Callable[[int], None] | None = None,
+        blocks: BlockRecorder | None = None,
     ) -> None:
         """Make an empty cache.
 
@@ -76,6 +79,7 @@ class RadixCache:
             max_pinned_pages: the most pages that pins cover, and the most pins; 0: pinning has no effect.
             max_evictions_remembered: the most evictions that `explain` knows about.
             free_checkpoint: takes back the slot of a checkpoint; None: the model has no state layers.
+            blocks: records what enters and leaves the tree; None: nothing does.
         """
         self.page_size: Final = page_size
         self._page_bytes = page_size * TOKEN_ID_BYTES
@@ -90,6 +94,7 @@ class RadixCache:
         self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
+        self._blocks: BlockRecorder = blocks if blocks is not None else NoBlockEvents()
 
     @property
     def shares(self) -> bool:
@@ -198,6 +203,7 @@ class RadixCache:
                 )
                 node.children[first_page] = child
                 self._eviction_history.inserted(node, first_page)
+                self._blocks.inserted(child)
                 self._evictable_pages += len(child.pages)  # until `_lock_path` below
                 self._generation += 1
             elif not token_ids.startswith(child.key, offset):
@@ -281,7 +287,10 @@ class RadixCache:
         return self._drop(num_pages, self._num_evictions + 1)
 
     def flush(self) -> IntArray:
-        return self._drop(self._evictable_pages, FLUSHED)
+        dropped = self._drop(self._evictable_pages, FLUSHED)
+        if not self._locked_pages:
+            self._blocks.cleared()
+        return dropped
 
     def _drop(self, num_pages: int, evicted_at: int) -> IntArray:
         """Take pages from the lowest-ranked leaves; `evicted_at` goes into the eviction history."""
@@ -320,6 +329,7 @@ class RadixCache:
             self._checkpoints.removed(node)
         node.pages = node.pages[:num_pages].copy()
         node.key = node.key[:cut]
+        self._blocks.truncated(node)
         self._queue.note(node)
 
     def _note_if_evictable(self, node: RadixNode) -> None:
@@ -344,6 +354,7 @@ class RadixCache:
             self._pins.removed(node, parent)
         if self._checkpoints is not None:
             self._checkpoints.removed(node)
+        self._blocks.removed(node)
         del parent.children[first_page]
         node.parent = None
         if not parent.children:
@@ -428,6 +439,7 @@ class RadixCache:
         node.pages = node.pages[num_pages:].copy()
         node.parent = upper
         upper.children[node.key[: self._page_bytes]] = node
+        self._blocks.split(upper, node)
         self._generation += 1
         return upper
 

@@ -62,6 +62,9 @@ SERVE_FLAGS = """
 --json-whitespace
 --keep-alive-timeout
 --kv-cache-dtype
+--kv-events
+--kv-events-config
+--kv-events-replay
 --language-model-only
 --length-ageing
 --length-estimate

@@ -125,6 +125,7 @@ class Harness:
         eos: Sequence[int] = (0,),
         cache: dict[str, Any] | None = None,
         decisions: DecisionLog | None = None,
+        records_blocks: bool = False,
         **config: Any,
     ) -> None:
         config.setdefault("chunked_prefill_size", 64)
@@ -154,6 +155,7 @@ class Harness:
             self.eos,
             decisions,
             matchers=self.matchers,
+            records_blocks=records_blocks,
         )
         self.runner = FakeRunner(
             num_pages, page_size, max_model_len, self.eos, VOCAB_SIZE, num_host_pages, memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -29,6 +30,8 @@ from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.log_writer import LogWriter
 from engine.scheduler.journal.recorder import FileRecorder, NoRecorder, Recorder
 from engine.scheduler.journal.replay import replay
+from engine.scheduler.kv_events.publisher import AdapterOf, KVEvents
+from engine.scheduler.prefix_cache.block_events import AllBlocksCleared, BlockEvent, BlocksStored
 from engine.scheduler.records.decision_log import KEPT_RECORDS, Arrived, PassRecord
 from engine.scheduler.step_log import StepLog
 
@@ -48,6 +51,7 @@ class World:
         *,
         overlap: bool = False,
         num_preparations: int = 0,
+        kv_events: KVEvents | None = None,
     ) -> None:
         self.now_s = 50.0
         self.num_preparations = num_preparations  # left
@@ -70,6 +74,7 @@ class World:
             recorder=recorder,
             overlap=overlap,
             idle_work=self.idle_work,
+            kv_events=kv_events,
         )
 
     def idle_work(self, highest_page: int) -> bool:
@@ -182,6 +187,63 @@ def test_a_flush_is_answered_while_idle(world):
     world.steps(1)
 
     assert world.sent_of(FlushCacheDone) == [FlushCacheDone(7, 0, 0)]
+
+
+class ListedEvents:
+    """A publisher that keeps what it gets, with the name of the adapter."""
+
+    num_replays = 3
+
+    def __init__(self) -> None:
+        self.published: list[tuple[BlockEvent, str]] = []
+        self.is_closed = False
+
+    @property
+    def num_events(self) -> int:
+        return len(self.published)
+
+    def publish(self, events: Sequence[BlockEvent], adapter_of: AdapterOf) -> None:
+        for event in events:
+            adapter = adapter_of(event.lora_id) if isinstance(event, BlocksStored) else None
+            self.published.append((event, "" if adapter is None else adapter.name))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_the_prefix_cache_stores_is_published(make_scheduler, overlap):
+    harness, kv_events = make_scheduler(records_blocks=True), ListedEvents()
+    store_id = harness.load_adapter("fingerprint")
+    world = World(harness, overlap=overlap, kv_events=kv_events)
+    world.submit("plain", max_new_tokens=12)  # 8 + 12 tokens: one block of 16
+    world.submit("adapted", max_new_tokens=12, lora_id="fingerprint")
+    world.steps(20)
+    stored = [(event, name) for event, name in kv_events.published if isinstance(event, BlocksStored)]
+
+    world.arriving.append(FlushCache(1))
+    world.steps(1)
+    world.stops_after = world.num_heartbeats
+    world.loop.run()
+
+    assert store_id
+    assert [(event.lora_id, name) for event, name in stored] == [
+        ("", ""),
+        ("fingerprint", "name of fingerprint"),
+    ]
+    assert kv_events.published[-1] == (AllBlocksCleared(), "")
+    assert kv_events.is_closed
+
+
+def test_figures_of_kv_events_are_reported(make_scheduler):
+    kv_events = ListedEvents()
+    world = World(make_scheduler(records_blocks=True), kv_events=kv_events)
+    world.submit("r", max_new_tokens=12)
+
+    while not world.sent_of(SchedulerReport) or not world.sent_of(SchedulerReport)[-1].kv_events_total:
+        world.steps(1)
+
+    report = world.sent_of(SchedulerReport)[-1]
+    assert (report.kv_events_total, report.kv_event_replays_total) == (kv_events.num_events, 3)
 
 
 def test_idle_it_waits_for_messages_and_wakes_only_to_report(world):

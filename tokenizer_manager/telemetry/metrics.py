@@ -87,6 +87,8 @@ _TOTALS: Final = (
     ("grammar_masks_total", "Token masks that grammars filled."),
     ("grammar_mask_s_total", "Seconds for that."),
     ("overruled_tokens_total", "Tokens that replace one that a grammar refused."),
+    ("kv_events_total", "Events of the prefix cache that were published (--kv-events)."),
+    ("kv_event_replays_total", "Times a subscriber asked for KV events that it had missed."),
 )
 """Figures of `SchedulerReport` that only grow while the scheduler's process lives."""
 

@@ -126,6 +126,7 @@ def test_own_values_are_kept():
         ({"model_impl": "transformers"}, "only decoders run in transformers"),
         ({"quantization": "int8"}, "quantization is int8"),
         ({"tp": 2}, "tp is 2, but bert is an encoder"),
+        ({"kv_events": "tcp://*:1"}, "kv_events is 'tcp://.*', but bert is an encoder: it keeps no prefixes"),
         ({"max_model_len": 513}, "the model knows positions up to 512 only"),
     ],
 )

@@ -101,6 +101,14 @@ def test_a_target_that_no_step_could_have_is_refused():
         resolve(EngineConfig(scheduler=asked), SPEC, HOST)
 
 
+def test_kv_events_without_a_prefix_cache_are_refused():
+    settings = config(kv_events="tcp://*:5557", radix_cache=False)
+    with pytest.raises(
+        ConfigError, match="without the prefix cache there is nothing to publish; omit --no-radix"
+    ):
+        resolve(settings, SPEC, HOST)
+
+
 def test_a_gpu_has_no_target_for_its_steps_unless_asked():
     resolved = resolve(EngineConfig(), SPEC, GPU_HOST)
     assert resolved.config.scheduler.target_step_ms == 0.0 and "target_step_ms" not in resolved.notes

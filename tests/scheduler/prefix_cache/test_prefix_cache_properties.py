@@ -1,7 +1,8 @@
 """`RadixCache` against a model that keeps one record per page: leases, extensions, evictions and pins in any order.
 
 The model is as simple as the rules: it evicts page by page, each time the unlocked page without a follower that is
-unpinned before pinned and has the lowest rank. So every eviction is checked page for page, for each policy.
+unpinned before pinned and has the lowest rank. So every eviction is checked page for page, for each policy. A consumer
+of the block events has exactly the blocks of the tree after each step.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from hypothesis.stateful import (
 )
 
 from engine.runtime.config.engine_config import EvictionPolicyName
-from engine.scheduler.prefix_cache.base import Lease
+from engine.scheduler.prefix_cache.base import Lease, namespace_of, split_namespace
+from engine.scheduler.prefix_cache.block_events import BlockEvents
 from engine.scheduler.prefix_cache.eviction import make_eviction
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
+from tests.scheduler.prefix_cache.block_consumer import BlockConsumer
 from tests.scheduler.prefix_cache.cached_pool import ids, pages
 
 Prefix = tuple[str, tuple[int, ...]]
 
-KEYS = st.sampled_from(["", "k"])
+KEYS = st.sampled_from([namespace_of("", ""), namespace_of("", "adapter"), namespace_of("salt", "adapter")])
 TOKENS = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=8)  # alike enough to meet
 PRIORITIES = st.integers(-1, 2)
 SOME = st.integers(0, 10**6)
@@ -70,13 +73,26 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 1, 2, 3]),
+        pages_per_block=st.sampled_from([1, 1, 2, 3]),
         quota=st.sampled_from([0, 3, 5, 7]),
         prompts=st.lists(st.tuples(KEYS, TOKENS, PRIORITIES, st.integers(0, 5)), min_size=3, max_size=8),
     )
-    def start(self, page_size: int, quota: int, prompts: list[tuple[str, list[int], int, int]]) -> None:
+    def start(
+        self,
+        page_size: int,
+        pages_per_block: int,
+        quota: int,
+        prompts: list[tuple[str, list[int], int, int]],
+    ) -> None:
+        self.block_size = page_size * pages_per_block
+        self.blocks, self.consumer = BlockEvents(self.block_size), BlockConsumer(self.block_size)
         self.policy = make_eviction(self.policy_name)
         self.cache = RadixCache(
-            page_size, eviction=self.policy, max_pinned_pages=quota, max_evictions_remembered=5
+            page_size,
+            eviction=self.policy,
+            max_pinned_pages=quota,
+            max_evictions_remembered=5,
+            blocks=self.blocks,
         )
         self.page_size, self.quota = page_size, quota
         self.pins: dict[Prefix, tuple[float, set[Prefix]]] = {}
@@ -240,6 +256,15 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if pinned & set(gone):  # then nothing else was left
             assert all(page.num_locks for prefix, page in self.cached.items() if prefix not in pinned)
 
+    @rule()
+    def flush(self) -> None:
+        gone = [prefix for prefix, page in self.cached.items() if not page.num_locks]
+
+        freed = self.cache.flush().tolist()
+
+        assert sorted(freed) == sorted(self.cached[prefix].number for prefix in gone)
+        self.lose(gone)
+
     @rule(key=KEYS, tokens=TOKENS, for_s=st.sampled_from([5, 5, 5, 1, 0, -1]))
     def pin(self, key: str, tokens: list[int], for_s: int) -> None:
         name = (key, tuple(tokens[: len(tokens) // self.page_size * self.page_size]))
@@ -293,6 +318,12 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for holder in self.holders:
             held = cache.pages_of(holder.lease).tolist()
             assert held == [self.cached[prefix].number for prefix in holder.path]
+        self.consumer.apply(self.blocks.take())
+        whole = [prefix for prefix in self.cached if len(prefix[1]) % self.block_size == 0]
+        public = [(split_namespace(key), tokens) for key, tokens in whole if not split_namespace(key)[0]]
+        known = sorted(self.consumer.known.values())
+        assert known == sorted((lora_id, tokens) for (_, lora_id), tokens in public)
+        assert self.blocks.hashes() == set(self.consumer.known)
 
 
 @pytest.mark.fast_cases(1)

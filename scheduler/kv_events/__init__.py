@@ -1,0 +1,1 @@
+"""KV events: tells routers over ZMQ which blocks the prefix cache holds."""
