@@ -35,6 +35,14 @@ class Request(msgspec.Struct, frozen=True):
         return self.phase not in ("prefill", "decode")
 
 
+class Replica(msgspec.Struct, frozen=True):
+    """A replica of the model, with `--dp`; `reason`: why it is not healthy, "" if it is."""
+
+    number: int
+    reason: str
+    report: SchedulerReport
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """See the module.
@@ -42,12 +50,13 @@ class Snapshot:
     Attributes:
         url: the server that was asked.
         model, version: what is served, by which engine.
-        max_running_requests: the most that may run at once.
+        max_running_requests: the most that may run at once, on all replicas.
         task: "generate", "embed" or "score".
-        report: the scheduler's figures.
+        report: the scheduler's figures; those of all replicas as one.
         requests: the live ones, running ones first.
         total: how many there are, including those not listed.
         last_pass: the budgets of the scheduler's last pass.
+        replicas: if there are several.
     """
 
     url: str
@@ -59,6 +68,7 @@ class Snapshot:
     requests: tuple[Request, ...]
     total: int
     last_pass: dict[str, int]
+    replicas: tuple[Replica, ...] = ()
 
     @classmethod
     def from_answers(cls, url: str, info: dict[str, Any], listed: dict[str, Any]) -> Self:
@@ -72,7 +82,8 @@ class Snapshot:
                 url=url,
                 model=printable(str(info["model"])),
                 version=printable(str(info["version"])),
-                max_running_requests=int(info["capacity"]["max_running_requests"]),
+                max_running_requests=int(info["capacity"]["max_running_requests"])
+                * int(info.get("dp_size", 1)),
                 task=printable(
                     str(((info.get("model_spec") or {}).get("pooling") or {}).get("task", "generate"))
                 ),
@@ -80,6 +91,12 @@ class Snapshot:
                 requests=tuple(map(_printable, msgspec.convert(listed["data"], list[Request]))),
                 total=int(listed["total"]),
                 last_pass=msgspec.convert(listed.get("last_pass", {}), dict[str, int]),
+                replicas=tuple(
+                    Replica(
+                        int(each["replica"]), printable(each["reason"] or ""), _report_of(each["scheduler"])
+                    )
+                    for each in info.get("replicas", ())
+                ),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ServerError(
@@ -99,6 +116,14 @@ class Snapshot:
             "version": self.version,
             "task": self.task,
             "scheduler": msgspec.structs.asdict(self.report),
+            "replicas": [
+                {
+                    "replica": each.number,
+                    "reason": each.reason or None,
+                    "scheduler": msgspec.structs.asdict(each.report),
+                }
+                for each in self.replicas
+            ],
             "kv_free_tokens": self.free_tokens,
             "last_pass": self.last_pass,
             "rates": None if rates is None else asdict(rates),
@@ -136,7 +161,7 @@ class Rates:
             prompt_tokens=prompt / seconds,
             cached=(new.cached_tokens_total - old.cached_tokens_total) / prompt if prompt > 0 else 0.0,
             steps=(new.num_steps_total - old.num_steps_total) / seconds,
-            busy=min(1.0, (new.step_s_total - old.step_s_total) / seconds),
+            busy=min(1.0, (new.step_s_total - old.step_s_total) / seconds / max(1, len(after.replicas))),
             evicted_tokens=(new.evicted_tokens_total - old.evicted_tokens_total) / seconds,
             retractions=new.retracted_reqs_total - old.retracted_reqs_total,
             masks=(new.grammar_masks_total - old.grammar_masks_total) / seconds,

@@ -39,6 +39,7 @@ def render(snapshot: Snapshot, rates: Rates | None, *, width: int, height: int, 
     lines = [
         *_head(snapshot),
         *_memory(snapshot, rates),
+        *_replicas(snapshot),
         *_grammars(snapshot, rates),
         *_queue(snapshot),
         *_budgets(snapshot),
@@ -108,6 +109,26 @@ def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
         (f"{rates.output_tokens:,.0f}", "green"),
         f" tok/s out · {rates.prompt_tokens:,.0f} tok/s prompts, {rates.cached:.0%} cached · {steps}",
     )
+
+
+def _replicas(snapshot: Snapshot) -> Iterator[Text]:
+    """A line for each replica, with `--dp`."""
+    for replica in snapshot.replicas:
+        label, report = f"dp {replica.number}", replica.report
+        if replica.reason:
+            yield _line(label, (replica.reason, "bold red"))
+            continue
+        cached = (
+            report.cached_tokens_total / report.prompt_tokens_total if report.prompt_tokens_total else 0.0
+        )
+        yield _line(
+            label,
+            (f"{report.num_running_reqs}", "green"),
+            " running · ",
+            (f"{report.num_queue_reqs}", "yellow" if report.num_queue_reqs else ""),
+            f" waiting · requests {_share(report.kv_used_tokens, report.kv_total_tokens)} · tree "
+            f"{_share(report.kv_cached_tokens, report.kv_total_tokens)} · {cached:.0%} of all prompts cached",
+        )
 
 
 def _grammars(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:

@@ -48,6 +48,29 @@ def test_at_80_by_24(snapshot):
     ]
 
 
+def test_each_of_several_replicas_has_a_line():
+    info, listed = answers()
+    report = info["scheduler"]
+    used = report | {"num_queue_reqs": 0, "prompt_tokens_total": 40, "cached_tokens_total": 10, "replica": 1}
+    info["dp_size"] = 2
+    info["replicas"] = [
+        {"replica": 0, "reason": "scheduler of replica 0 was killed by SIGKILL", "scheduler": report},
+        {"replica": 1, "reason": None, "scheduler": used},
+    ]
+    snapshot = Snapshot.from_answers(URL, info, listed)
+
+    lines = screen(snapshot, width=100)
+    assert lines[1].startswith("reqs    1 of 128 running")
+    assert lines[4:6] == [
+        "dp 0    scheduler of replica 0 was killed by SIGKILL",
+        "dp 1    1 running · 0 waiting · requests 50% · tree 25% · 25% of all prompts cached",
+    ]
+    assert [each["reason"] for each in snapshot.as_dict(None)["replicas"]] == [
+        "scheduler of replica 0 was killed by SIGKILL",
+        None,
+    ]
+
+
 def test_grammars_have_a_line_once_one_was_used():
     figures: dict[str, Any] = {
         "grammar_builds_total": 4,

@@ -15,6 +15,7 @@ from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ....runtime.sampling_defaults import OPENAI_SOURCE
+from ...engine_state import EngineState
 from ...generation import GenerationRequest
 from ...pooling.task import POOLING_SAMPLING, probe_of
 from ...scheduling_options import MAX_PRIORITY, Scheduling
@@ -29,6 +30,7 @@ from ..schema.answers import (
     LiveRequestsBody,
     ModelBody,
     ModelsBody,
+    ReplicaBody,
     SamplingDefaultsBody,
     ServerInfoBody,
     WhyBody,
@@ -124,8 +126,23 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             limits=services.config.limits,
             num_live_requests=len(services.manager.request_log),
             scheduler=None if report is None else msgspec.structs.asdict(report),
+            replicas=_replicas(services.manager.engine),
         )
     )
+
+
+def _replicas(engine: EngineState) -> list[ReplicaBody]:
+    """Of several; empty for one, whose report is that of the server."""
+    if engine.num_replicas == 1:
+        return []
+    return [
+        ReplicaBody(
+            replica=number,
+            reason=engine.reason_against(number),
+            scheduler=None if report is None else msgspec.structs.asdict(report),
+        )
+        for number, report in enumerate(engine.reports)
+    ]
 
 
 async def old_server_info(exchange: Exchange, services: Services) -> None:

@@ -159,12 +159,26 @@ class LiveRequestsBody(msgspec.Struct, kw_only=True):
     data: list[LiveRequestBody]
 
 
+class ReplicaBody(msgspec.Struct, kw_only=True):
+    """One replica of the model (`--dp`).
+
+    Attributes:
+        reason: why it is not healthy; null if it is.
+        scheduler: its latest report, also of a lost one; null before the first.
+    """
+
+    replica: int
+    reason: str | None
+    scheduler: dict[str, Any] | None
+
+
 class ServerInfoBody(msgspec.Struct, kw_only=True):
     """Settings, capacity, the model's facts, limits, and the scheduler's latest report.
 
     Attributes:
         model_path: this and the fields down to `disaggregation_mode` are what routers look for.
         dp_size: replicas behind this address.
+        max_running_requests, max_total_num_tokens: of each replica, as `capacity`.
         disaggregation_mode: this server computes prompts and decodes.
     """
 
@@ -184,3 +198,4 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     limits: RequestLimits
     num_live_requests: int
     scheduler: dict[str, Any] | None
+    replicas: list[ReplicaBody] = []
