@@ -32,6 +32,7 @@ from .quantized_weights import (
     BlockWeight,
     Fp8Weight,
     Int4Weight,
+    NotFiniteError,
     stack_blocks,
     stack_fp8,
     stack_int4,
@@ -251,6 +252,9 @@ class QuantizedLinears:
 
         Args:
             as_one: stack parts also if that takes more memory: kernels of experts know only whole weights.
+
+        Raises:
+            NotFiniteError: rows of a GGUF file have values that are not finite.
         """
         parts = [self._computable(part) for part in parts]
         runs: list[list[Part]] = []
@@ -291,6 +295,8 @@ class QuantizedLinears:
         return made
 
     def _dequantized(self, weight: QuantizedWeight) -> Tensor:
+        if isinstance(weight, StoredRows) and not weight.is_finite:
+            raise NotFiniteError
         plain = weight.dequantized(self._target.dtype)
         _release(weight)
         # The format already logs what the CPU has no kernels for; a GPU without a kernel is unexpected.

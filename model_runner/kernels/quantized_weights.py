@@ -131,6 +131,10 @@ class Int4Weight:
         return torch.equal(self.order, other.order)
 
 
+class NotFiniteError(ValueError):
+    """A weight in blocks has a scale or a minimum that is not finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockWeight:
     """Integers with a scale and a minimum per output and block of 32 inputs; many formats of GGUF are of this form.

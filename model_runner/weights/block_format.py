@@ -19,7 +19,7 @@ from ...runtime.model_files.block_forms import BLOCK_LEN
 from ...runtime.model_files.quantization import is_of_expert, unnumbered
 from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows
-from ..kernels.quantized_weights import BlockWeight
+from ..kernels.quantized_weights import BlockWeight, NotFiniteError
 from ..ops import LinearWithRows
 from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
@@ -63,14 +63,13 @@ class BlockParts:
         if form is not None and self._quantization.stored:
             blocks = weights.blocks(f"{name}.weight", shape, part)
             assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
-            _check_finite(blocks, name)
             return blocks
         slices = None if part is None else [part]
         values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
         if form is None:
             return values
         made = round_to_blocks(values, form.bits, paired_scales=True)
-        _check_finite(made, name)
+        check_finite(made, name)
         return made
 
     def _warn_of_cut(self, name: str, part: Slice) -> None:
@@ -102,8 +101,7 @@ class BlockFormat(QuantizedFormat):
         slices: Sequence[Slice] | None,
     ) -> LinearWeight:
         """See `LinearFormat`."""
-        as_one = any(is_of_expert(name) for name in names)
-        return self._linears.pack(self._read(weights, names, shapes, slices), as_one=as_one)
+        return self._pack(names, self._read(weights, names, shapes, slices))
 
     def dense(
         self,
@@ -125,15 +123,25 @@ class BlockFormat(QuantizedFormat):
     ) -> LinearWeight:
         """See `LinearFormat`."""
         part = self._rows(weights, name, shape, rows, plain_rows)
-        return self._linears.pack([plain_rows() if part is None else part])
+        return self._pack([name], [plain_rows() if part is None else part])
 
     def table(
         self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
     ) -> LinearWithRows | None:
         """See `LinearFormat`."""
         part = self._rows(weights, name, shape, rows)
-        packed = self._linears.pack([part]) if isinstance(part, BlockWeight | StoredRows) else None
+        packed = self._pack([name], [part]) if isinstance(part, BlockWeight | StoredRows) else None
         return packed if isinstance(packed, LinearWithRows) else None
+
+    def _pack(self, names: Sequence[str], parts: Sequence[Part]) -> LinearWeight:
+        """Pack the parts of these modules. The values of a file are checked while they are packed: it is read once."""
+        try:
+            return self._linears.pack(parts, as_one=any(is_of_expert(name) for name in names))
+        except NotFiniteError:
+            for name, part in zip(names, parts, strict=True):
+                if isinstance(part, BlockWeight | StoredRows):
+                    check_finite(part, name)
+            raise
 
     def _rows(
         self,
@@ -158,7 +166,12 @@ def _parts_blocks(part: Slice) -> bool:
     return part.start % BLOCK_LEN != 0 or part.stop % BLOCK_LEN != 0
 
 
-def _check_finite(weight: BlockWeight | StoredRows, name: str) -> None:
+def check_finite(weight: BlockWeight | StoredRows, name: str) -> None:
+    """Refuse a weight in blocks with a scale or a minimum that is not finite.
+
+    Raises:
+        ConfigError: there is one.
+    """
     if not weight.is_finite:
         raise ConfigError(
             f"{name}.weight holds values that are not finite, which block quantization cannot represent; the file is "

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...runtime.model_files.weight_files.needed_tensors import needed_modules
-from .block_format import BlockParts
+from ..kernels.blocks.stored_rows import StoredRows
+from ..kernels.quantized_weights import BlockWeight
+from .block_format import BlockParts, check_finite
 from .gguf import GGUFStore
 from .reader import WeightReader
 from .safetensors import SafetensorsStore
@@ -38,4 +40,6 @@ def check_block_values(source: ModelSource, spec: ModelSpec) -> None:
         if module.is_linear or module.name == head:
             rows, columns = module.shape
             if parts.has(module.name, columns):
-                parts.read(weights, module.name, (rows, columns), None)
+                part = parts.read(weights, module.name, (rows, columns), None)
+                if isinstance(part, BlockWeight | StoredRows):
+                    check_finite(part, module.name)

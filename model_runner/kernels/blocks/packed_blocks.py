@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....runtime.model_files.block_forms import BlockForm
 from ...memory.weight_memory import WeightMemory
-from ..quantized_weights import BLOCK_SIZE, BlockWeight
+from ..quantized_weights import BLOCK_SIZE, BlockWeight, NotFiniteError
 from .stored_rows import StoredRows
 from .tensor_rows import ROUNDED_AT_A_TIME, ScaleRange, TensorRows
 
@@ -54,7 +54,11 @@ class PackedBlocks(NamedTuple):
 def pack(
     library: ctypes.CDLL, weight: BlockWeight | StoredRows, memory: WeightMemory | None = None
 ) -> PackedBlocks:
-    """Pack a weight, into memory of its own if `memory` is None. Its scales must be finite."""
+    """Pack a weight, into memory of its own if `memory` is None.
+
+    Raises:
+        NotFiniteError: a scale or a minimum is not finite.
+    """
     memory = memory or WeightMemory()
     if isinstance(weight, BlockWeight):
         return _pack_unpacked(library, weight, memory)
@@ -103,23 +107,27 @@ def _pack_superblocks(library: ctypes.CDLL, weight: StoredRows, memory: WeightMe
     num_stored = weight.shape[0] - weight.padding
     if num_stored % _PANEL or weight.padding:
         packed.view(-(-weight.shape[0] // _PANEL), -1)[num_stored // _PANEL :].zero_()
-    first = 0
+    first, is_finite = 0, True
     for one in weight.tensors:
         superblocks = None if one.blocks is None else one.superblocks
         for start, piece in one.pieces():
             raw, row_bytes, _, rows, num_rows, _, _ = piece.arguments
-            library.pack_superblocks(
-                raw,
-                row_bytes,
-                rows,
-                None if superblocks is None else superblocks.data_ptr(),
-                first + start,
-                num_rows,
-                weight.shape[1],
-                bits,
-                packed.data_ptr(),
+            is_finite &= bool(
+                library.pack_superblocks(
+                    raw,
+                    row_bytes,
+                    rows,
+                    None if superblocks is None else superblocks.data_ptr(),
+                    first + start,
+                    num_rows,
+                    weight.shape[1],
+                    bits,
+                    packed.data_ptr(),
+                )
             )
         first += one.shape[0]
+    if not is_finite:
+        raise NotFiniteError
     has_minima = weight.form.has_minima
     return PackedBlocks(packed, weight.shape, bits, 0, has_minima, False, None, 1.0, is_super=True)
 
@@ -194,6 +202,7 @@ def _halves(part: Tensor, exponent: int) -> Tensor:
 
 def _exponent_of(ranges: list[ScaleRange]) -> int:
     """e such that all scales and minima are smaller than 2^e."""
-    assert all(one.is_finite for one in ranges), "scales must be finite"
+    if not all(one.is_finite for one in ranges):
+        raise NotFiniteError
     largest = max(max(one) for one in ranges)
     return math.frexp(largest)[1] if largest else 0

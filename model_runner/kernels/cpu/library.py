@@ -57,7 +57,7 @@ _SIGNATURES: Final[Mapping[str, tuple[str, str]]] = {
     "blocks": ("", "pnppppnnniiifiinpin"),
     "blocks_rows": ("", "pppnniiifp"),
     "packed_superblocks_bytes": ("n", "nni"),
-    "pack_superblocks": ("", "pnppnnnip"),
+    "pack_superblocks": ("i", "pnppnnnip"),
     "superblocks_rows": ("", "pppnni"),
     "route": ("", "ppppnnnnnniiffi"),
     "token_groups_bytes": ("n", "nn"),

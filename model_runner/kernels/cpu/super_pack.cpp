@@ -4,6 +4,7 @@
 #include "super_blocks.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "parallel.h"
 #include "program.h"
@@ -100,11 +101,16 @@ struct RowsOfFile {
     int64_t superblock(int64_t n) const { return superblocks == nullptr ? n : superblocks[n]; }
 };
 
+inline bool is_finite_half(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
+
+// Returns whether all scales and minima are finite.
 template <int BITS>
-void pack_rows(const RowsOfFile& from, int64_t first, int64_t num_rows, int64_t inputs, uint8_t* packed) {
+bool pack_rows(const RowsOfFile& from, int64_t first, int64_t num_rows, int64_t inputs, uint8_t* packed) {
     constexpr int64_t PANEL = BlockCall::PANEL, BYTES = SuperLayout<BITS>::BYTES;
     const int64_t superblocks = inputs / SUPERBLOCK, last = first + num_rows, begin_panel = first / PANEL;
+    std::atomic<bool> all_finite{true};
     parallel_for((last + PANEL - 1) / PANEL - begin_panel, 1, [&](int64_t begin, int64_t end) {
+        bool finite = true;
         for (int64_t panel = begin_panel + begin; panel < begin_panel + end; ++panel) {
             uint8_t* to = packed + panel * superblocks * BYTES;
             int64_t start = std::max(first, panel * PANEL), stop = std::min(last, (panel + 1) * PANEL);
@@ -114,9 +120,13 @@ void pack_rows(const RowsOfFile& from, int64_t first, int64_t num_rows, int64_t 
                     Superblock<BITS> superblock;
                     superblock.read(from.row(output - first) + from.superblock(n) * Superblock<BITS>::FILE_BYTES);
                     superblock.pack(to, output % PANEL);
+                    for (int factor = 0; factor < (SuperLayout<BITS>::HAS_MINIMA ? 2 : 1); ++factor)
+                        finite &= is_finite_half(superblock.factors[factor]);
                 }
         }
+        if (!finite) all_finite.store(false, std::memory_order_relaxed);
     });
+    return all_finite.load();
 }
 
 template <class Body>
@@ -140,13 +150,16 @@ EXPORT int64_t packed_superblocks_bytes(int64_t outputs, int64_t inputs, int bit
 
 // Packs outputs [first, first + num_rows). Panels are filled in order: an output's panel holds no later output yet.
 // raw: rows of Q4_K, Q5_K or Q6_K, for 4, 5 or 6 bits, `row_bytes` apart; rows: [num_rows], the row of each output, and
-// superblocks: [inputs / 256], the superblock of a row for each 256 inputs, or null: in order.
-EXPORT void pack_superblocks(const uint8_t* raw, int64_t row_bytes, const int64_t* rows, const int64_t* superblocks,
+// superblocks: [inputs / 256], the superblock of a row for each 256 inputs, or null: in order. Returns whether all scales
+// and minima are finite.
+EXPORT int pack_superblocks(const uint8_t* raw, int64_t row_bytes, const int64_t* rows, const int64_t* superblocks,
                              int64_t first, int64_t num_rows, int64_t inputs, int bits, uint8_t* packed) {
     using namespace engine;
+    bool all_finite = true;
     with_bits(bits, [&]<int BITS>() {
-        pack_rows<BITS>(RowsOfFile{raw, row_bytes, rows, superblocks}, first, num_rows, inputs, packed);
+        all_finite = pack_rows<BITS>(RowsOfFile{raw, row_bytes, rows, superblocks}, first, num_rows, inputs, packed);
     });
+    return all_finite;
 }
 
 // out[n] = weight[ids[n]], rounded to bfloat16; ids: [num_rows] in [0, outputs); out: [num_rows][inputs] bfloat16.

@@ -19,7 +19,7 @@ from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.kernels.blocks.block_rounding import round_to_blocks
 from engine.model_runner.kernels.blocks.stored_rows import StoredRows
 from engine.model_runner.kernels.cpu.library import load_library
-from engine.model_runner.kernels.quantized import Part, reasons_against_blocks
+from engine.model_runner.kernels.quantized import Part, QuantizedLinears, QuantTarget, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.ops import LinearWeight
@@ -213,9 +213,10 @@ def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) ->
         assert not head.dequantized(torch.float32)[26:].any()
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
-def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: str) -> None:
-    """Scales of a file are any 16 bits."""
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dequantized"])
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "IQ3_S"])
+def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: str, keep: bool) -> None:
+    """Scales of a file are any 16 bits. They are checked while they are packed."""
     path = tmp_path / "tiny.gguf"
     store_of(path, [kind] * 5)
     info = GGUFFile(path).tensors["blk.0.ffn_down.weight"]
@@ -226,8 +227,12 @@ def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: 
     quantization = QuantizationSpec(method="gguf", types={name: kind})
     reader = WeightReader(GGUFStore(path, SPEC), torch.bfloat16, CPU)
 
+    target = QuantTarget(
+        device=CPU, dtype=torch.bfloat16, capability=(0, 0), triton_reason="-", sgl_reason="-"
+    )
+    linears = QuantizedLinears(target, lambda weight: pytest.fail("not plain"), keep=keep)
     with pytest.raises(ConfigError, match=f"{name}.weight holds values that are not finite, .*damaged"):
-        load(quantization, reader, name)
+        BlockFormat(quantization, linears).load(reader, [name], [SHAPES[name]], None)
 
 
 # ---------------------------------------------------------------- made while loading
