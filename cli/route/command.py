@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any, Final
@@ -151,6 +152,8 @@ def route(
     )
     sys.stdout.flush()
     sys.stderr.flush()
+    # smg's own handler takes SIGINT; Python's, which an ignored signal keeps away, would add a traceback at its end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.execv(smg, command)
 
 

@@ -177,24 +177,22 @@ class WorkerProbe:
             return why_unreachable(worker.url, error, connected=connected, hint="").removesuffix("; ")
         if response.status_code == httpx.codes.OK:
             return None
-        error = _json(response).get("error")
-        message = error.get("message") if isinstance(error, dict) else None
-        return f"/health answers {response.status_code}" + (f" ({message})" if message else "")
+        body = _json(response).get("error")
+        message = body.get("message") if isinstance(body, dict) else None
+        return f"/health answers {response.status_code}{f' ({message})' if message else ''}"
 
     def _facts(self, worker: Worker) -> WorkerFacts:
         models = self._ask(worker, "/v1/models").get("data")
-        try:
-            entry: dict[str, Any] = models[0]  # type: ignore[index]
-            model = str(entry["id"])
-        except (TypeError, LookupError):
+        entry = models[0] if isinstance(models, list) and models else None
+        if not isinstance(entry, dict) or "id" not in entry:
             raise ServerError(
                 f"{worker.url}/v1/models lists no model; is it a server with an OpenAI API? Check {worker.option}"
-            ) from None
+            )
         length = entry.get("max_model_len")
         info = self._ask(worker, "/model_info", optional=True)
         server = self._ask(worker, "/server_info", optional=True)
         return WorkerFacts(
-            model,
+            str(entry["id"]),
             length if isinstance(length, int) else None,
             str(info.get("tokenizer_path") or ""),
             str(server.get("disaggregation_mode") or ""),
