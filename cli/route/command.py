@@ -118,7 +118,7 @@ def route(
     """Route requests to several servers of one model: a prompt goes to the worker that has its prefix in the cache.
 
     Waits until the workers are ready, checks that they serve the same model, and becomes the router smg, with short
-    health intervals and on loopback. `pip install 'engine[route]'` installs it.
+    health intervals and on loopback. `pip install '.[route]'` in the repository installs it.
 
     Example: engine route --worker http://127.0.0.1:30001 --worker http://127.0.0.1:30002
     """

@@ -14,7 +14,7 @@ from .workers import Worker
 
 VERSION: Final = "1.13.0"
 """The one that was tested; the extra `route` of pyproject.toml has it, too."""
-INSTALL: Final = f"pip install 'engine[route]' (or: pip install smg=={VERSION})"
+INSTALL: Final = f"pip install smg=={VERSION} (or, in the repository, pip install '.[route]')"
 _NAME: Final = "smg"
 _VERSION_TIMEOUT_S: Final = 60.0
 _TOKENIZER_FILE: Final = "tokenizer.json"

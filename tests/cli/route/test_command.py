@@ -249,7 +249,7 @@ def test_without_smg(run: Run, smg: Path, capsys, monkeypatch):
     monkeypatch.setenv("PATH", str(smg.parent))
     assert run("--worker", "a").code == ExitCode.USER
     assert "smg is not installed" in (line := capsys.readouterr().err)
-    assert "pip install 'engine[route]'" in line
+    assert "pip install smg==1.13.0 (or, in the repository, pip install '.[route]')" in line
 
 
 def test_another_command_of_this_name(run: Run, smg: Path, capsys):
