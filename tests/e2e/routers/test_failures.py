@@ -106,7 +106,7 @@ def test_a_killed_worker_breaks_its_streams_and_nothing_else_and_is_used_when_it
     for router in routers:
         assert statuses(router, 8) == [200] * 8, router.log
     for router in routers:
-        router.wait_for(lambda router=router: router.num_healthy() == 1)
+        router.wait_until_ready(num_workers=1)
         assert statuses(router, 4) == [200] * 4, router.log
 
     port = doomed.url.rpartition(":")[2]
