@@ -138,14 +138,17 @@ def test_a_drained_worker_ends_its_streams_and_gets_no_more_requests(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_engine_route(workers: list[EngineServe], signum: signal.Signals):
+def test_a_signal_ends_engine_route_after_its_streams(workers: list[EngineServe], signum: signal.Signals):
     if reason := why_not(ENGINE_ROUTE):
         pytest.skip(reason)
     with Router(ENGINE_ROUTE, *(each.url for each in workers)) as router:
         router.wait_until_ready()
         assert "to 2 workers of tiny, cache_aware\n" in router.log
-        router.process.send_signal(signum)
+        with OpenStreams([router]) as streams:
+            router.process.send_signal(signum)
+            assert streams.whole() == {ENGINE_ROUTE: [True, True]}
         assert router.process.wait(DEADLINE_S) == 0, router.log
+        assert "Traceback" not in router.log
 
 
 def test_engine_route_waits_for_workers_that_start(workers: list[EngineServe], model: Path, tmp_path: Path):
