@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
@@ -29,6 +30,7 @@ ENGINE_ROUTE: Final = "engine route"
 ALL: Final = (ENGINE_ROUTE, "sglang-router", "vllm-router")
 
 _COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
+_PORTS: Final = (20_000, 32_000)
 _QUICK: Final = (
     *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
@@ -137,11 +139,14 @@ def kill(engine: EngineServe) -> None:
     engine.wait()
 
 
-def _free_ports(count: int) -> Iterator[int]:
-    """Ports that nobody listens on now."""
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        ports = [int(probe.getsockname()[1]) for probe in probes]
-    return iter(ports)
+def _free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, below those that the kernel gives to outgoing connections: it gives out many
+    of them before the router, which checks its workers first, listens.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.SystemRandom().randrange(*_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+    return ports
