@@ -15,15 +15,17 @@ ARGS ?=
 # Always by relative path and through the interpreter: works in a folder of any name, with spaces in its path too.
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+INSTALL := -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+PIP := $(RUN) $(INSTALL)
 # The kernels' tests run in the interpreter of this version where there is no GPU. CUDA builds of torch bring one of their
 # own, which stays.
 TRITON := triton==3.6.0
+ROUTERS := smg==1.13.0 sglang-router==0.3.2 vllm-router==0.1.17
 # One worker per core, tests that belong together on one, in the order of tests/conftest.py. To see them one by one:
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow chaos soak check lint typecheck package-check docs \
+.PHONY: help venv test-env dev-env serve test test-slow routers chaos soak check lint typecheck package-check docs \
   screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -37,9 +39,20 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env ## run the slow tests and those that need the default model, which is fetched once
+test-slow: test-env routers ## run the slow tests and those that need the default model, which is fetched once
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
+
+# Each in an environment of its own, since smg and sglang-router install a command of the same name. Without them (no
+# package index) their tests are skipped.
+routers: $(VENV)/.created ## install the routers that the slow tests put in front of engines, into build/routers
+	@for pin in $(ROUTERS); do \
+	  folder="build/routers/$${pin%%==*}"; stamp="$$folder/.$${pin##*==}"; \
+	  test -e "$$stamp" && continue; \
+	  echo "Installing $$pin into $$folder ..."; \
+	  { $(RUN) -m venv --clear "$$folder" && "$$folder/bin/python" $(INSTALL) "$$pin" && touch "$$stamp"; } || \
+	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; \
+	done
 
 chaos: test-env ## kill, crash, freeze random processes for ten minutes under 200 streams; ARGS="--minutes 1 --clients 8"
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'

@@ -115,6 +115,7 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "cuda-torch211",
         "transformers",
         "ray",
+        "route",
         "otel",
         "bench",
         "test",

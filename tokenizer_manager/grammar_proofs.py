@@ -118,24 +118,40 @@ class GrammarProofs:
             if task is not None:
                 task.cancel()
 
-    async def _prove(self, generation: Generation, request: GenerationRequest, use: GrammarUse) -> None:
-        error: RequestError | None = None
+    async def prove(self, request: GenerationRequest, use: GrammarUse, arrival_s: float) -> None:
+        """Prove the grammars of a request.
+
+        Args:
+            request: has the field that errors name.
+            use: its grammars.
+            arrival_s: when the time limit began, unless the request says.
+
+        Raises:
+            RequestError: they are refused, or cannot be tried now.
+        """
         param = request.grammar_param
-        received_s = generation.arrival_s if request.received_s is None else request.received_s
+        received_s = arrival_s if request.received_s is None else request.received_s
         try:
             await self._prover.prove(use, self._clock() - received_s)
         except GrammarError as refused:
-            error = RequestError(refused.message, param=param, code=refused.code)
-        except RequestError as refused:
-            error = refused
+            raise RequestError(refused.message, param=param, code=refused.code) from None
+        except RequestError:
+            raise
         except Exception:
-            logger.error("proving a grammar failed id=%s", generation.id, exc_info=True)
-            error = RequestError(
+            logger.error("proving a grammar failed param=%s", param, exc_info=True)
+            raise RequestError(
                 "the grammar could not be checked; the server's log has the cause",
                 param=param,
                 code="grammar_unavailable",
                 status=500,
-            )
+            ) from None
+
+    async def _prove(self, generation: Generation, request: GenerationRequest, use: GrammarUse) -> None:
+        error: RequestError | None = None
+        try:
+            await self.prove(request, use, generation.arrival_s)
+        except RequestError as refused:
+            error = refused
         # The end of the generation would cancel this task, which ends now in any case.
         self._tasks.pop(generation.id, None)
         if error is not None:

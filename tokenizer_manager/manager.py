@@ -15,7 +15,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
 
 from msgspec.structs import replace
 
@@ -59,6 +59,18 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
 """Error code by the status of a request that the scheduler ended at a time limit."""
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt of a request that is checked and not sent.
+
+    Attributes:
+        ids: [prompt_len] int32.
+        sampling: with `max_new_tokens` set.
+    """
+
+    ids: array[int]
+    sampling: SamplingParams
 
 
 class TokenizerManager:
@@ -171,6 +183,23 @@ class TokenizerManager:
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
+
+    async def prepare(self, request: GenerationRequest) -> list[PreparedPrompt]:
+        """Check and tokenize a request as `start` does, without sending it: a full queue does not matter.
+
+        Raises:
+            RequestError: the request is refused.
+            QueueFullError: too much text waits to be tokenized.
+            EngineDeadError: the engine is dead.
+        """
+        self.engine.check_accepting()
+        request.sampling.verify(self.capacity.vocab_size)
+        self._limiter.check_possible(len(request.prompts) * request.n)
+        encoded, resolved = self._resolve(request, await self._encode(request))
+        use = self._proofs.checked(request.grammar)
+        if use is not None and not use.proved:
+            await self._proofs.prove(request, use, self._clock())
+        return [PreparedPrompt(*pair) for pair in zip(encoded, resolved, strict=True)]
 
     async def measure_grammar(self, use: GrammarUse) -> list[ProofResult]:
         """Compile the grammars of a request that is not sent; see `GrammarProver.measure`."""

@@ -226,6 +226,18 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         QueueFullError: the queue is full.
         EngineDeadError: the engine is dead.
     """
+    plan, request = await plan_generation(services, call)
+    with renamed_fields(call.names):
+        generation = await services.start(exchange, request)
+    return ChatGeneration(generation, plan, services)
+
+
+async def plan_generation(services: Services, call: ChatCall) -> tuple[AnswerPlan, GenerationRequest]:
+    """Render and plan a chat: the plan, and the request that generates its answer. Call it where a disconnect cancels.
+
+    Raises:
+        RequestError: the model has no chat template, it cannot render the messages, or the request is refused.
+    """
     constraint = call.constraint
     check_constraint_with_tools(call.conversation, constraint)
     if constraint is not None and not call.conversation.tools:
@@ -250,6 +262,4 @@ async def start_chat(exchange: Exchange, services: Services, call: ChatCall) -> 
         grammar_param="tools" if constraint is None else constraint.param,
         keep_special_ids=plan.keep_special_ids,
     )
-    with renamed_fields(call.names):
-        generation = await services.start(exchange, request)
-    return ChatGeneration(generation, plan, services)
+    return plan, request

@@ -11,7 +11,7 @@ from ..telemetry.build_info import BuildInfo
 from .anthropic.bodies import CountBody, MessageBody, MessageEvent
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.fields import CountTokensRequest, MessagesRequest
-from .endpoints import diagnosis, operations, tokenizing, worker
+from .endpoints import diagnosis, operations, rendering, tokenizing, worker
 from .endpoints.adapters import (
     AdaptersBody,
     LoadAdapterRequest,
@@ -56,6 +56,7 @@ from .schema.answers import (
     PinnedBody,
     ProfileBody,
     ProfileStartedBody,
+    RenderedBody,
     ServerInfoBody,
     TextBody,
     TokensBody,
@@ -133,6 +134,24 @@ ROUTES: Final = (
         answer=Completion,
         events=Completion,
         fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions/render",
+        rendering.render_chat,
+        "The prompt of a chat as token ids; nothing is generated.",
+        ChatRequest,
+        answer=RenderedBody,
+        fails=_GENERATING,
+    ),
+    Route(
+        "POST",
+        "/v1/completions/render",
+        rendering.render_completions,
+        "The prompts of completions as token ids; nothing is generated.",
+        CompletionRequest,
+        answer=list[RenderedBody],
+        fails=(404,),
     ),
     Route(
         "POST",

@@ -24,7 +24,7 @@ from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
-from ..manager import TokenizerManager
+from ..manager import PreparedPrompt, TokenizerManager
 from ..pooling.task import check_task
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
@@ -157,6 +157,11 @@ class Services:
         exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
+
+    async def prepare(self, exchange: Exchange, request: GenerationRequest) -> list[PreparedPrompt]:
+        """As `TokenizerManager.prepare`."""
+        check_task(self.spec, "generate")
+        return await self.manager.prepare(replace(request, received_s=exchange.received_s))
 
     def second_bos(self, generation: Generation, request: GenerationRequest, fix: str) -> list[str]:
         """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""

@@ -42,6 +42,8 @@ UNAVAILABLE = {route.path for route in ROUTES if 501 in route.fails}
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
     "/v1/completions": {"prompt": "hi"},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/completions/render": {"prompt": "hi"},
     "/generate": {"text": "hi", "sampling_params": {"max_new_tokens": 3}},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [71, 72]},

@@ -111,20 +111,8 @@ class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
-    checked = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
-    arrival_s = services.manager.now_s()
-    constraint = checked.constraint
-    call = ChatCall(
-        conversation=checked.conversation,
-        sampling=checked.sampling,
-        n=checked.num_choices,
-        id_prefix="chatcmpl",
-        scheduling=checked.scheduling,
-        length_param=checked.length_param,
-        constraint=constraint,
-        arrival_s=arrival_s,
-        names=OPENAI_NAMES | {"max_new_tokens": checked.length_param},
-    )
+    checked = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
+    call = checked.call(services.manager.now_s())
     async with exchange.abort_on_disconnect():
         with await start_chat(exchange, services, call) as chat:
             warnings = first_warnings(checked.warnings + chat.warnings)
@@ -153,7 +141,7 @@ async def chat_completions(exchange: Exchange, services: Services) -> None:
                 )
 
 
-class _Chat(NamedTuple):
+class CheckedChat(NamedTuple):
     """A chat request, checked.
 
     Attributes:
@@ -173,8 +161,27 @@ class _Chat(NamedTuple):
     options: StreamOptions | None
     warnings: list[str]
 
+    def call(self, arrival_s: float) -> ChatCall:
+        """The chat to answer; it arrived at `arrival_s` by the manager's clock."""
+        return ChatCall(
+            conversation=self.conversation,
+            sampling=self.sampling,
+            n=self.num_choices,
+            id_prefix="chatcmpl",
+            scheduling=self.scheduling,
+            length_param=self.length_param,
+            constraint=self.constraint,
+            arrival_s=arrival_s,
+            names=OPENAI_NAMES | {"max_new_tokens": self.length_param},
+        )
 
-def _read(body: Body, services: Services, caller: Caller) -> _Chat:
+
+def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
+    """Check the body of a chat.
+
+    Raises:
+        RequestError: it is refused.
+    """
     strict = services.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
@@ -198,7 +205,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Chat:
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
         )
-    return _Chat(
+    return CheckedChat(
         request,
         conversation,
         constraint,

@@ -53,10 +53,10 @@ class Completion(OpenAIBody[CompletionChoice], kw_only=True):
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """Continue prompts."""
-    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    made = await services.read(exchange, lambda body: read_completion(body, services, exchange.caller))
     wanted = made.wanted
     async with exchange.abort_on_disconnect():
-        with renamed_fields(_names(wanted)):
+        with renamed_fields(made.names):
             generation = await services.start(exchange, made.generation)
         with generation:
             made.warnings.extend(services.second_bos(generation, made.generation, NO_BOS))
@@ -69,7 +69,7 @@ async def completions(exchange: Exchange, services: Services) -> None:
                 await exchange.send_json(whole_body(Completion, services, generation, choices, made.warnings))
 
 
-class _Checked(NamedTuple):
+class CheckedCompletion(NamedTuple):
     """A checked body.
 
     Attributes:
@@ -86,8 +86,18 @@ class _Checked(NamedTuple):
     options: StreamOptions | None
     warnings: list[str]
 
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of fields in this API, for errors."""
+        return _names(self.wanted)
 
-def _read(body: Body, services: Services, caller: Caller) -> _Checked:
+
+def read_completion(body: Body, services: Services, caller: Caller) -> CheckedCompletion:
+    """Check the body of a completion.
+
+    Raises:
+        RequestError: it is refused.
+    """
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, CompletionRequest)
     services.check_model(request.model)
@@ -124,7 +134,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         grammar=None if constraint is None else constraint.use,
         grammar_param="" if constraint is None else constraint.param,
     )
-    return _Checked(request, prompts, generation_request, wanted, options, warnings)
+    return CheckedCompletion(request, prompts, generation_request, wanted, options, warnings)
 
 
 def _names(wanted: Wanted) -> dict[str, str]:
@@ -139,7 +149,7 @@ class _ChoiceWriter:
         self,
         services: Services,
         generation: Generation,
-        made: _Checked,
+        made: CheckedCompletion,
     ) -> None:
         self._services = services
         self._generation = generation

@@ -7,7 +7,7 @@ loads: one of each replica (`--dp`), which they call a data-parallel rank.
 from __future__ import annotations
 
 import asyncio
-import time
+from datetime import UTC, datetime
 
 import msgspec
 
@@ -67,9 +67,9 @@ class LoadBody(msgspec.Struct, kw_only=True):
 
 
 class LoadsBody(msgspec.Struct, kw_only=True):
-    """The loads of all ranks; `timestamp` is Unix time."""
+    """The loads of all ranks; `timestamp` is in ISO 8601: smg drops a report with a number there."""
 
-    timestamp: float
+    timestamp: str
     version: str
     dp_rank_count: int
     loads: list[LoadBody]
@@ -108,7 +108,12 @@ async def loads(exchange: Exchange, services: Services) -> None:
     """Requests and tokens, running and waiting."""
     each = all_loads(services)
     await exchange.send_json(
-        LoadsBody(timestamp=time.time(), version=services.version, dp_rank_count=len(each), loads=each)
+        LoadsBody(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=services.version,
+            dp_rank_count=len(each),
+            loads=each,
+        )
     )
 
 

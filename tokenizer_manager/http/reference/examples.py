@@ -25,6 +25,8 @@ _SCORE: Final = {"text_1": "Why is the sky blue?", "text_2": ["Air scatters blue
 BODIES: Final[Mapping[tuple[str, str], Mapping[str, Any]]] = {
     ("POST", "/v1/chat/completions"): {"messages": _QUESTION, "max_tokens": 100, "stream": True},
     ("POST", "/v1/completions"): {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0},
+    ("POST", "/v1/chat/completions/render"): {"messages": _QUESTION},
+    ("POST", "/v1/completions/render"): {"prompt": "The capital of France is"},
     ("POST", "/v1/embeddings"): {"input": ["The sky is blue.", "Grass is green."]},
     ("POST", "/v1/rerank"): _RERANK,
     ("POST", "/rerank"): _RERANK,

@@ -66,6 +66,30 @@ class TokensBody(msgspec.Struct, kw_only=True):
     warnings: Warnings = UNSET
 
 
+class RenderedBody(msgspec.Struct, kw_only=True):
+    """The prompt of a request as token ids, and its options under the names that `/generate` has for them.
+
+    Attributes:
+        token_ids: for `input_ids` of `/generate`, or `prompt` of `/v1/completions`.
+        prompt: their text; absent if the client sent ids.
+        model: the name of the model or the adapter that would answer.
+        sampling_params: for `/generate`, with the defaults of this server.
+        priority: as a number.
+    """
+
+    token_ids: list[int]
+    prompt: str | UnsetType = UNSET
+    model: str
+    sampling_params: dict[str, Any]
+    stream: bool
+    priority: int
+    cache_salt: str | UnsetType = UNSET
+    lora_path: str | UnsetType = UNSET
+    return_logprob: Literal[True] | UnsetType = UNSET
+    top_logprobs_num: int | UnsetType = UNSET
+    warnings: Warnings = UNSET
+
+
 class TextBody(msgspec.Struct, kw_only=True):
     """A text, under both names that other engines use."""
 

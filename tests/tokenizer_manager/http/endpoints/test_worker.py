@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 
 import pytest
 from tokenizers import Tokenizer as CoreTokenizer
@@ -54,6 +55,7 @@ def test_loads_are_those_of_the_latest_report(serve: Serve):
 
     body = served.client.get("/v1/loads").json()
 
+    assert datetime.fromisoformat(body["timestamp"]).tzinfo is UTC
     (load,) = body["loads"]
     total = load["max_total_num_tokens"]
     assert (body["dp_rank_count"], load["dp_rank"]) == (1, 0)

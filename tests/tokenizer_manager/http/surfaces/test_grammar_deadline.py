@@ -28,6 +28,8 @@ TOOLS: Final = [{"name": "f", "input_schema": SCHEMA}]
 BODIES: Final[dict[str, dict[str, Any]]] = {
     "/v1/completions": {"prompt": "x", "guided_json": SCHEMA, "max_tokens": 9},
     "/v1/chat/completions": {"messages": HI, "guided_json": SCHEMA},
+    "/v1/completions/render": {"prompt": "x", "guided_json": SCHEMA, "max_tokens": 9},
+    "/v1/chat/completions/render": {"messages": HI, "guided_json": SCHEMA},
     "/generate": {"text": "x", "sampling_params": {"json_schema": SCHEMA}},
     "/v1/responses": {"input": "x", "text": {"format": FORMAT}},
     "/v1/messages": {"messages": HI, "max_tokens": 9, "tools": TOOLS, "tool_choice": {"type": "any"}},

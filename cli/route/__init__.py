@@ -1,0 +1,1 @@
+"""`engine route`: a router in front of several servers."""
