@@ -118,7 +118,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--port", type=at_least(1), default=8791, help="of the servers of --start")
     parser.add_argument(
-        "--recipe", choices=get_args(Recipe), default="Q4_0", help="GGUF types of the model of --start"
+        "--recipe", choices=get_args(Recipe), default="Q4_0", help="GGUF types of the files in 4 bits"
     )
     parser.add_argument(_ENGINE, type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -137,7 +137,7 @@ def measure_shape(
     threads, peers = arguments.threads, arguments.peers_dir
     sides: dict[str, Side]
     if form == "4-bit":
-        path = write_gguf(shape, folder / f"{name}-Q4_0.gguf", ensure_model())
+        path = write_gguf(shape, folder / f"{name}-{arguments.recipe}.gguf", ensure_model(), arguments.recipe)
         llama = LlamaCpp(peers / "llama")
         sides = {"engine": lambda: run_engine(path, threads)}
         peer, missing = "llama.cpp", llama.missing()
@@ -151,7 +151,8 @@ def measure_shape(
     if missing:
         print(f"{peer} is left out: {', '.join(missing)} missing; see cpu_vs_peers.py setup", file=sys.stderr)
         del sides[peer]
-    return rows_of(name, form, compare(f"{name} {form}", sides, arguments.rounds))
+    label = form if form == "bf16" else arguments.recipe
+    return rows_of(name, label, compare(f"{name} {label}", sides, arguments.rounds))
 
 
 def compare(label: str, sides: Mapping[str, Side], rounds: int) -> dict[str, list[Rates]]:
@@ -187,7 +188,7 @@ def rows_of(name: str, form: str, found: Mapping[str, Sequence[Rates]]) -> list[
             cells += ["", ""]
         else:
             pairs = list(zip(found["engine"], each, strict=True))
-            wanted = (LEAST, TARGET) if form == "4-bit" else (TARGET, LEAST)
+            wanted = (TARGET, LEAST) if form == "bf16" else (LEAST, TARGET)
             ratios = [statistics.median(ours[n] / theirs[n] for ours, theirs in pairs) for n in (0, 1)]
             cells += [f"{ratio:.2f} (target {target})" for ratio, target in zip(ratios, wanted, strict=True)]
         rows.append(f"| {' | '.join(cells)} |")

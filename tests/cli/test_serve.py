@@ -105,6 +105,13 @@ def test_the_page_is_named_if_there_is_one():
     assert "browser" not in ready_text(without, "http://127.0.0.1:1")
 
 
+def test_figures_are_those_of_each_replica():
+    config = ready_config()
+    assert "replica" not in ready_text(config, "http://127.0.0.1:1")
+    two = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, dp=2))
+    assert "  2 replicas, each: float32 on cpu, 2 threads; " in ready_text(two, "http://127.0.0.1:1")
+
+
 EMBEDDER = PoolingSpec(task="embed", pooling="mean", size=384, normalize=True)
 
 
