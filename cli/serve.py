@@ -211,7 +211,8 @@ def ready_text(config: EngineConfig, url: str, pooling: PoolingSpec | None = Non
             f"Ready after {time.monotonic() - _STARTED_S:.1f} s: {name} at {here}",
             *([f"  Listens on every address of this machine ({url})."] if here != url else []),
             *([f"  {_does(pooling)}"] if pooling is not None else []),
-            f"  {each}{model.dtype} on {where}; {context}, {counted(scheduler.max_running_requests, 'request')} at once",
+            f"  {each}{model.dtype} on {where}; {context}, "
+            f"{counted(scheduler.max_running_requests, 'request')} at once",
             *([f"  In a browser, {here}/ {page}."] if config.server.page else []),
             "  Try:",
             f"  curl {here}{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
