@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Final, TypeVar, assert_never
 
+from msgspec.structs import replace
+
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import (
     AdapterDone,
@@ -256,4 +258,5 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(lambda list_id: ListRequests(list_id, limit), RequestList)
+        answer = await self._calls.call(lambda list_id: ListRequests(list_id, limit), RequestList)
+        return replace(answer, requests=answer.requests[:limit])  # each scheduler lists so many

@@ -16,8 +16,9 @@ Answer = FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
 def merged(answers: Sequence[Answer]) -> Answer:
     """One answer from those of the schedulers, at least one, all of one kind.
 
-    Flushed tokens and requests are those of all. Of pinned prefixes the shortest counts; a request is explained by the
-    scheduler that knows it; an adapter is loaded if all have loaded it.
+    Flushed tokens and requests are those of all. A prefix is pinned wherever it is cached, and the longest one counts:
+    the requests that use it go there. A request is explained by the scheduler that knows it; an adapter is loaded if
+    all have loaded it.
     """
     first, *others = answers
     if not others:
@@ -32,7 +33,7 @@ def merged(answers: Sequence[Answer]) -> Answer:
             return replace(first, flushed_tokens=flushed, kept_tokens=kept)
         case PinDone():
             pins = [each for each in answers if isinstance(each, PinDone)]
-            return min(pins, key=lambda each: each.pinned_tokens)
+            return max(pins, key=lambda each: each.pinned_tokens)
         case Explanation():
             return next((each for each in answers if isinstance(each, Explanation) and each.found), first)
         case RequestList():

@@ -198,6 +198,7 @@ def test_calls_are_answered_by_all():
         other.live = RequestList(0, live[1:], 4, {"decodes": 3})
         listed = await control.list_requests(10)
         assert (listed.requests, listed.total, listed.last_pass) == (live, 5, {"decodes": 4})
+        assert (await control.list_requests(1)).requests == live[:1]
 
         other.answers = False
         waiting = asyncio.create_task(control.flush_cache())
