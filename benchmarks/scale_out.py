@@ -1,6 +1,6 @@
 """Several replicas behind one address (`--dp`): the rate beside one replica, and what the choice of a replica saves.
 
-    python benchmarks/scale_out.py [rate] [affinity] [--rounds 3] [--requests 64] [--replicas 2]
+    python benchmarks/scale_out.py [rate] [affinity] [--rounds 3] [--requests 64] [--replicas 2] [--pool 4608]
 
 `rate`: the requests of W3 (see `cpu_vs_peers.py`) all at once, with token ids and exact output lengths, to one replica
 with all cores and to `--replicas` that share them; in interleaved rounds, both servers up. Replicas win nothing here by
@@ -41,8 +41,8 @@ NUM_FAMILIES: Final = 8
 BEGINNING: Final = 1_024
 OWN: Final = 48
 AT_A_TIME: Final = 4
-FAMILY_POOL: Final = 6_144
-"""KV slots of a replica: half of the beginnings, and room for the requests that run."""
+FAMILY_POOL: Final = 4_608
+"""KV slots of a replica: half of the beginnings, and room for the requests that run. The larger, the less is won."""
 _FIRST_ID: Final = 20
 _START_S: Final = 600.0
 _ANSWER_S: Final = 3600.0
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--pool", type=int, default=FAMILY_POOL, help="KV slots of a replica in affinity")
     parser.add_argument("--port", type=int, default=18_400, help="the first of two")
     options = parser.parse_args()
     if unknown := set(options.parts) - {"rate", "affinity"}:
@@ -135,7 +136,7 @@ def measure_affinity(options: argparse.Namespace, folder: Path) -> dict[str, flo
             policy,
             options.port,
             *("--dp", str(options.replicas), "--dispatch-policy", policy),
-            *("--max-total-tokens", str(FAMILY_POOL), "--max-model-len", "2048"),
+            *("--max-total-tokens", str(options.pool), "--max-model-len", "2048"),
         )
         server = start(side, folder / f"{policy}.log", _START_S)
         try:
