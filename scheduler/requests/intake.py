@@ -129,6 +129,8 @@ def _check_fields(message: GenerateRequest) -> None:
         raise wrong_type("keep_special_ids", message.keep_special_ids, "a tuple of token ids")
     for token_id in message.keep_special_ids:
         check_integer("keep_special_ids", token_id, 0, MAX_COUNT)
+    if message.data_parallel_rank is not None:
+        check_integer("data_parallel_rank", message.data_parallel_rank, 0, MAX_COUNT)
 
 
 def _check_delivered(delivered: Delivered) -> None:

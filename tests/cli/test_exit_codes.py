@@ -23,6 +23,7 @@ NO_SERVER = "http://127.0.0.1:9"
 LINES = f"{__file__} --skip-empty"
 COMMANDS = (
     "serve",
+    "route",
     "chat",
     "embed",
     "rerank",
@@ -51,7 +52,7 @@ CASES = [
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
     *(
         (command, "", ExitCode.USER)
-        for command in ("rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
+        for command in ("route", "rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
     ),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
@@ -104,6 +105,7 @@ CASES = [
     ("rerank", f"x {LINES} --url {NO_SERVER}", ExitCode.SERVER),
     ("bench serve", f"--url {NO_SERVER} --ready-check-timeout-sec 0 --tokenizer TINY", ExitCode.SERVER),
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
+    ("route", "--worker nowhere", ExitCode.USER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),
 ]
 

@@ -34,6 +34,7 @@ SERVE_FLAGS = """
 --crash-dump-folder
 --cuda-graph
 --cuda-graph-max-bs
+--data-parallel-size
 --decision-log
 --decode-burst-ms
 --deterministic
@@ -42,8 +43,11 @@ SERVE_FLAGS = """
 --disable-log-requests
 --disable-overlap-schedule
 --disable-radix-cache
+--dispatch-policy
 --dist-init-addr
 --dist-timeout
+--dp
+--dp-size
 --drain-timeout
 --dtype
 --enable-chunked-prefill

@@ -74,6 +74,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     ],
     "grammar": [5, "x", {}, []],
     "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],
+    "data_parallel_rank": ["1", 1.5, True, -1, []],
     "pooling": [
         *(5, "embed", {}, PoolingParams()),  # the last one: `max_new_tokens` is not 1
         *(
