@@ -121,9 +121,8 @@ class Recovery:
         self._started_s = 0.0
         self._is_whole = True
         self._manager_waits = False  # a new one, until all others can work
-        self._lost_replicas: set[int] = (
-            set()
-        )  # the manager knows that they are lost, and not yet that they are back
+        # The manager knows that they are lost, and does not know yet that they are back.
+        self._lost_replicas: set[int] = set()
 
     @property
     def manager(self) -> ChildProcess:

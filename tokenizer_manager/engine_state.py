@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import SchedulerReport
-from .telemetry.combined_report import combined
+from .telemetry.combined_report import combined, only_totals
 
 
 class _Replica:
@@ -83,10 +83,11 @@ class EngineState:
     def reported(self, report: SchedulerReport) -> None:
         """Take a scheduler's report."""
         self._replicas[report.replica].report = report
-        known = [each.report for each in self._replicas if each.report is not None]
-        current = [each for each in known if each.replica in self.running]
-        sent_s = min((each.sent_s for each in current), default=report.sent_s)
-        self.report = replace(combined(known), sent_s=sent_s)  # totals of a lost scheduler still count
+        known = [known for each in self._replicas if (known := each.report) is not None]
+        running = [each for each in known if each.replica in self.running]
+        lost = [only_totals(each) for each in known if each.replica not in self.running]
+        sent_s = min((each.sent_s for each in running), default=report.sent_s)
+        self.report = replace(combined([*running, *lost]), sent_s=sent_s)
 
     def lost(self, replica: int, reason: str) -> None:
         """A replica's scheduler or detokenizer is lost; it will be restarted."""

@@ -194,6 +194,7 @@ class TokenizerManager:
         """
         self.engine.check_accepting()
         request.sampling.verify(self.capacity.vocab_size)
+        self._check_replica(request.scheduling.replica)
         self._limiter.check_possible(len(request.prompts) * request.n)
         encoded, resolved = self._resolve(request, await self._encode(request))
         use = self._proofs.checked(request.grammar)

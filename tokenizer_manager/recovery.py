@@ -65,7 +65,8 @@ class Recovery:
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
         """Send a new request, or leave it in the log until a replica runs again; see `RequestObserver`."""
         if self._engine.running:
-            self._dispatcher.submit(logged, logged.send())
+            logged.send()
+            self._dispatcher.submit(logged)
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
         """See `RequestObserver`. The end of a quarantined request may release the next group."""
@@ -160,4 +161,4 @@ class Recovery:
                 # A scheduler that survived the detokenizer, or that got the earlier message, must not run both.
                 self._dispatcher.send(AbortRequest(rid=lost_rid, reason="submitted again"))
                 self._metrics.num_resumed_reqs += 1
-            self._dispatcher.submit(logged, logged.message)
+            self._dispatcher.submit(logged)

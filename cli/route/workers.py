@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 import httpx
 
-from ...runtime.errors import ConfigError, EngineError, ServerError
+from ...runtime.errors import ConfigError, ServerError
 from ..unreachable import why_unreachable
 
 Role = Literal["worker", "prefill", "decode"]
@@ -152,7 +152,7 @@ class WorkerProbe:
 
         Raises:
             ServerError: it is not ready in time, or is no server of this kind.
-            RequestError: it wants another key.
+            ConfigError: it wants a key, or another one.
         """
         said = ""
         while (reason := self._why_not_ready(worker)) is not None:
@@ -211,7 +211,7 @@ class WorkerProbe:
         return _json(response)
 
 
-def _key_error(worker: Worker, response: httpx.Response) -> EngineError:
+def _key_error(worker: Worker, response: httpx.Response) -> ConfigError:
     sent = "authorization" in response.request.headers
     problem = "does not know this API key" if sent else "wants an API key"
     return ConfigError(f"the worker {worker.url} {problem}; pass the key of the workers by --api-key")

@@ -67,9 +67,9 @@ class ParallelConfig:
     ] = 1
     dispatch_policy: Annotated[
         DispatchPolicyName,
-        "Which replica gets a request: the one whose prefix cache has most of its prompt unless it is far busier than "
-        "another (prefix-affinity), each in turn, the one with the fewest requests, or the one whose requests have the "
-        "fewest tokens.",
+        "Which replica gets a request: the one with most of its prompt in the prefix cache unless it is far busier "
+        "than another (prefix-affinity), each in turn, the one with the fewest requests, or the one with the fewest "
+        "tokens in its requests.",
     ] = "prefix-affinity"
     nnodes: Annotated[int, "Machines that share the model."] = 1
     node_rank: Annotated[int, "Rank of this machine; rank 0 runs the server."] = 0

@@ -50,21 +50,21 @@ class Dispatcher:
         for send in self._sends:
             send(message)
 
-    def submit(self, logged: LoggedRequest, message: GenerateRequest) -> None:
-        """Send a request, as `message`, to one of the replicas that run; there is one."""
+    def submit(self, logged: LoggedRequest) -> None:
+        """Send the message of a request to one of the replicas that run; there is one."""
+        message = logged.message
         logged.replica = replica = self._replica_for(message)
         load = self.loads[replica]
         load.num_requests += 1
         load.num_tokens += _tokens_of(message)
         if message.group:
             self._groups.setdefault(message.group, [replica, 0])[1] += 1
-        if len(self._sends) > 1:
-            self._policy.sent(message, replica)
+        self._policy.sent(message, replica)
         self._sends[replica](message)
 
     def started(self, logged: LoggedRequest, cached_tokens: int) -> None:
         """The first token of a request has arrived."""
-        if len(self._sends) > 1 and logged.replica is not None:
+        if logged.replica is not None:
             self._policy.started(logged.message, logged.replica, cached_tokens)
 
     def withdraw(self, logged: LoggedRequest) -> None:

@@ -2,10 +2,10 @@
 
 | policy | the replica | for |
 |---|---|---|
-| `prefix-affinity` | whose prefix cache should have most of the prompt, if not too busy | equal beginnings |
+| `prefix-affinity` | with most of the prompt in its prefix cache, if it is not too busy | equal beginnings |
 | `round-robin` | that is next in turn | requests of equal size |
 | `shortest-queue` | with the fewest live requests | requests of unequal size |
-| `least-tokens` | whose live requests have the fewest tokens, answers included | very unequal prompts |
+| `least-tokens` | with the fewest tokens in its live requests, answers included | very unequal prompts |
 
 Each decides on what the tokenizer manager knows at once, its own counts, so that a burst of requests is spread; the
 schedulers' reports are up to half a second old.
@@ -50,7 +50,7 @@ class DispatchPolicy(Protocol):
         ...
 
     def sent(self, message: GenerateRequest, replica: int) -> None:
-        """A request was sent to a replica, whoever chose it."""
+        """A request was sent to a replica, chosen by the policy or by its client."""
         ...
 
     def started(self, message: GenerateRequest, replica: int, cached_tokens: int) -> None:
@@ -167,12 +167,14 @@ class PrefixAffinity:
 
 
 def make_policy(name: DispatchPolicyName, num_replicas: int, max_tokens: int) -> DispatchPolicy:
-    """The policy with this name.
+    """The policy with this name; for one replica one that follows nothing, since there is no choice.
 
     Args:
         num_replicas: numbered from 0.
         max_tokens: KV slots of a replica.
     """
+    if num_replicas == 1:
+        return ByLoad(by_tokens=False)
     match name:
         case "prefix-affinity":
             return PrefixAffinity(num_replicas, max_tokens)

@@ -1,4 +1,4 @@
-"""`PrefixMap`: which prompts the prefix cache of a replica holds, as far as the tokenizer manager can tell.
+"""`PrefixMap`: which prompts the prefix cache of a replica should hold, to the tokenizer manager's knowledge.
 
 It follows what was sent: a prompt that was sent to a replica is in its cache afterwards, until other prompts displace
 it. A prompt is known by blocks of `BLOCK` tokens, each by a hash of itself and all before it, so that one dictionary

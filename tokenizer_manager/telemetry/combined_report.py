@@ -11,6 +11,16 @@ import msgspec
 from ...runtime.messages import SchedulerReport
 
 
+def only_totals(report: SchedulerReport) -> SchedulerReport:
+    """Of a scheduler that is lost: what it did still counts, what it held does not."""
+    totals = {
+        field.name: getattr(report, field.name)
+        for field in msgspec.structs.fields(SchedulerReport)
+        if field.name.endswith("_total")
+    }
+    return SchedulerReport(sent_s=report.sent_s, replica=report.replica, **totals)
+
+
 def combined(reports: Sequence[SchedulerReport]) -> SchedulerReport:
     """Sums of all counts; the oldest time, the largest estimate of memory, and the reasons of all.
 

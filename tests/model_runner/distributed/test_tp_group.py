@@ -19,7 +19,10 @@ import torch
 import torch.distributed as dist
 
 from engine.model_runner.distributed import tp_group
+from engine.model_runner.distributed.join_group import ALONE, Place, join_group
 from engine.model_runner.distributed.tp_group import Rendezvous, TorchGroup
+from engine.runtime.config.device_config import ParallelConfig
+from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.errors import ConfigError, RankLostError
 from engine.runtime.transport.cluster_ipc import free_address, parse_address
 from tests.model_runner.distributed.test_tensor_parallel import GREEDY, MOE, SEEDED, generate
@@ -192,3 +195,16 @@ def test_a_store_that_goes_away_is_a_lost_rank():
 
     assert isinstance(error, RankLostError)
     assert str(error).startswith("rank 1 of 2 lost the store of rank 0: ")
+
+
+@pytest.mark.parametrize(("device", "places"), [("cuda", ["cuda:1", "cuda:2"]), ("cpu", ["cpu", "cpu"])])
+def test_replicas_have_devices_of_their_own(device, places):
+    """With one rank each: the first takes the configured device, which is the first GPU."""
+    config = EngineConfig(model=ModelConfig(device=device), parallel=ParallelConfig(dp=3))
+
+    def place_of(replica: int) -> Place:
+        settings = SimpleNamespace(config=config, replica=replica, rank=0)
+        return join_group(SimpleNamespace(settings=settings))  # type: ignore[arg-type]
+
+    assert place_of(0) is ALONE
+    assert [str(place_of(replica).device) for replica in (1, 2)] == places

@@ -30,9 +30,9 @@ def stored(*hashes: int, parent: int | None = None, lora_id: str = "") -> Blocks
 class World:
     """A publisher and its subscribers."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, replica: int = 0, **settings: Any) -> None:
         self.publisher = KVEventPublisher(
-            KVEventSettings(ANY_PORT, ANY_PORT, **settings), 16, clock=lambda: 1234.5
+            KVEventSettings(ANY_PORT, ANY_PORT, **settings), 16, replica, clock=lambda: 1234.5
         )
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
 
@@ -98,7 +98,7 @@ def read(socket: zmq.Socket[bytes]) -> tuple[bytes, int, Any]:
 
 
 def test_the_wire_is_that_of_vllm(make_world):
-    world = make_world(topic="kv")
+    world = make_world(replica=3, topic="kv")
     socket = world.subscribe(b"kv")
 
     world.publish(stored(1, 2, parent=2**63 - 1), stored(3, lora_id="fp"), BlocksRemoved([1]))
@@ -106,7 +106,7 @@ def test_the_wire_is_that_of_vllm(make_world):
     world.publish(stored(4, lora_id="unloaded"))
     _, next_seq, (_, (unloaded,), _) = read(socket)
 
-    assert (topic, time_s, rank, next_seq) == (b"kv", 1234.5, 0, seq + 1)
+    assert (topic, time_s, rank, next_seq) == (b"kv", 1234.5, 3, seq + 1)
     plain, adapted, removed = events
     assert plain == {
         "type": "BlockStored",

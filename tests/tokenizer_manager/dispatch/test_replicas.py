@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from engine.runtime.child.control import Endpoints, Role, Settings
+from engine.runtime.config.device_config import ParallelConfig
+from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import (
     BatchTextOutput,
@@ -18,11 +21,12 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.generation import GenerationRequest
 from engine.tokenizer_manager.http.endpoints.worker import all_loads
 from engine.tokenizer_manager.scheduling_options import Scheduling
 
-from ..fake_engine import CAPACITY, LENGTH, WAIT_S, FakeEngine, row
+from ..fake_engine import CAPACITY, LENGTH, SOURCE, SPEC, WAIT_S, FakeEngine, row
 from ..test_manager import Setup, texts
 
 WHY = "scheduler of replica 1 was killed by SIGKILL"
@@ -182,6 +186,11 @@ def test_loads_and_metrics_name_each_replica():
         assert 'engine:replica_healthy{model_name="org/tiny",replica="0"} 1\n' in page
         assert 'engine:replica_healthy{model_name="org/tiny",replica="1"} 0\n' in page
         assert 'policy="fcfs"} 1\n' in page
+        # What the lost scheduler held is no longer held; what it did still counts.
+        setup.manager.on_message(SchedulerReport(now_s + 1, 4, prompt_tokens_total=12))
+        assert engine.report is not None
+        assert (engine.report.num_running_reqs, engine.report.prompt_tokens_total) == (4, 22)
+        assert engine.report.sent_s == now_s + 1
 
     run(test)
 
@@ -224,3 +233,18 @@ def test_an_abort_reaches_the_replica_that_has_the_request():
         assert [(load.num_requests, load.num_tokens > 0) for load in loads] == [(1, True), (0, False)]
 
     run(test)
+
+
+def test_a_profile_waits_for_every_process_under_the_name_that_it_has_itself():
+    config = EngineConfig(parallel=ParallelConfig(dp=2, tp=2))
+    of_replica = [(Role.SCHEDULER, 0), (Role.DETOKENIZER, 0), (Role.MODEL_RUNNER, 1)]
+    processes = [(role, rank, replica) for replica in (0, 1) for role, rank in of_replica]
+    settings = [
+        Settings(role, config, SOURCE, SPEC, Endpoints("a", "b", "c"), rank, replica=replica)
+        for role, rank, replica in [(Role.TOKENIZER_MANAGER, 0, 0), *processes]
+    ]
+    labels = [each.label for each in settings]
+
+    assert labels[:3] == ["tokenizer_manager", "scheduler_of_replica_0", "detokenizer_of_replica_0"]
+    assert len(set(labels)) == 7
+    assert AllProcesses(lambda order: True, config)._labels == labels
