@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import SchedulerReport
@@ -87,7 +85,7 @@ class EngineState:
         running = [each for each in known if each.replica in self.running]
         lost = [only_totals(each) for each in known if each.replica not in self.running]
         sent_s = min((each.sent_s for each in running), default=report.sent_s)
-        self.report = replace(combined([*running, *lost]), sent_s=sent_s)
+        self.report = combined([*running, *lost], sent_s)
 
     def lost(self, replica: int, reason: str) -> None:
         """A replica's scheduler or detokenizer is lost; it will be restarted."""

@@ -21,19 +21,20 @@ def only_totals(report: SchedulerReport) -> SchedulerReport:
     return SchedulerReport(sent_s=report.sent_s, replica=report.replica, **totals)
 
 
-def combined(reports: Sequence[SchedulerReport]) -> SchedulerReport:
-    """Sums of all counts; the oldest time, the largest estimate of memory, and the reasons of all.
+def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerReport:
+    """Sums of all counts, the largest estimate of memory, and the reasons of all.
 
     Args:
-        reports: at least one; a single one is returned as it is.
+        reports: at least one; a single one stays as it is, but for its time.
+        sent_s: time of the result.
     """
     if len(reports) == 1:
-        return reports[0]
+        return msgspec.structs.replace(reports[0], sent_s=sent_s)
     waiting: Counter[str] = Counter()
     for report in reports:
         waiting.update(report.waiting_by_reason)
     others: dict[str, Any] = {
-        "sent_s": min(report.sent_s for report in reports),
+        "sent_s": sent_s,
         "new_token_ratio": max(report.new_token_ratio for report in reports),
         "policy": ", ".join(dict.fromkeys(report.policy for report in reports if report.policy)),
         "waiting_by_reason": dict(waiting),

@@ -91,6 +91,7 @@ def test_a_cache_that_was_cleared_and_one_that_has_less_than_expected():
     idle = loads(0, 0)
     assert send(policy, request(1, 2, 3, 4), idle) == 0
     policy.restarted(0)
+    assert policy._maps[0].match(policy._names_of(request(1, 2, 3, 4))) == 0
     assert send(policy, request(5), loads(1, 0)) == 1
     assert send(policy, request(1, 2, 3, 4), loads(0, 0)) == 0
     again = request(1, 2, 3, 4)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from msgspec.structs import replace
 
 from engine.runtime.child.control import Endpoints, Role, Settings
 from engine.runtime.config.device_config import ParallelConfig
@@ -22,6 +23,8 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.all_processes import AllProcesses
+from engine.tokenizer_manager.dispatch.policies import PrefixAffinity
+from engine.tokenizer_manager.dispatch.prefix_map import BLOCK
 from engine.tokenizer_manager.generation import GenerationRequest
 from engine.tokenizer_manager.http.endpoints.worker import all_loads
 from engine.tokenizer_manager.scheduling_options import Scheduling
@@ -98,6 +101,7 @@ def test_streams_of_a_lost_replica_go_on_with_the_other_at_once():
         assert again.rid != moved.rid
         assert setup.engine.aborts.get_nowait().rid == other.aborts.get_nowait().rid == moved.rid
         assert setup.engine.generate.empty()  # the other stream was not touched
+        assert [load.num_requests for load in setup.manager._dispatcher.loads] == [2, 0]
         assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.on_message(BatchTextOutput([row(moved, "X")]))  # was still under way
         for request, text in ((kept, "c"), (again, "d")):
@@ -120,6 +124,7 @@ def test_when_all_are_lost_requests_wait_for_the_first_that_is_back():
         setup.engine.next_request()
         setup.manager.peers_lost("scheduler of replica 0 hangs", None, 0, 3)
         moved = other.next_request()
+        assert setup.manager.engine.unhealthy_reason() is None
         setup.manager.on_message(BatchTextOutput([row(moved, "a" * 20)]))  # progress: it is no suspect
         setup.manager.peers_lost(WHY, None, 1, 2)
         await setup.start("ho")
@@ -248,3 +253,31 @@ def test_a_profile_waits_for_every_process_under_the_name_that_it_has_itself():
     assert labels[:3] == ["tokenizer_manager", "scheduler_of_replica_0", "detokenizer_of_replica_0"]
     assert len(set(labels)) == 7
     assert AllProcesses(lambda order: True, config)._labels == labels
+
+
+def test_what_fits_is_what_fits_into_every_replica():
+    async def test(setup: Setup, other: FakeEngine) -> None:
+        assert setup.manager.capacity == CAPACITY
+        smaller = replace(CAPACITY, num_pages=CAPACITY.num_pages // 2)
+        setup.manager.peers_lost(WHY, None, 1, 3)
+        setup.manager.peers_back(smaller, 3, 1)
+        assert setup.manager.capacity == smaller
+
+    run(test)
+
+
+def test_a_cache_that_lacks_what_was_expected_is_known_to_lack_it():
+    prompt = [1] * 4 * BLOCK + [2]
+
+    async def test(setup: Setup, other: FakeEngine) -> None:
+        policy = setup.manager._dispatcher._policy
+        assert isinstance(policy, PrefixAffinity)
+        for cached, known in ((0, 4), (4 * BLOCK, 4), (0, 1)):
+            await setup.start(prompt)
+            request = setup.engine.next_request()
+            names = policy._names_of(request)
+            assert policy._maps[0].match(names) == 4
+            setup.manager.on_message(BatchTextOutput([row(request, "x", cached=cached, finish=LENGTH)]))
+            assert (policy._maps[0].match(names), policy._expected) == (known, {})
+
+    run(test, dispatch_policy="prefix-affinity")
