@@ -2,11 +2,15 @@
 
     python benchmarks/shapes.py [--shapes llama-3.2-1b ...] [--layers N] [--rounds 3] [--forms 4-bit bf16]
     python benchmarks/shapes.py --start llama-3.1-8b   # from the command to the first token, beside llama.cpp
+    python benchmarks/shapes.py --forms 4-bit --prompt-len 8192     # a long prompt, and the output after it
+    python benchmarks/shapes.py --forms 4-bit --streams 16          # requests at once, beside llama.cpp's server
 
 The files are written once, into the engine's cache folder (`random_models`). In each round every side, in a process of
-its own that loads the model again, computes one prompt of 512 tokens and generates 128 tokens after a short one. The
-peers are those of `cpu_vs_peers.py setup`; one that is missing, or does not load a model, is left out and said. Random
-weights cost the same time as real ones, except that the routing of experts is more even.
+its own that loads the model again, computes one prompt of 512 tokens and generates 128 tokens after a short one, or,
+with `--prompt-len`, some tokens after a prompt of that length. With `--streams`, each side is a server, and the rate is
+that of all output of so many requests at once, from the first request to the last token. The peers are those of
+`cpu_vs_peers.py setup`; one that is missing, or does not load a model, is left out and said. Random weights cost the
+same time as real ones, except that the routing of experts is more even.
 """
 
 from __future__ import annotations
@@ -22,7 +26,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple, get_args
 
@@ -38,6 +44,11 @@ from engine.runtime.model_files.cache_dir import cache_dir
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 128
 SHORT_PROMPT: Final = 16  # before the generated tokens
+LONG_OUTPUT_TOKENS: Final = 32  # after a long prompt
+STREAM_PROMPT: Final = 64
+STREAM_OUTPUT: Final = 64
+STREAMS_TARGET: Final = 3.0
+"""Of the output of many streams to that of llama.cpp's server."""
 DEFAULT_SHAPES: Final = ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b")
 FORMS: Final = ("4-bit", "bf16")
 TARGET: Final = 1.3
@@ -79,7 +90,9 @@ def main() -> None:
     """Print each round, and the table of medians."""
     arguments = parse_arguments()
     if arguments.be_engine is not None:
-        print(RATES + json.dumps(measure_engine(arguments.be_engine, arguments.threads)))
+        print(
+            RATES + json.dumps(measure_engine(arguments.be_engine, arguments.threads, arguments.prompt_len))
+        )
         return
     folder = cache_dir() / "benchmarks" / "shapes"
     if arguments.start is not None:
@@ -99,9 +112,16 @@ def main() -> None:
     for name in arguments.shapes:
         shape = SHAPES[name] if arguments.layers is None else SHAPES[name].with_layers(arguments.layers)
         label = name if arguments.layers is None else f"{name}-{arguments.layers}"
+        if arguments.streams is not None:
+            path = write_gguf(
+                shape, folder / f"{label}-{arguments.recipe}.gguf", ensure_model(), arguments.recipe
+            )
+            print(streams_table(path, LlamaCpp(arguments.peers_dir / "llama"), arguments))
+            continue
         for form in arguments.forms:
             lines += measure_shape(label, shape, form, folder, arguments)
-    print("\n".join([*HEAD, *lines]))
+    if lines:
+        print("\n".join([*HEAD, *lines]))
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -116,7 +136,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--start", choices=SHAPES, help="measure the time to the first token of this shape instead"
     )
-    parser.add_argument("--port", type=at_least(1), default=8791, help="of the servers of --start")
+    parser.add_argument(
+        "--port", type=at_least(1), default=8791, help="of the servers of --start and --streams"
+    )
+    parser.add_argument("--prompt-len", type=at_least(1), help="tokens of a long prompt; 4-bit only")
+    parser.add_argument("--streams", type=at_least(1), help="measure so many requests at once; 4-bit only")
     parser.add_argument(
         "--recipe", choices=get_args(Recipe), default="Q4_0", help="GGUF types of the files in 4 bits"
     )
@@ -134,14 +158,14 @@ def measure_shape(
     name: str, shape: Shape, form: str, folder: Path, arguments: argparse.Namespace
 ) -> list[str]:
     """The rows of the table for one shape in one form."""
-    threads, peers = arguments.threads, arguments.peers_dir
+    threads, peers, length = arguments.threads, arguments.peers_dir, arguments.prompt_len
     sides: dict[str, Side]
     if form == "4-bit":
         path = write_gguf(shape, folder / f"{name}-{arguments.recipe}.gguf", ensure_model(), arguments.recipe)
         llama = LlamaCpp(peers / "llama")
-        sides = {"engine": lambda: run_engine(path, threads)}
+        sides = {"engine": lambda: run_engine(path, threads, length)}
         peer, missing = "llama.cpp", llama.missing()
-        sides[peer] = lambda: run_llama(llama.server.with_name("llama-bench"), path, threads)
+        sides[peer] = lambda: run_llama(llama.server.with_name("llama-bench"), path, threads, length)
     else:
         path = write_folder(shape, folder / f"{name}-bf16", ensure_model())
         vllm = Vllm(peers / "vllm")
@@ -195,9 +219,11 @@ def rows_of(name: str, form: str, found: Mapping[str, Sequence[Rates]]) -> list[
     return rows
 
 
-def run_engine(model: Path, threads: int) -> Rates:
+def run_engine(model: Path, threads: int, prompt_len: int | None = None) -> Rates:
     """In a process of its own."""
     command = [sys.executable, __file__, _ENGINE, str(model), "--threads", str(threads)]
+    if prompt_len is not None:
+        command += ["--prompt-len", str(prompt_len)]
     return _rates(_run(command))
 
 
@@ -221,29 +247,47 @@ def run_vllm(vllm: Vllm, model: Path, threads: int) -> Rates:
     return _rates(_run([str(vllm.python), "-P", str(code), str(model), *sizes], environment))
 
 
-def run_llama(bench: Path, path: Path, threads: int) -> Rates:
-    """Two repetitions of each after its own warm-up."""
-    sizes = ["-p", str(PROMPT_TOKENS), "-n", str(OUTPUT_TOKENS), "-r", "2"]
-    printed = _run([str(bench), "-m", str(path), "-t", str(threads), *sizes, "-o", "json"])
-    rates = {row["n_prompt"]: float(row["avg_ts"]) for row in json.loads(printed)}
-    return Rates(rates[PROMPT_TOKENS], rates[0])
+def run_llama(bench: Path, path: Path, threads: int, prompt_len: int | None = None) -> Rates:
+    """Two repetitions of each after its own warm-up; of a long prompt, one."""
+    command = [str(bench), "-m", str(path), "-t", str(threads), "-o", "json"]
+    if prompt_len is None:
+        rows = json.loads(_run([*command, "-p", str(PROMPT_TOKENS), "-n", str(OUTPUT_TOKENS), "-r", "2"]))
+    else:
+        once = ["-r", "1", "--no-warmup"]
+        rows = json.loads(_run([*command, *once, "-p", str(prompt_len), "-n", "0"]))
+        after = ["-p", "0", "-n", str(LONG_OUTPUT_TOKENS), "-d", str(prompt_len)]
+        rows += json.loads(_run([*command, *once, *after]))
+    rates = {row["n_prompt"]: float(row["avg_ts"]) for row in rows}
+    return Rates(rates[prompt_len or PROMPT_TOKENS], rates[0])
 
 
-def measure_engine(path: Path, threads: int) -> Rates:
-    """The second of two prompts, and the generation after a short one."""
+def measure_engine(path: Path, threads: int, prompt_len: int | None = None) -> Rates:
+    """The second of two prompts and the output after a short one, or one long prompt and the output after it."""
     from engine import LLM, SamplingParams
 
-    llm = LLM(str(path), max_total_tokens=4096, num_threads=threads)
+    room = 4096 if prompt_len is None else prompt_len + 2 * PROMPT_TOKENS
+    llm = LLM(str(path), max_total_tokens=room, context_length=room, num_threads=threads)
     source = random.Random(0)
 
-    def seconds(prompt_len: int, num_outputs: int) -> float:
-        prompt = [source.randrange(1000, 40000) for _ in range(prompt_len)]
+    def seconds(prompt: Sequence[int], num_outputs: int) -> float:
         params = SamplingParams(max_new_tokens=num_outputs, temperature=0.0, ignore_eos=True)
         started_s = time.perf_counter()
-        llm.generate([prompt], params)
+        llm.generate([list(prompt)], params)
         return time.perf_counter() - started_s
 
-    return rates_by(seconds)
+    def random_prompt(prompt_len: int) -> list[int]:
+        return [source.randrange(1000, 40000) for _ in range(prompt_len)]
+
+    if prompt_len is None:
+        return rates_by(lambda length, outputs: seconds(random_prompt(length), outputs))
+    seconds(random_prompt(SHORT_PROMPT), 4)
+    prompt = random_prompt(prompt_len)
+    prompt_s = seconds(prompt, 1)
+    # The prompt is cached now, but for its last tokens: both of these compute the same rest of it.
+    first_s = seconds(prompt, 1)
+    return Rates(
+        prompt_len / prompt_s, LONG_OUTPUT_TOKENS / (seconds(prompt, LONG_OUTPUT_TOKENS + 1) - first_s)
+    )
 
 
 def rates_by(seconds: Callable[[int, int], float]) -> Rates:
@@ -286,8 +330,80 @@ def start_table(path: Path, llama: LlamaCpp, threads: int, rounds: int, port: in
     return "\n".join([size, *rows, f"engine to llama.cpp: {ratio:.2f} (target {START_TARGET} or less)"])
 
 
+def streams_table(path: Path, llama: LlamaCpp, arguments: argparse.Namespace) -> str:
+    """The output rate of many requests at once over HTTP, in rounds; each side's server is up alone."""
+    streams, port = arguments.streams, arguments.port
+    where = ["--host", HOST, "--port", str(port)]
+    room = streams * (STREAM_PROMPT + STREAM_OUTPUT + 64)
+    ours = [
+        sys.executable,
+        "-P",
+        "-m",
+        "engine",
+        "serve",
+        str(path),
+        *where,
+        "--served-model-name",
+        ANY_MODEL,
+    ]
+    ours += ["--num-threads", str(arguments.threads), "--max-total-tokens", str(room)]
+    theirs = [str(llama.server), "--model", str(path), *where, "--threads", str(arguments.threads)]
+    theirs += ["--ctx-size", str(room), "--parallel", str(streams)]
+    sides = {"engine": ours, "llama.cpp": theirs}
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(arguments.rounds):
+        for name, command in sides.items():
+            found[name].append(stream_rate(command, port, streams))
+            print(
+                f"{path.name} {streams} streams round {number + 1}: {name} {found[name][-1]:.1f}",
+                file=sys.stderr,
+            )
+    ratio = statistics.median(a / b for a, b in zip(*found.values(), strict=True))
+    rates = ", ".join(f"{name} {statistics.median(each):.1f}" for name, each in found.items())
+    return (
+        f"{path.name}, {streams} streams, output tok/s: {rates}; ratio {ratio:.2f} (target {STREAMS_TARGET})"
+    )
+
+
+def stream_rate(command: Sequence[str], port: int, streams: int) -> float:
+    """Output tokens a second of all requests, the prompts included in the time.
+
+    Raises:
+        SideError: the server ends, or an answer has another number of tokens.
+    """
+    source = random.Random(0)
+
+    def answer(prompt: Sequence[int]) -> int:
+        body = {"model": ANY_MODEL, "prompt": list(prompt), "max_tokens": STREAM_OUTPUT, "temperature": 0}
+        data = json.dumps({**body, "ignore_eos": True}).encode()
+        url = f"http://{HOST}:{port}/v1/completions"
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=3600) as reply:
+            return int(json.loads(reply.read())["usage"]["completion_tokens"])
+
+    with running(command, port), ThreadPoolExecutor(streams) as pool:
+        prompts = [[source.randrange(1000, 40000) for _ in range(STREAM_PROMPT)] for _ in range(streams)]
+        started_s = time.perf_counter()
+        counts = list(pool.map(answer, prompts))
+        taken_s = time.perf_counter() - started_s
+    if counts != [STREAM_OUTPUT] * streams:
+        raise SideError(f"answers of {sorted(set(counts))} tokens, not of {STREAM_OUTPUT}")
+    return sum(counts) / taken_s
+
+
 def start(command: Sequence[str], port: int) -> Start:
-    """Start a server and wait for its first token.
+    """Start a server, wait for its first token, and stop it.
+
+    Raises:
+        SideError: it ends before.
+    """
+    with running(command, port) as started:
+        return started
+
+
+@contextmanager
+def running(command: Sequence[str], port: int) -> Iterator[Start]:
+    """A server that has answered with one token.
 
     Raises:
         SideError: it ends before.
@@ -304,15 +420,17 @@ def start(command: Sequence[str], port: int) -> Start:
                 try:
                     with urllib.request.urlopen(request, timeout=600) as answer:
                         answer.read()
-                    return Start(time.perf_counter() - started_s, _peak_mib(server.pid))
+                    break
                 except urllib.error.HTTPError as error:
                     if error.code != _LOADING:
                         raise SideError(f"{error.code}: {error.read().decode()[-1500:]}") from None
                 except urllib.error.URLError:
                     pass  # not there yet
                 time.sleep(_POLL_S)
-            log.seek(0)
-            raise SideError(f"exit code {server.returncode}: {log.read()[-1500:]}")
+            else:
+                log.seek(0)
+                raise SideError(f"exit code {server.returncode}: {log.read()[-1500:]}")
+            yield Start(time.perf_counter() - started_s, _peak_mib(server.pid))
         finally:
             server.terminate()
             server.wait()
