@@ -2,7 +2,7 @@
 
     python benchmarks/shapes.py [--shapes llama-3.2-1b ...] [--layers N] [--rounds 3] [--forms 4-bit bf16]
     python benchmarks/shapes.py --start llama-3.1-8b   # from the command to the first token, beside llama.cpp
-    python benchmarks/shapes.py --forms 4-bit --prompt-len 8192     # a long prompt, and the output after it
+    python benchmarks/shapes.py --forms 4-bit --prompt-len 7900     # a long prompt, and the output after it
     python benchmarks/shapes.py --forms 4-bit --streams 16          # requests at once, beside llama.cpp's server
 
 The files are written once, into the engine's cache folder (`random_models`). In each round every side, in a process of
@@ -265,7 +265,7 @@ def measure_engine(path: Path, threads: int, prompt_len: int | None = None) -> R
     """The second of two prompts and the output after a short one, or one long prompt and the output after it."""
     from engine import LLM, SamplingParams
 
-    room = 4096 if prompt_len is None else prompt_len + 2 * PROMPT_TOKENS
+    room = 4096 if prompt_len is None else prompt_len + 4 * LONG_OUTPUT_TOKENS
     llm = LLM(str(path), max_total_tokens=room, context_length=room, num_threads=threads)
     source = random.Random(0)
 

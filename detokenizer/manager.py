@@ -13,6 +13,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
+from ..runtime.message_base import Logprobs
 from ..runtime.messages import (
     AdapterDone,
     BatchTextOutput,
@@ -22,7 +23,6 @@ from ..runtime.messages import (
     Finish,
     FinishKind,
     FlushCacheDone,
-    Logprobs,
     ManagerInput,
     PinDone,
     RequestList,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from ..runtime.messages import Logprobs
+from ..runtime.message_base import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
 from .adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer

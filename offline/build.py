@@ -33,6 +33,11 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             written; or the configuration has several ranks, which need processes.
     """
     config, spec = prepared.config, prepared.spec
+    if config.scheduler.disaggregation_mode != "null":
+        raise ConfigError(
+            f"disaggregation_mode is {config.scheduler.disaggregation_mode}, but an engine inside this process talks "
+            "to no other engine; start `engine serve`"
+        )
     if config.parallel.dp > 1:
         raise ConfigError(
             f"dp is {config.parallel.dp}, but an engine inside this process is one replica; start `engine serve "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .config.engine_config import EngineConfig
 from .counted import counted
 from .kv_size import GIB, kv_dtype_of, kv_token_bytes
-from .messages import Record
+from .message_base import Record
 from .state_size import checkpoint_pages, num_checkpoints
 
 if TYPE_CHECKING:

@@ -15,18 +15,11 @@ from typing import Final
 import msgspec
 
 from .grammar_use import GrammarUse
+from .kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures
+from .message_base import Logprobs, Message, Record
 from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
-
-
-class Message(msgspec.Struct, tag=True, array_like=True, frozen=True, gc=False):
-    """Base of all messages between processes; the tag is the class name. New fields go last, with a default."""
-
-
-class Record(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """Base of what travels nested inside a message, so it needs no tag."""
-
 
 # ---------------------------------------------------------------- nested records
 
@@ -128,22 +121,6 @@ class Usage(Record, frozen=True):
     grammar: GrammarUsage | None = None
 
 
-class Logprobs(Record, frozen=True):
-    """Log-probabilities of n consecutive tokens, natural logarithm, before temperature (the model's own).
-
-    Attributes:
-        token_logprobs: [n] float32, each token's own.
-        top_ids: [n, k] int32, the k likeliest tokens, descending; empty for k = 0.
-        top_logprobs: [n, k] float32.
-        top_k: k.
-    """
-
-    token_logprobs: bytes
-    top_ids: bytes = b""
-    top_logprobs: bytes = b""
-    top_k: int = 0
-
-
 _ATTEMPT: Final = "+"
 
 
@@ -172,6 +149,18 @@ class Delivered(Record, frozen=True):
     usage: Usage
 
 
+class KVHandoff(Record, frozen=True):
+    """One side of a request whose prompt one engine computes and another one decodes; see `kv_transfer.py`.
+
+    Attributes:
+        room: name of the pair; equal on both sides, and different for parallel samples.
+        peer: HOST:PORT at which the prefill engine is asked for the prompt; "": this engine is the prefill engine.
+    """
+
+    room: str
+    peer: str = ""
+
+
 class GenerateRequest(Message, frozen=True):
     """Start one generation; exactly one finished row answers it.
 
@@ -195,6 +184,7 @@ class GenerateRequest(Message, frozen=True):
         pooling: a request for a vector instead of text. `sampling.max_new_tokens` is 1 then: the vector counts as a
             token. None: text.
         data_parallel_rank: the replica that its client wants, for the dispatcher; None: any.
+        handoff: its prompt is computed for another engine, or by another one; None: this one does both.
     """
 
     rid: str
@@ -214,6 +204,7 @@ class GenerateRequest(Message, frozen=True):
     keep_special_ids: tuple[int, ...] = ()
     pooling: PoolingParams | None = None
     data_parallel_rank: int | None = None
+    handoff: KVHandoff | None = None
 
 
 class GrammarReady(Message, frozen=True):
@@ -328,6 +319,9 @@ SchedulerInput = (
     | LoadAdapter
     | AdapterRead
     | UnloadAdapter
+    | FromPeer
+    | PagesWritten
+    | PeerLost
 )
 
 
@@ -394,7 +388,7 @@ class SchedulerReport(Message, frozen=True):
     pinned_tokens: int = 0
     timed_out_reqs_total: int = 0
     policy: str = ""  # the policy that orders the queue now
-    waiting_by_reason: dict[str, int] = {}
+    waiting_by_reason: dict[str, int] = msgspec.field(default_factory=dict)
     stalled: str = ""  # why no request makes progress although requests wait; "" if there is no stall
     draft_tokens_total: int = 0  # draft tokens that steps have verified, see --speculative
     accepted_draft_tokens_total: int = 0  # of these, the accepted ones
@@ -411,6 +405,7 @@ class SchedulerReport(Message, frozen=True):
     kv_events_total: int = 0  # published, see --kv-events
     kv_event_replays_total: int = 0  # requests of subscribers that had missed some
     replica: int = 0  # the scheduler's number, with --dp
+    transfer: TransferFigures | None = None  # with --disaggregation-mode
 
 
 class FlushCacheDone(Message, frozen=True):
@@ -480,7 +475,7 @@ class RequestList(Message, frozen=True):
     list_id: int
     requests: list[LiveRequest]
     total: int
-    last_pass: dict[str, int] = {}
+    last_pass: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class AdapterDone(Message, frozen=True):

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .messages import Logprobs, Message, Record
+from .message_base import Logprobs, Message, Record
 from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams

@@ -23,6 +23,7 @@ from .decodes import Decodes
 from .estimator.base import OutputEstimator
 from .estimator.make import make_estimator
 from .grammar.grammar_drafts import GrammarDrafts
+from .memory.incoming_pages import IncomingPages
 from .memory.kv_memory import KVMemory
 from .memory.ledger import Ledger
 from .memory.page_allocator import PageAllocator
@@ -57,6 +58,9 @@ from .stall import StallSentinel
 from .step_size.step_caps import StepCaps
 from .step_size.step_limits import StepLimits
 from .step_size.step_target import make_step_target
+from .transfer.decode_role import DecodeRole
+from .transfer.prefill_role import PrefillRole
+from .transfer.role import NoTransfer, TransferRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class SchedulerParts:
     adapters: AdapterTable
     adapter_slots: AdapterSlots
     block_events: BlockRecorder
+    transfer: TransferRole
 
 
 def assemble(
@@ -107,6 +112,7 @@ def assemble(
     block_events = BlockEvents(block_size_for(page_size)) if records_blocks else NoBlockEvents()
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, block_events)
     supply = PageSupply(allocator, prefix_cache)
+    incoming = IncomingPages(supply, prefix_cache)
     lookahead = config.num_lookahead_tokens
     kv = KVMemory(
         supply, pool, states, prefix_cache, host, num_lookahead_tokens=lookahead, state_slots=state_slots
@@ -145,12 +151,13 @@ def assemble(
     shares = cache.radix_cache and config.in_batch_prefix_caching
     target = make_step_target(limits.target_step_ms)
     out_of_memory = OutOfMemory(requests, preemption, caps)
+    reservations = Reservations(requests, states, estimator, page_size)
     admission = Admission(
         AdmissionParts(
             requests=requests,
             policy=policy,
             preemption=preemption,
-            reservations=Reservations(requests, states, estimator, page_size),
+            reservations=reservations,
             parallel_samples=parallel_samples,
             constraints=(adapter_slots,),
             memory=memory,
@@ -167,6 +174,7 @@ def assemble(
         requests,
         preemption,
         memory=memory,
+        incoming=incoming,
         estimator=estimator,
         chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
@@ -183,7 +191,7 @@ def assemble(
     return SchedulerParts(
         requests=requests,
         memory=memory,
-        ledger=Ledger(allocator, prefix_cache, memory),
+        ledger=Ledger(allocator, prefix_cache, memory, incoming),
         policy=policy,
         estimator=estimator,
         phases=make_phases(config, admission, decodes, requests, out_of_memory),
@@ -215,7 +223,51 @@ def assemble(
         adapters=adapters,
         adapter_slots=adapter_slots,
         block_events=block_events,
+        transfer=_make_transfer(
+            config,
+            requests,
+            prefix_cache,
+            memory,
+            supply,
+            incoming,
+            reservations=reservations,
+            stop_rules=stop_rules,
+            stats=stats,
+        ),
     )
+
+
+def _make_transfer(
+    config: SchedulerConfig,
+    requests: Requests,
+    cache: PrefixCache,
+    memory: RowMemory,
+    supply: PageSupply,
+    incoming: IncomingPages,
+    *,
+    reservations: Reservations,
+    stop_rules: StopRules,
+    stats: SchedulerStats,
+) -> TransferRole:
+    timeout_s = config.disaggregation_timeout
+    match config.disaggregation_mode:
+        case "prefill":
+            return PrefillRole(cache, supply, memory.kv.page_size, timeout_s=timeout_s)
+        case "decode":
+            return DecodeRole(
+                requests,
+                cache,
+                memory.kv,
+                incoming,
+                reservations=reservations,
+                stop_rules=stop_rules,
+                stats=stats,
+                max_open=memory.pool.num_rows,
+                timeout_s=timeout_s,
+                fallback=config.disaggregation_fallback,
+            )
+        case "null":
+            return NoTransfer()
 
 
 def _make_state_slots(capacity: Capacity) -> StateSlots | None:

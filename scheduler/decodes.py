@@ -9,6 +9,7 @@ import numpy as np
 from ..runtime.messages import Finish, FinishKind
 from .arrays import EMPTY, IntArray
 from .estimator.base import OutputEstimator
+from .memory.incoming_pages import IncomingPages
 from .memory.row_memory import RowMemory
 from .pass_state import PassState
 from .policy.base import SchedulePolicy
@@ -29,6 +30,7 @@ class Decodes:
         "_answers",
         "_chaos",
         "_estimator",
+        "_incoming",
         "_kv",
         "_policy",
         "_preemption",
@@ -42,6 +44,7 @@ class Decodes:
         preemption: Preemption,
         *,
         memory: RowMemory,
+        incoming: IncomingPages,
         estimator: OutputEstimator,
         chaos: Chaos,
         answers: Answers,
@@ -50,7 +53,7 @@ class Decodes:
         """`policy`: its `by_priority` says whether requests of the lowest priority are retracted first."""
         self._requests = requests
         self._preemption = preemption
-        self._states, self._kv = memory.states, memory.kv
+        self._states, self._kv, self._incoming = memory.states, memory.kv, incoming
         self._estimator = estimator
         self._chaos = chaos
         self._answers = answers
@@ -71,7 +74,7 @@ class Decodes:
             by_priority=self._policy.by_priority,
         )
         if with_pages.retracted or with_pages.starved:
-            if with_pages.starved:
+            if with_pages.starved and not self._incoming.num_pages:  # else those pages will come free
                 self._starve(with_pages.starved, now_s)
                 state.gave_memory_back = True
             self._preemption.requeue(now_s)

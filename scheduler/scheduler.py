@@ -34,6 +34,7 @@ from typing import assert_never
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
+from ..runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
@@ -48,6 +49,7 @@ from ..runtime.messages import (
     FlushCacheDone,
     GenerateRequest,
     GrammarReady,
+    KVHandoff,
     ListRequests,
     LoadAdapter,
     PinPrefix,
@@ -69,15 +71,18 @@ from .pass_state import PassState, record_of
 from .phases import Work
 from .prefix_cache.block_events import BlockEvent
 from .queries.request_list import list_requests
-from .records.decision_log import Arrived, DecisionLog, RefusedToken, Settled, vector_digest
+from .records.decision_log import Arrived, DecisionLog, Handover, RefusedToken, Settled, vector_digest
 from .records.verdict import AddReqResult
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
-from .requests.req import Req
+from .requests.req import Req, ReqStatus
 from .stall import StallAction
 from .step_planner import by_adapter, plan_step
+from .transfer.role import Changes, Step
 
 logger = logging.getLogger(__name__)
+
+_QUEUED = (ReqStatus.WAITING, ReqStatus.RECEIVING)
 
 
 class Scheduler:
@@ -126,6 +131,7 @@ class Scheduler:
         )
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
+        self._transfer = parts.transfer
         self._matchers = matchers if matchers is not None else NoMatchers()
         self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
         self._last_step_id = 0
@@ -173,6 +179,8 @@ class Scheduler:
                 self._take_adapter(message, now_s)
             case UnloadAdapter():
                 self._unload_adapter(message, now_s)
+            case FromPeer() | PagesWritten() | PeerLost():
+                self._change(self._transfer.handle(message, now_s), now_s)
             case _:
                 assert_never(message)
 
@@ -183,6 +191,10 @@ class Scheduler:
     def take_block_events(self) -> Sequence[BlockEvent]:
         """What entered and left the prefix cache since the last call, in order; empty unless `records_blocks`."""
         return self._parts.block_events.take()
+
+    def take_transfer_commands(self) -> list[TransferCommand]:
+        """What the `KVTransfer` shall do, since the last call; none without `--disaggregation-mode`."""
+        return self._transfer.take_commands()
 
     def adapter(self, fingerprint: str) -> Adapter | None:
         """The adapter with this fingerprint; None if it is not loaded."""
@@ -199,8 +211,10 @@ class Scheduler:
             return
         status = 400
         try:
-            reason = reason_to_refuse(message, self._capacity) or self._parts.adapters.reason_against(
-                message.lora_id
+            reason = (
+                reason_to_refuse(message, self._capacity)
+                or self._parts.adapters.reason_against(message.lora_id)
+                or self._reason_against_handoff(message.handoff)
             )
         except Exception:  # the failure of one request must not end the others
             logger.error("checking a request failed rid=%s", message.rid, exc_info=True)
@@ -225,10 +239,28 @@ class Scheduler:
                 req.group,
                 message.needs_grammar,
                 req.num_delivered,
+                req.awaits_kv,
             )
         )
         if message.grammar is not None and not message.needs_grammar:
             self._guide(req, now_s)
+        if req.handoff is not None and req.status in _QUEUED:
+            self._transfer.arrived(req, now_s)
+
+    def _reason_against_handoff(self, handoff: KVHandoff | None) -> str | None:
+        return None if handoff is None else self._transfer.reason_against(receives=bool(handoff.peer)) or None
+
+    def _change(self, changes: Changes, now_s: float) -> None:
+        """Send the rows of a `TransferRole` and note what it did."""
+        self._note(changes.steps, now_s)
+        if changes.rows:
+            self._answers.rows([*changes.rows])
+            if left := self._requests.take_finished():
+                self.decisions.append(Settled(now_s, 0, left=left, grammar_ends=dict(changes.grammar_ends)))
+
+    def _note(self, steps: Sequence[Step], now_s: float) -> None:
+        for step in steps:
+            self.decisions.append(Handover(now_s, *step))
 
     def _abandon(self, before_s: float, now_s: float) -> None:
         """End the requests of a tokenizer manager that has ended. Those that still arrive later are dropped."""
@@ -250,6 +282,8 @@ class Scheduler:
             if req.grammar_figures is not None:
                 req.grammar_figures.compile_s += message.compile_s
                 self._guide(req, now_s)
+            if req.handoff is not None and req.status in _QUEUED:
+                self._transfer.arrived(req, now_s)
 
     def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""
@@ -259,7 +293,8 @@ class Scheduler:
             logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)
             req.matcher = FailedMatcher()
         if req.grammar is not None and req.grammar.complete:
-            req.matcher.limit(req.max_new_tokens)
+            assert req.sampling.max_new_tokens is not None
+            req.matcher.limit(req.sampling.max_new_tokens)  # also if another engine decodes
         finish = resume(req)
         if finish is not None:
             self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})
@@ -298,7 +333,9 @@ class Scheduler:
     ) -> None:
         """End requests between steps; `grammar_ends`: as in `Settled`."""
         num_with_row = sum(req.row >= 0 for req, _ in ended)
-        self._answers.rows([self._requests.finish(req, finish, now_s) for req, finish in ended])
+        rows = [self._requests.finish(req, finish, now_s) for req, finish in ended]
+        self._answers.rows(rows)
+        self._note(self._transfer.answered(rows, now_s), now_s)
         if num_with_row:
             self._requests.remove_stopped()
         left = self._requests.take_finished()
@@ -317,6 +354,7 @@ class Scheduler:
             self._stats.timed_out_reqs += len(expired)
             self._end(expired, now_s)
         self._kv.expire_pins(now_s)
+        self._change(self._transfer.plan(now_s), now_s)
         while True:
             state = PassState(now_s, self._policy.active_name)
             batch = self._plan_pass(state)
@@ -383,6 +421,8 @@ class Scheduler:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self._answers.rows(rows)
+        self._transfer.settled(batch, now_s)
+        self._note(self._transfer.answered(rows, now_s), now_s)
         self.decisions.append(
             Settled(
                 now_s,
@@ -430,11 +470,12 @@ class Scheduler:
         if self._parts.explainer.has_questions:
             return 0.0
         if not self._requests:
-            return None
+            return self._transfer.wake_s()
         times = (
             self._deadlines.next_s(),
             self._policy.wake_s(self._requests.waiting),
             self._parts.out_of_memory.hold_until_s,
+            self._transfer.wake_s(),
         )
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -451,8 +492,14 @@ class Scheduler:
         sentinel = self._parts.sentinel
         if not self._requests:
             sentinel.progress()
-            self._parts.ledger.check_idle()
+            if self._transfer.num_open:
+                self._parts.ledger.check()
+            else:
+                self._parts.ledger.check_idle()
             self._parts.estimator.reset()
+            return
+        if self._transfer.num_open:  # each ends by itself, at its time limit at the latest
+            sentinel.progress()
             return
         if self._parts.out_of_memory.hold_until_s is not None or self._parts.adapters.num_reading:
             sentinel.progress()
@@ -475,7 +522,7 @@ class Scheduler:
             LedgerError, SlotError: the message says what is wrong.
         """
         self._parts.adapter_slots.audit(self._requests.with_row)
-        self._parts.ledger.audit(self._requests.with_row, self._requests.swapped)
+        self._parts.ledger.audit(self._requests.with_row, self._requests.swapped, self._transfer.leases())
 
     def report(self, now_s: float) -> SchedulerReport:
         """The current figures, and the totals since the start."""
@@ -483,7 +530,7 @@ class Scheduler:
         return SchedulerReport(
             sent_s=now_s,
             num_running_reqs=self._requests.num_with_row,
-            num_queue_reqs=self._requests.num_waiting,
+            num_queue_reqs=self._requests.num_waiting + len(self._requests.receiving),
             kv_used_tokens=kv.held_pages * page_size,
             kv_cached_tokens=kv.cached_pages * page_size,
             kv_total_tokens=self._capacity.max_total_tokens,
@@ -512,6 +559,7 @@ class Scheduler:
             overruled_tokens_total=stats.overruled_tokens,
             num_adapters=len(self._parts.adapters),
             num_adapter_slots_used=self._parts.adapter_slots.num_in_use,
+            transfer=self._transfer.figures(),
         )
 
     def _waiting_by_reason(self) -> dict[str, int]:

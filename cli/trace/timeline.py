@@ -16,6 +16,7 @@ from ...scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,
     Finished,
+    Handover,
     PassRecord,
     Retraction,
     Settled,
@@ -77,6 +78,8 @@ class TimelineBuilder:
                 self._settle(record)
             case Arrived():
                 self._arrive(record)
+            case Handover():
+                pass  # the request waits, as far as the timeline shows
         if self._num_spans > self._max_spans:
             self._coarsen()
 

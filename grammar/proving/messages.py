@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from ...runtime.grammar_use import GrammarSpec
-from ...runtime.messages import Message
+from ...runtime.message_base import Message
 from ...runtime.model_files.source import ModelSource
 
 FRAME_LENGTH: Final = struct.Struct("<I")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...runtime.config.device_config import ParallelConfig
-    from ...runtime.messages import Message
+    from ...runtime.message_base import Message
     from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
     from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult
     from ..adapters.adapter_store import AdapterRead, AdapterStore

@@ -24,7 +24,7 @@ import msgspec
 
 from ..config.engine_config import EngineConfig, LogLevel
 from ..feasibility import Capacity
-from ..messages import Message, Record
+from ..message_base import Message, Record
 from ..model_files.adapters.loaded_adapter import LoadedAdapter
 from ..model_files.model_spec import ModelSpec
 from ..model_files.source import ModelSource

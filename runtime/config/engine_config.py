@@ -48,6 +48,7 @@ SchedulePolicyName = Literal[
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
 SpeculativeName = Literal["off", "ngram"]
+DisaggregationMode = Literal["null", "prefill", "decode"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
@@ -339,6 +340,20 @@ class SchedulerConfig:
         "Time in ms for which decodes may run in a row while no request waits; clients get these "
         "tokens together; 0: one by one.",
     ] = "auto"
+    disaggregation_mode: Annotated[
+        DisaggregationMode,
+        "Prefill/decode disaggregation: compute prompts for other engines (prefill), or decode prompts that other "
+        "engines compute (decode). A router sends each request to one of both.",
+    ] = "null"
+    disaggregation_timeout: Annotated[
+        float,
+        "With --disaggregation-mode: seconds for a prompt to come (decode), or to be claimed (prefill).",
+        Alias("disaggregation_bootstrap_timeout", in_help=False),
+    ] = 120.0
+    disaggregation_fallback: Annotated[
+        bool,
+        "With --disaggregation-mode decode: compute a prompt here if it does not come; else the request fails.",
+    ] = True
     chaos: Annotated[
         str | None,
         "Fault injection for tests: 'retract=0.5:500' retracts with this probability, at most this "
@@ -388,6 +403,7 @@ class SchedulerConfig:
                 f"max_num_partial_prefills ({self.max_num_partial_prefills})"
             )
         check_finite("schedule_conservativeness", self.schedule_conservativeness, 0.0, open_end=True)
+        check_finite("disaggregation_timeout", self.disaggregation_timeout, 0.0, open_end=True)
         parse_chaos(self.chaos)
 
 
@@ -455,3 +471,22 @@ class EngineConfig:
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
     limits: RequestLimits = field(default_factory=RequestLimits)
     log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        mode = self.scheduler.disaggregation_mode
+        if mode == "null":
+            return
+        parallel = self.parallel
+        for name, value in (("tp", parallel.tp), ("dp", parallel.dp)):
+            if value > 1:
+                raise ConfigError(
+                    f"disaggregation_mode is {mode} with {name} {value}, but a {mode} engine has one KV pool in one "
+                    f"process; leave --{name} out, and start several {mode} engines behind a router"
+                )
+        if not self.cache.radix_cache:
+            raise ConfigError(
+                f"disaggregation_mode is {mode} without the prefix cache, but KV is handed over from one prefix cache "
+                "to another; leave --no-radix-cache out"
+            )
+        if mode == "prefill" and self.server.bootstrap_port == 0:
+            raise ConfigError("bootstrap_port is 0, but decode engines must know it; set it to a free port")

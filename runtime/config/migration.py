@@ -21,7 +21,6 @@ _REVISION: Final = "give it with the model: engine serve org/name@revision"
 _EXPERTS: Final = "use --tp; each device has a part of each expert"
 _ONE_GPU: Final = "use --tp for several GPUs, and CUDA_VISIBLE_DEVICES to choose them"
 _TEXT_ONLY: Final = f"{_ALWAYS}: only text is supported"
-_ONE_SERVER: Final = f"{_ALWAYS}: one server computes prompts and answers"
 
 ANSWERS: Final[Mapping[str, str]] = {
     # memory and batches
@@ -66,8 +65,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "split_mode": _ONE_GPU,
     "main_gpu": _ONE_GPU,
     "base_gpu_id": _ONE_GPU,
-    "kv_transfer_config": _ONE_SERVER,
-    "disaggregation_mode": _ONE_SERVER,
+    "kv_transfer_config": "use --disaggregation-mode and --transfer-backend",
     "api_server_count": f"{_ALWAYS}: there is one process for HTTP",
     "threads_batch": "use --num-threads, for prompts and answers",
     "skip_server_warmup": f"{_ALWAYS}: the server is ready when it says so",

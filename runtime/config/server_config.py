@@ -10,6 +10,7 @@ from .kv_event_settings import parse_kv_events
 from .setting_declaration import Alias, check_at_least, check_finite
 
 OverloadMode = Literal["refuse", "queue"]
+TransferBackendName = Literal["local", "nixl", "mooncake"]
 
 _POSITIVE: Final = (
     "max_body_mb",
@@ -90,6 +91,17 @@ class ServerConfig:
         str | None,
         "ZMQ address at which subscribers of --kv-events ask for messages that they have missed.",
     ] = None
+    bootstrap_port: Annotated[
+        int,
+        "With --disaggregation-mode prefill: the port (TCP, on --host) at which decode engines claim prompts.",
+        Alias("disaggregation_bootstrap_port"),
+    ] = 8998
+    transfer_backend: Annotated[
+        TransferBackendName,
+        "With --disaggregation-mode: what moves KV, the same on both sides: the connection between the engines itself "
+        "(local), NIXL or Mooncake.",
+        Alias("disaggregation_transfer_backend"),
+    ] = "local"
     strict: Annotated[bool, "Refuse unknown request fields instead of warning about them."] = False
     drain_timeout: Annotated[
         float,
@@ -107,6 +119,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}, but it must lie in [0, 65535]")
+        if not 0 <= self.bootstrap_port <= 65535:
+            raise ConfigError(f"bootstrap_port is {self.bootstrap_port}, but it must lie in [1, 65535]")
         for name in _POSITIVE:
             check_finite(name, getattr(self, name), 0.0, open_end=True)
         check_at_least("max_connections", self.max_connections, 1)

@@ -23,7 +23,7 @@ import zmq
 import zmq.auth.thread
 
 from ..errors import ConfigError, RankLostError
-from ..messages import Message
+from ..message_base import Message
 from .cluster_key import ClusterKey
 from .ipc import HasFileno, decode_or_drop, decode_waiting, make_socket
 

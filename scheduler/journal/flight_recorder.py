@@ -21,7 +21,7 @@ import msgspec
 from ...runtime.child.black_box import DECISION_NAMES
 from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 from ..batch import ScheduleBatch
-from ..records.decision_log import Arrived, DecisionLog, DecisionRecord, PassRecord, Settled
+from ..records.decision_log import Arrived, DecisionLog, DecisionRecord, Handover, PassRecord, Settled
 from ..records.verdict import AddReqResult
 from .recorder import Recorder
 
@@ -187,6 +187,8 @@ def _lines(record: _Record) -> Iterator[str]:
                 f"arrived rid={record.rid} prompt_len={record.prompt_len} max_new_tokens={record.max_new_tokens} "
                 f"priority={record.priority}"
             )
+        case Handover():
+            yield f"handover rid={record.rid} {record.event}: {record.detail}"
         case PassRecord():
             yield from record.lines()
         case Settled():

@@ -8,10 +8,11 @@
                 case Arrived(): ...              # it queued a request; a refused request has no such record
                 case PassRecord(): ...           # a pass, as in `Scheduler.decisions`
                 case Settled(): ...              # the result of a step; aborts and deadlines
+                case Handover(): ...             # with --disaggregation-mode: the KV of a prompt
                 case Planning() | Idle(): ...    # calls without a decision of their own; only replay needs them
         print(run.damage)                        # "" if all of it could be read
 
-`run.decisions` yields only `Arrived | PassRecord | Settled`: the same records as the live `Scheduler.decisions`.
+`run.decisions` yields only `DecisionRecord`s: the same records as the live `Scheduler.decisions`.
 
     file:    run, run, ...            run:    MAGIC (8 bytes), version (u32), record, record, ...
     record:  length (u32), CRC-32 (u32), msgpack; the first of a run is its `Header`. Little-endian.

@@ -19,7 +19,7 @@ from ...runtime.step_plan import ForwardMode, StepResult
 from ..batch import ScheduleBatch
 from ..grammar.logged_matcher import LoggedEnd, LoggedMatchers
 from ..grammar.matcher_source import MatcherSource
-from ..records.decision_log import Arrived, DecisionRecord, MatcherDrafts, PassRecord, Settled
+from ..records.decision_log import Arrived, DecisionRecord, Handover, MatcherDrafts, PassRecord, Settled
 from ..scheduler import Scheduler
 from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning
 
@@ -175,7 +175,7 @@ class _Calls:
             if not self._in_flight:
                 return _difference(record, num_passes, "the log settles a step that the replay did not plan")
             self._call(record, effects)
-        if isinstance(record, Arrived | PassRecord | Settled):
+        if isinstance(record, Arrived | PassRecord | Settled | Handover):
             return self._compare(record, num_passes)
         if self._replayed:
             extra = self._replayed[0]
@@ -201,6 +201,7 @@ class _Calls:
         except Exception as error:  # a bug that ended the run; the replay reproduces it
             self.raised = f"{type(error).__name__}: {error}"
         scheduler.take_outputs()
+        scheduler.take_transfer_commands()
         decisions = scheduler.decisions
         self._replayed.extend(decisions.since(self._num_seen))
         self._num_seen = decisions.num_records
@@ -228,7 +229,9 @@ def _with_effects(records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, Seq
     call: LogRecord | None = None
     effects: list[DecisionRecord] = []
     for record in records:
-        if isinstance(record, Arrived | PassRecord) or (isinstance(record, Settled) and not record.step_id):
+        if isinstance(record, Arrived | PassRecord | Handover) or (
+            isinstance(record, Settled) and not record.step_id
+        ):
             effects.append(record)
             continue
         yield from _in_log_order(call, effects)
@@ -291,6 +294,8 @@ def _words(record: DecisionRecord) -> str:
     match record:
         case Arrived():
             return f"the arrival of {record.rid}"
+        case Handover():
+            return f"the handover of {record.rid}: {record.event}"
         case PassRecord():
             return f"the pass of step {record.step_id}" if record.step_id else "a pass without a step"
         case Settled() if record.step_id:

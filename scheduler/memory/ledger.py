@@ -1,4 +1,4 @@
-"""The page equation: `free + cached(evictable + locked) + held == total`, and every lock has an owner.
+"""The page equation: `free + cached(evictable + locked) + held + incoming == total`, and every lock has an owner.
 
 In a model with state layers also that of checkpoints: `free + planned + cached == total`; see `state_slots.py`.
 
@@ -13,8 +13,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from ...runtime.errors import EngineError
-from ..prefix_cache.base import PrefixCache
+from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
+from .incoming_pages import IncomingPages
 from .page_allocator import PageAllocator
 from .row_memory import RowMemory
 
@@ -26,9 +27,12 @@ class LedgerError(EngineError):
 class Ledger:
     """Checks the accounts of pages, locks and rows. It changes nothing."""
 
-    __slots__ = ("_allocator", "_cache", "_host", "_kv", "_pool")
+    __slots__ = ("_allocator", "_cache", "_host", "_incoming", "_kv", "_pool")
 
-    def __init__(self, allocator: PageAllocator, prefix_cache: PrefixCache, memory: RowMemory) -> None:
+    def __init__(
+        self, allocator: PageAllocator, prefix_cache: PrefixCache, memory: RowMemory, incoming: IncomingPages
+    ) -> None:
+        self._incoming = incoming
         self._allocator = allocator
         self._cache = prefix_cache
         self._pool, self._kv, self._host = memory.pool, memory.kv, memory.host
@@ -41,11 +45,12 @@ class Ledger:
         """
         free, held = self._allocator.num_free, self._kv.held_pages
         evictable, locked = self._cache.evictable_pages, self._cache.locked_pages
-        total = self._allocator.num_pages
-        if free + evictable + locked + held != total:
+        incoming, total = self._incoming.num_pages, self._allocator.num_pages
+        counted = free + evictable + locked + held + incoming
+        if counted != total:
             raise LedgerError(
-                f"page equation: free {free} + evictable {evictable} + locked {locked} + held {held} = "
-                f"{free + evictable + locked + held}, but the pool has {total} pages"
+                f"page equation: free {free} + evictable {evictable} + locked {locked} + held {held} + incoming "
+                f"{incoming} = {counted}, but the pool has {total} pages"
             )
         slots = self._kv.state_slots
         free, planned, cached = slots.num_free, len(slots.planned()), self._cache.num_checkpoints
@@ -63,10 +68,11 @@ class Ledger:
         """
         self.check()
         rows_out = self._pool.num_rows - self._pool.num_free_rows
-        if self._kv.held_pages or self._cache.locked_pages or rows_out:
+        held = self._kv.held_pages + self._incoming.num_pages
+        if held or self._cache.locked_pages or rows_out:
             raise LedgerError(
-                f"no request is left, but {self._kv.held_pages} pages are held, {self._cache.locked_pages} are locked "
-                f"and {rows_out} rows are taken"
+                f"no request is left, but {held} pages are held, {self._cache.locked_pages} are locked and "
+                f"{rows_out} rows are taken"
             )
         if planned := self._kv.state_slots.planned():
             raise LedgerError(f"no request is left, but rows have planned the checkpoints {sorted(planned)}")
@@ -74,12 +80,15 @@ class Ledger:
             taken = self._host.num_pages - self._host.num_free
             raise LedgerError(f"no request is left, but {taken} pages of host memory are taken")
 
-    def audit(self, reqs: Iterable[Req], swapped: Iterable[Req] = ()) -> None:
+    def audit(
+        self, reqs: Iterable[Req], swapped: Iterable[Req] = (), other_leases: Iterable[Lease] = ()
+    ) -> None:
         """Check every page. For tests: the cost grows with the number of pages.
 
         Args:
             reqs: all requests with a row.
             swapped: all requests with KV on the host.
+            other_leases: those of transfers.
 
         Raises:
             LedgerError: for the first error found.
@@ -88,7 +97,8 @@ class Ledger:
         owners = np.zeros(self._allocator.num_pages + 1, dtype=np.int32)
         np.add.at(owners, self._allocator.free_pages(), 1)
         np.add.at(owners, self._cache.all_pages(), 1)
-        leases = []
+        np.add.at(owners, self._incoming.all_pages(), 1)
+        leases = list(other_leases)
         for req in reqs:
             assert req.lease is not None, req
             leases.append(req.lease)

@@ -34,7 +34,9 @@ def list_requests(
 
 def _in_order(requests: Requests) -> Iterator[Req]:
     with_row = sorted(requests.with_row, key=lambda req: req.seq)
-    return chain(with_row, requests.swapped, requests.waiting, requests.grammar.values())
+    return chain(
+        with_row, requests.swapped, requests.waiting, requests.grammar.values(), requests.receiving.values()
+    )
 
 
 def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: float) -> LiveRequest:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..records.cache_miss import CacheMiss
-from ..records.decision_log import Arrived, DecisionRecord, Finished, PassRecord, Retraction, Settled
+from ..records.decision_log import (
+    Arrived,
+    DecisionRecord,
+    Finished,
+    Handover,
+    PassRecord,
+    Retraction,
+    Settled,
+)
 from ..records.verdict import AddReqResult, Reason, Verdict
 
 
@@ -15,9 +23,14 @@ class Place(enum.Enum):
     """The last known state of the request; it determines which parts of a pass can concern it."""
 
     UNKNOWN = enum.auto()
+    RECEIVING = enum.auto()
     WAITING = enum.auto()
     RUNNING = enum.auto()
     GONE = enum.auto()
+
+
+KV_IS_HERE: Final = ("received", "not received", "computed here")
+"""Events of a `Handover` after which a request waits as any other."""
 
 
 class Beginning(NamedTuple):
@@ -79,7 +92,7 @@ class Episode:
         verdict: the last verdict about the request itself.
     """
 
-    cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Finished
+    cause: Arrived | Forgotten | Decision | CacheMiss | Retraction | Finished | Handover
     first_s: float
     last_s: float
     first_step: int = 0
@@ -176,14 +189,22 @@ class RequestStory:
             if self._needs_grammar and self.rid in record.grammars:
                 self._take_grammar(record.now_s)
         elif record.rid == self.rid:
-            self._arrive(record)
+            if isinstance(record, Arrived):
+                self._arrive(record)
+            else:
+                self._hand_over(record)
+
+    def _hand_over(self, record: Handover) -> None:
+        self.episodes.append(Episode(record, record.now_s, record.now_s))
+        if record.event in KV_IS_HERE and self._place is Place.RECEIVING:
+            self._place = Place.WAITING
 
     def _arrive(self, arrived: Arrived) -> None:
         self._clear()
         self.arrived = arrived
         self.waiting_since_s = arrived.now_s
         self._needs_grammar = arrived.needs_grammar
-        self._place = Place.WAITING
+        self._place = Place.RECEIVING if arrived.awaits_kv else Place.WAITING
         self.episodes.append(Episode(arrived, arrived.now_s, arrived.now_s))
 
     def _take_grammar(self, now_s: float) -> None:
@@ -206,6 +227,8 @@ class RequestStory:
                 self.waiting_since_s = record.now_s
                 self._place = Place.WAITING
                 self.episodes.append(Episode(retraction, record.now_s, record.now_s, record.step_id))
+        if self._place is Place.RECEIVING:
+            return
         if self._place is not Place.RUNNING:
             for verdict in record.verdicts:
                 if verdict[0] == rid:  # `rid` by index, in a plain loop: the hot spot of an explanation

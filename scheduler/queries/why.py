@@ -14,7 +14,7 @@ from typing import Final
 from ...runtime.counted import counted
 from ...runtime.messages import Explanation
 from ..records.cache_miss import CacheMiss, MissKind
-from ..records.decision_log import Arrived, DecisionRecord, Finished, Retraction
+from ..records.decision_log import Arrived, DecisionRecord, Finished, Handover, Retraction
 from ..records.verdict import Reason, Verdict
 from .request_story import Act, Beginning, Decision, Episode, Forgotten, RequestStory
 
@@ -290,6 +290,8 @@ def _what(episode: Episode) -> str:
             return "swapped out" if episode.cause.mode == "swap" else "retracted"
         case Finished():
             return "ended"
+        case Handover():
+            return episode.cause.event
 
 
 def _why(episode: Episode, story: RequestStory | None = None) -> str:
@@ -312,6 +314,8 @@ def _why(episode: Episode, story: RequestStory | None = None) -> str:
             return (
                 f"{cause.kind}, {tokens}{by_grammar}{message}{_draft_words(cause)}{_overruled_words(cause)}"
             )
+        case Handover():
+            return cause.detail
 
 
 def _arrival_words(arrived: Arrived) -> str:
@@ -319,6 +323,8 @@ def _arrival_words(arrived: Arrived) -> str:
     words = f"prompt of {counted(arrived.prompt_len, 'token', commas=True)}, at most {most}"
     if arrived.num_delivered:
         words += f", {arrived.num_delivered:,} of them delivered before a process was lost"
+    if arrived.awaits_kv:
+        words += ", prompt computed by another engine"
     if arrived.priority:
         words += f", priority {arrived.priority}"
     # Not the tenant: it may be an API key.

@@ -56,7 +56,10 @@ class PageCounts(NamedTuple):
 
 
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
-    """A request arrived. If a lost scheduler had begun it, its client already has `num_delivered` tokens."""
+    """A request arrived. If a lost scheduler had begun it, its client already has `num_delivered` tokens.
+
+    `awaits_kv`: another engine computes its prompt; `Handover`s follow.
+    """
 
     now_s: float
     rid: str
@@ -67,6 +70,21 @@ class Arrived(msgspec.Struct, tag="arrived", array_like=True, gc=False):
     group: str = ""
     needs_grammar: bool = False
     num_delivered: int = 0
+    awaits_kv: bool = False
+
+
+class Handover(msgspec.Struct, tag="handover", array_like=True, gc=False):
+    """Something happened to the KV of a prompt that one engine computes and another one decodes.
+
+    Attributes:
+        event: "claimed", "received", "not received", "computed here", "unclaimed", "sent", "not sent".
+        detail: figures or a reason, in words.
+    """
+
+    now_s: float
+    rid: str
+    event: str
+    detail: str = ""
 
 
 class Finished(NamedTuple):
@@ -238,7 +256,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
             )
 
 
-DecisionRecord = Arrived | PassRecord | Settled
+DecisionRecord = Arrived | PassRecord | Settled | Handover
 
 
 class DecisionLog:

@@ -14,7 +14,7 @@ import numpy as np
 from ...runtime.errors import RequestError
 from ...runtime.feasibility import Capacity, reason_against, reason_against_pooling
 from ...runtime.grammar_use import GrammarUse
-from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, PinPrefix, Usage
+from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, KVHandoff, PinPrefix, Usage
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.request_checks import check_flag, check_integer, check_number, check_text, wrong_type
 from ...runtime.sampling_params import MAX_COUNT, SamplingParams
@@ -131,6 +131,15 @@ def _check_fields(message: GenerateRequest) -> None:
         check_integer("keep_special_ids", token_id, 0, MAX_COUNT)
     if message.data_parallel_rank is not None:
         check_integer("data_parallel_rank", message.data_parallel_rank, 0, MAX_COUNT)
+    if message.handoff is not None:
+        _check_handoff(message.handoff)
+
+
+def _check_handoff(handoff: KVHandoff) -> None:
+    if not isinstance(handoff, KVHandoff):
+        raise wrong_type("handoff", handoff, "a KVHandoff or None")
+    check_text("handoff.room", handoff.room)
+    check_text("handoff.peer", handoff.peer)
 
 
 def _check_delivered(delivered: Delivered) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from ...runtime.message_base import Logprobs
 from ...runtime.messages import (
     BatchTokenOutput,
     DetokenizerInput,
     Finish,
     FinishKind,
     GenerateRequest,
-    Logprobs,
     TextOptions,
     TokenOutput,
     Usage,

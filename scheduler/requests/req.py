@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final
 
-from ...runtime.messages import Delivered, GenerateRequest, Logprobs, Usage
+from ...runtime.message_base import Logprobs
+from ...runtime.messages import Delivered, GenerateRequest, Usage
 from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import namespace_of
 from .grammar_figures import GrammarFigures
@@ -29,10 +30,11 @@ class ReqStatus(enum.Enum):
     """Status of a request: with a row and pages in PREFILL and DECODE, else in a queue, until it is FINISHED.
 
     A RETRACTED request computes its prompt and its output so far again, also after its scheduler was lost. A SWAPPED
-    request has its KV on the host.
+    request has its KV on the host. A RECEIVING request waits for the KV of its prompt, which another engine computes.
     """
 
     WAITING_GRAMMAR = "waiting_grammar"
+    RECEIVING = "receiving"
     WAITING = "waiting"
     PREFILL = "prefill"
     DECODE = "decode"
@@ -42,7 +44,10 @@ class ReqStatus(enum.Enum):
 
 
 TRANSITIONS: Final[dict[ReqStatus, frozenset[ReqStatus]]] = {
-    ReqStatus.WAITING_GRAMMAR: frozenset({ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
+    ReqStatus.WAITING_GRAMMAR: frozenset(
+        {ReqStatus.RECEIVING, ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}
+    ),
+    ReqStatus.RECEIVING: frozenset({ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.FINISHED}),
     ReqStatus.WAITING: frozenset({ReqStatus.PREFILL, ReqStatus.FINISHED}),
     ReqStatus.PREFILL: frozenset(
         {ReqStatus.DECODE, ReqStatus.RETRACTED, ReqStatus.SWAPPED, ReqStatus.FINISHED}
@@ -58,13 +63,14 @@ class Req:
     """One request.
 
     Attributes:
-        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling: as in
+        rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff: as in
             `GenerateRequest`.
+        awaits_kv: its prompt's KV is to come from another engine, and has not.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
         prompt_len: tokens of the prompt.
-        max_new_tokens: `sampling.max_new_tokens`, known to be set.
+        max_new_tokens: `sampling.max_new_tokens`, known to be set; 1 if another engine decodes.
         fill_ids: int32 bytes, tokens to compute before sampling: the prompt and, after a retraction, the output so far.
         output_len: tokens generated and settled.
         status: see `ReqStatus`; only `enter` changes it.
@@ -94,6 +100,7 @@ class Req:
         "adapter_slot",
         "answered",
         "arrival_s",
+        "awaits_kv",
         "cached_tokens",
         "checkpoint",
         "entered_s",
@@ -103,6 +110,7 @@ class Req:
         "grammar",
         "grammar_figures",
         "group",
+        "handoff",
         "host_len",
         "host_pages",
         "is_checked_late",
@@ -147,13 +155,18 @@ class Req:
         self.grammar = message.grammar
         self.keep_special_ids = message.keep_special_ids
         self.pooling = message.pooling
+        self.handoff = handoff = message.handoff
+        decodes_here = handoff is None or bool(handoff.peer)
+        self.awaits_kv = handoff is not None and decodes_here and _can_receive(message)
         self.arrival_s = message.arrival_s or now_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
-        self.max_new_tokens: int = message.sampling.max_new_tokens
+        self.max_new_tokens: int = message.sampling.max_new_tokens if decodes_here else 1
         self.fill_ids = message.input_ids
         self.output_len = 0
-        self.status = ReqStatus.WAITING_GRAMMAR if message.needs_grammar else ReqStatus.WAITING
+        self.status = ReqStatus.RECEIVING if self.awaits_kv else ReqStatus.WAITING
+        if message.needs_grammar:
+            self.status = ReqStatus.WAITING_GRAMMAR
         self.entered_s: dict[ReqStatus, float] = {self.status: now_s}
         self.row = -1
         self.adapter_slot = 0
@@ -252,6 +265,11 @@ class Req:
 
     def __repr__(self) -> str:
         return f"Req({self.rid!r}, {self.status.value}, prompt {self.prompt_len}, output {self.output_len})"
+
+
+def _can_receive(message: GenerateRequest) -> bool:
+    """Whether KV of the prompt is of use: not if results at its tokens are wanted, or if its answer was begun."""
+    return message.pooling is None and message.delivered is None and message.sampling.prompt_logprobs is None
 
 
 def _can_be_checked_late(sampling: SamplingParams) -> bool:

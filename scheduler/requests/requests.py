@@ -10,7 +10,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ...runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs, TokenOutput
+from ...runtime.message_base import Logprobs
+from ...runtime.messages import Finish, FinishKind, GenerateRequest, TokenOutput
 from ..arrays import EMPTY, BoolArray, IntArray
 from ..records.decision_log import Finished
 from .outputs import output_row
@@ -82,11 +83,12 @@ class RunningBatch:
 
 
 class Requests:
-    """The sets of requests. Each request is in `by_id` and in exactly one of the five others.
+    """The sets of requests. Each request is in `by_id` and in exactly one of the six others.
 
     Attributes:
         by_id: all requests that are not finished.
         grammar: WAITING_GRAMMAR, by rid: their grammar is being compiled.
+        receiving: RECEIVING, by rid: another engine computes their prompt.
         waiting: WAITING and RETRACTED: the queue. A retracted request must compute its tokens again.
         swapped: SWAPPED, in order of arrival: requests with KV on the host.
         partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
@@ -102,6 +104,7 @@ class Requests:
         "by_id",
         "grammar",
         "partial",
+        "receiving",
         "running",
         "swapped",
         "waiting",
@@ -115,6 +118,7 @@ class Requests:
         self._finished: list[Finished] = []
         self.by_id: dict[str, Req] = {}
         self.grammar: dict[str, Req] = {}
+        self.receiving: dict[str, Req] = {}
         self.waiting = WaitingQueue(policy)
         self.swapped: list[Req] = []
         self.partial: list[Req] = []
@@ -125,7 +129,7 @@ class Requests:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Requests without a row, except those that wait for KV of another engine: no pass decides about them."""
         return len(self.waiting) + len(self.swapped) + len(self.grammar)
 
     @property
@@ -144,6 +148,8 @@ class Requests:
         req = self.by_id[message.rid] = Req(message, self._num_arrivals, now_s)
         if req.status is ReqStatus.WAITING_GRAMMAR:
             self.grammar[req.rid] = req
+        elif req.status is ReqStatus.RECEIVING:
+            self.receiving[req.rid] = req
         else:
             self.waiting.append(req)
         return req
@@ -151,9 +157,18 @@ class Requests:
     def grammar_ready(self, rid: str, now_s: float) -> None:
         """Queue a request after its grammar was compiled, at its position by arrival. Other rids are ignored."""
         req = self.grammar.pop(rid, None)
-        if req is not None:
+        if req is not None and req.awaits_kv:
+            req.enter(ReqStatus.RECEIVING, now_s)
+            self.receiving[rid] = req
+        elif req is not None:
             req.enter(ReqStatus.RETRACTED if req.num_delivered else ReqStatus.WAITING, now_s)
             self.waiting.requeue(req)
+
+    def kv_ready(self, req: Req, now_s: float) -> None:
+        """Queue a request whose prompt has come, or will not, at its position by arrival."""
+        del self.receiving[req.rid]
+        req.enter(ReqStatus.RETRACTED if req.output_len else ReqStatus.WAITING, now_s)
+        self.waiting.requeue(req)
 
     def start(self, req: Req, now_s: float) -> None:
         """Move a request that has just got a row from its queue to `partial`."""
@@ -203,6 +218,8 @@ class Requests:
         match req.status:
             case ReqStatus.WAITING_GRAMMAR:
                 del self.grammar[req.rid]
+            case ReqStatus.RECEIVING:
+                del self.receiving[req.rid]
             case ReqStatus.SWAPPED:
                 self.swapped.remove(req)
                 self._kv.drop_host_pages(req)

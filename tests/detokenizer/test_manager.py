@@ -14,12 +14,12 @@ from msgspec.structs import replace
 
 from engine.detokenizer.incremental import NoText
 from engine.detokenizer.manager import Detokenizer
+from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import (
     BatchTokenOutput,
     Finish,
     FinishKind,
     FlushCacheDone,
-    Logprobs,
     SchedulerReport,
     TextOptions,
     TextOutput,

@@ -31,7 +31,7 @@ from engine.runtime.config.engine_config import (
     SpeculativeName,
 )
 from engine.runtime.feasibility import Capacity, pages_for
-from engine.runtime.messages import Logprobs
+from engine.runtime.message_base import Logprobs
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import Quantization

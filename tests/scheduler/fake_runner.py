@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.runtime.messages import FinishKind, Logprobs, Overruled
+from engine.runtime.message_base import Logprobs
+from engine.runtime.messages import FinishKind, Overruled
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (

@@ -256,6 +256,8 @@ class Harness:
         passes = [each for each in new if isinstance(each, PassRecord)]
         if self.scheduler.report(self.now_s).timed_out_reqs_total > before.timed_out_reqs_total:
             queued = None  # some left before the pass
+        if before.transfer is not None:
+            queued = None  # some of them wait for the KV of their prompt, which no pass decides about
         self.check_verdicts(passes, queued)
         if batch is not None and passes:
             self.check_record(passes[-1], batch)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.child.child import Child
+from engine.runtime.message_base import Message
 from engine.runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
@@ -18,7 +19,6 @@ from engine.runtime.messages import (
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
-    Message,
     SchedulerInput,
     SchedulerReport,
 )

@@ -32,6 +32,7 @@ from engine.runtime.config.engine_config import (
 )
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.feasibility import Capacity
+from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import (
     AbortRequest,
     AdapterDone,
@@ -46,7 +47,6 @@ from engine.runtime.messages import (
     GrammarReady,
     ListRequests,
     LoadAdapter,
-    Logprobs,
     ManagerInput,
     PinDone,
     PinPrefix,

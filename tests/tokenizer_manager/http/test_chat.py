@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.messages import Logprobs
+from engine.runtime.message_base import Logprobs
 from engine.runtime.sampling_params import SamplingParams
 
 from ..conftest import Serve

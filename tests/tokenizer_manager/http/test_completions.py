@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from engine.runtime.messages import Finish, FinishKind, GenerateRequest, Logprobs
+from engine.runtime.message_base import Logprobs
+from engine.runtime.messages import Finish, FinishKind, GenerateRequest
 from engine.tokenizer_manager.scheduling_options import tenant_of
 
 from ..conftest import Serve

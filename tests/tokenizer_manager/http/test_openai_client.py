@@ -8,7 +8,8 @@ import openai
 import pydantic
 import pytest
 
-from engine.runtime.messages import Finish, FinishKind, Logprobs
+from engine.runtime.message_base import Logprobs
+from engine.runtime.messages import Finish, FinishKind
 
 from ..conftest import Serve, Served
 from ..conversation.chat_templates import QWEN3

@@ -1,0 +1,261 @@
+"""Messages of prefill/decode disaggregation: between two engines, and between a scheduler and its `KVTransfer`.
+
+A *room* is one prompt that one engine computes and another one decodes; the router (or the prefill engine) draws its
+number. The decode engine *claims* the prompt's pages from the prefill engine, which writes them and then sends the
+first token:
+
+    decode engine                                    prefill engine
+    Hello (layout, where its pages are)      ──►
+                                             ◄──     Welcome, or Refused
+    Claim (room, pages to write to)          ──►
+                                             ◄──     the pages, chunk by chunk, by the transfer backend
+                                             ◄──     Prefilled (first token), or ClaimFailed
+    ClaimAborted (room)                      ──►
+                                             ◄──     AbortAck: nothing will be written any more
+
+A claim has an *attempt* number, which the decode engine never uses twice. The same structs are messages of the two
+schedulers: `FromPeer` and `ToPeer` add the name of the other engine.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .message_base import Logprobs, Message, Record
+
+
+class KVLayout(Record, frozen=True):
+    """What two engines must have in common so that a page of one is a page of the other.
+
+    Attributes:
+        release: version of the engine.
+        weights: fingerprint of the weight files.
+        page_size: tokens per page.
+        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order.
+        tp: ranks that share the model.
+    """
+
+    release: str
+    weights: str
+    page_size: int
+    tensors: tuple[tuple[str, int], ...]
+    tp: int = 1
+
+    def difference(self, other: KVLayout) -> str:
+        """In words, how this layout differs from another one; "" if pages can be exchanged."""
+        for name, what in (
+            ("release", "engine version"),
+            ("weights", "weight files (fingerprint)"),
+            ("page_size", "--page-size"),
+            ("tp", "--tp"),
+            ("tensors", "KV dtype or shape"),
+        ):
+            own, theirs = getattr(self, name), getattr(other, name)
+            if own != theirs:
+                values = "" if name == "tensors" else f" {own} and {theirs}"
+                if name == "tensors":
+                    values = f" {_words_of(self.tensors)} and {_words_of(other.tensors)}"
+                return f"they differ in {what}:{values}"
+        return ""
+
+
+def _words_of(tensors: tuple[tuple[str, int], ...]) -> str:
+    kinds = ", ".join(sorted({f"{dtype} with {num_bytes} bytes a page" for dtype, num_bytes in tensors}))
+    return f"{len(tensors)} tensors ({kinds})"
+
+
+# ---------------------------------------------------------------- decode engine -> prefill engine
+
+
+class Hello(Message, frozen=True):
+    """The first message of a connection.
+
+    Attributes:
+        layout: of the decode engine's KV pool.
+        backend: its `--transfer-backend`.
+        target: what the backend of the prefill engine needs to write into that pool; only backends read it.
+    """
+
+    layout: KVLayout
+    backend: str
+    target: bytes = b""
+
+
+class Claim(Message, frozen=True):
+    """Ask for the prompt's pages, from `first_page` on.
+
+    Attributes:
+        room: see the module.
+        attempt: number of this claim.
+        first_page: pages at the beginning of the prompt that the decode engine has already.
+        pages: [n] int32, its pages for the n that follow, which are whole.
+        prompt_crc: of the token ids and their namespace; see `prompt_crc`.
+    """
+
+    room: str
+    attempt: int
+    first_page: int
+    pages: bytes
+    prompt_crc: int
+
+
+class ClaimAborted(Message, frozen=True):
+    """The decode engine gives a claim up; answered by `AbortAck`, until which it does not reuse its pages."""
+
+    room: str
+    attempt: int
+
+
+class Ping(Message, frozen=True):
+    """A sign of life; answered by `Pong`."""
+
+
+# ---------------------------------------------------------------- prefill engine -> decode engine
+
+
+class Welcome(Message, frozen=True):
+    """Pages can be exchanged."""
+
+
+class Refused(Message, frozen=True):
+    """The engines do not fit together."""
+
+    reason: str
+
+
+class Prefilled(Message, frozen=True):
+    """The prompt is computed, and its pages are written.
+
+    Attributes:
+        room, attempt: of the claim. The room shows that the row belongs to it.
+        num_pages: how many of the claimed pages were written, from the first one on; fewer if some were evicted.
+        output_ids: [1] int32, the first token of the answer.
+        logprobs: of that token, if they were asked for.
+        cached_tokens: prompt tokens that the prefill engine's prefix cache had.
+        overruled: (position, wanted id, got id) if a grammar refused another token, as `Overruled`.
+    """
+
+    room: str
+    attempt: int
+    num_pages: int
+    output_ids: bytes
+    logprobs: Logprobs | None = None
+    cached_tokens: int = 0
+    overruled: tuple[int, int, int] | None = None
+
+
+class ClaimFailed(Message, frozen=True):
+    """The prompt will not come. Nothing will be written for this claim any more."""
+
+    room: str
+    attempt: int
+    reason: str
+
+
+class AbortAck(Message, frozen=True):
+    """Nothing will be written for an aborted claim any more."""
+
+    room: str
+    attempt: int
+
+
+class Pong(Message, frozen=True):
+    """A sign of life."""
+
+
+class PageData(Message, frozen=True):
+    """Pages that the backend `local` sends through the connection; a frame for each tensor of the pool follows.
+
+    Attributes:
+        pages: [n] int32, where they belong.
+    """
+
+    room: str
+    attempt: int
+    pages: bytes
+
+
+ToPrefill = Hello | Claim | ClaimAborted | Ping
+ToDecode = Welcome | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
+
+
+# ---------------------------------------------------------------- KVTransfer -> scheduler
+
+
+class FromPeer(Message, frozen=True):
+    """A message of the other engine. `peer`: HOST:PORT of a prefill engine, or the name of a decode engine."""
+
+    peer: str
+    message: Claim | ClaimAborted | Prefilled | ClaimFailed | AbortAck
+
+
+class PagesWritten(Message, frozen=True):
+    """A `WritePages` has ended; `error`: why it failed. Each one is answered."""
+
+    peer: str
+    room: str
+    attempt: int
+    error: str = ""
+    seconds: float = 0.0
+
+
+class PeerLost(Message, frozen=True):
+    """The other engine does not answer any more.
+
+    Attributes:
+        is_fenced: whether it is certain that it will not write into our pages.
+    """
+
+    peer: str
+    reason: str
+    is_fenced: bool
+
+
+# ---------------------------------------------------------------- scheduler -> KVTransfer
+
+
+class ToPeer(Record, frozen=True):
+    """Send a message to the other engine."""
+
+    peer: str
+    message: Claim | ClaimAborted | Prefilled | ClaimFailed | AbortAck
+
+
+class WritePages(Record, frozen=True):
+    """Write pages of our pool into that of a decode engine; answered by `PagesWritten`.
+
+    Attributes:
+        sources, targets: [n] int32 each.
+    """
+
+    peer: str
+    room: str
+    attempt: int
+    sources: bytes
+    targets: bytes
+
+
+TransferCommand = ToPeer | WritePages
+
+
+class TransferFigures(Record, frozen=True):
+    """Rooms of a scheduler now, and totals since its start.
+
+    Attributes:
+        waiting: decode: requests that wait for memory to claim their prompt; prefill: rooms that are not claimed.
+        open: rooms with a claim.
+        held_pages: decode: pages that claims hold; prefill: pages that are locked for claims.
+        sent_pages, received_pages: totals.
+        transfer_s: total seconds, of the writes (prefill), or from the claims to their end (decode).
+        transfers: rooms that ended well.
+        failures: rooms that failed, by reason.
+    """
+
+    waiting: int = 0
+    open: int = 0
+    held_pages: int = 0
+    sent_pages: int = 0
+    received_pages: int = 0
+    transfer_s: float = 0.0
+    transfers: int = 0
+    failures: dict[str, int] = msgspec.field(default_factory=dict)

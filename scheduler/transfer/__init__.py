@@ -1,0 +1,1 @@
+"""Prefill/decode disaggregation: the scheduler's side."""

@@ -1,0 +1,370 @@
+"""`DecodeRole`: takes prompts that other engines compute, and decodes them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ...runtime.kv_transfer import (
+    AbortAck,
+    Claim,
+    ClaimAborted,
+    ClaimFailed,
+    FromPeer,
+    PagesWritten,
+    PeerLost,
+    Prefilled,
+    ToPeer,
+    TransferCommand,
+    TransferFigures,
+)
+from ...runtime.messages import Finish, FinishKind, TokenOutput
+from ..admission.reservations import Reservations
+from ..arrays import TOKEN_ID_BYTES, IntArray
+from ..batch import ScheduleBatch
+from ..grammar.grammar_rules import MATCHED_GRAMMAR, advance
+from ..memory.incoming_pages import IncomingPages
+from ..memory.kv_memory import KVMemory
+from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
+from ..records.stats import SchedulerStats
+from ..requests.outputs import StopRules, output_row
+from ..requests.req import Req, ReqStatus
+from ..requests.requests import Requests
+from .counts import TransferCounts, prompt_crc
+from .role import NO_CHANGES, Changes, Step, TransferNews
+
+logger = logging.getLogger(__name__)
+
+FAILED_STATUS: Final = 503
+
+
+@dataclass(slots=True)
+class _Incoming:
+    """A prompt that was claimed.
+
+    Attributes:
+        req: the request; it is RECEIVING.
+        peer, attempt: of the claim.
+        lease: the part of the prompt that the prefix cache had.
+        pages: [n] the pages for the rest, whole ones only.
+        claimed_s, expires_s: when it was claimed, and when it is given up.
+    """
+
+    req: Req
+    peer: str
+    attempt: int
+    lease: Lease
+    pages: IntArray
+    claimed_s: float
+    expires_s: float
+
+
+class DecodeRole:
+    """See `TransferRole`. Prompts are claimed in the order of arrival, each when its pages can be had."""
+
+    __slots__ = (
+        "_cache",
+        "_commands",
+        "_counts",
+        "_draining",
+        "_fallback",
+        "_incoming",
+        "_kv",
+        "_last_attempt",
+        "_max_open",
+        "_open",
+        "_queue",
+        "_requests",
+        "_reservations",
+        "_rooms",
+        "_stats",
+        "_stop_rules",
+        "_timeout_s",
+    )
+
+    def __init__(
+        self,
+        requests: Requests,
+        cache: PrefixCache,
+        kv: KVMemory,
+        incoming: IncomingPages,
+        *,
+        reservations: Reservations,
+        stop_rules: StopRules,
+        stats: SchedulerStats,
+        max_open: int,
+        timeout_s: float,
+        fallback: bool,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            max_open: prompts that are claimed at the same time.
+            timeout_s: for a claim; the prompt waits and is computed in this time.
+            fallback: compute a prompt here if it does not come; else its request fails.
+        """
+        self._requests = requests
+        self._cache = cache
+        self._kv = kv
+        self._incoming = incoming
+        self._reservations = reservations
+        self._stop_rules = stop_rules
+        self._stats = stats
+        self._max_open = max_open
+        self._timeout_s = timeout_s
+        self._fallback = fallback
+        self._queue: deque[Req] = (
+            deque()
+        )  # not claimed yet; those that have ended stay until they are looked at
+        self._open: dict[str, _Incoming] = {}  # by room
+        self._rooms: dict[str, str] = {}  # rid -> room, of those
+        self._draining: dict[
+            tuple[str, int], IntArray
+        ] = {}  # (peer, attempt) -> pages that may still be written to
+        self._last_attempt = 0
+        self._commands: list[TransferCommand] = []
+        self._counts = TransferCounts()
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open) + len(self._draining)
+
+    def reason_against(self, receives: bool) -> str:
+        return "" if receives else "this engine has --disaggregation-mode decode; send it to a prefill engine"
+
+    def arrived(self, req: Req, now_s: float) -> None:
+        if req.awaits_kv:
+            self._queue.append(req)
+
+    def plan(self, now_s: float) -> Changes:
+        steps: list[Step] = []
+        rows: list[TokenOutput] = []
+        for room, incoming in [*self._open.items()] if self._open else ():
+            if incoming.expires_s <= now_s:
+                self._give_up(room, incoming)
+                self._without(
+                    incoming.req, "timeout", f"no prompt within {self._timeout_s:g} s", now_s, steps, rows
+                )
+        while self._queue:
+            req = self._queue[0]
+            if req.status is not ReqStatus.RECEIVING:  # it has ended
+                self._queue.popleft()
+                continue
+            if len(self._open) >= self._max_open or not self._claim(req, now_s, steps):
+                break
+            self._queue.popleft()
+        return Changes(steps, rows) if steps or rows else NO_CHANGES
+
+    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+        pass
+
+    def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
+        """A request may end while its prompt is on the way: aborted, or at its time limit."""
+        steps: list[Step] = []
+        for row in rows if self._open else ():
+            if row.finish is not None and (room := self._rooms.get(row.rid)) is not None:
+                self._give_up(room, self._open[room])
+                steps.append(Step(row.rid, "unclaimed", "the request has ended"))
+        return steps
+
+    def handle(self, message: TransferNews, now_s: float) -> Changes:
+        steps: list[Step] = []
+        rows: list[TokenOutput] = []
+        grammar_ends: dict[str, str] = {}
+        match message:
+            case FromPeer(message=Prefilled()):
+                self._take(message.peer, message.message, now_s, steps, rows, grammar_ends)
+            case FromPeer(message=ClaimFailed() | AbortAck()):
+                self._end_attempt(message.peer, message.message, now_s, steps, rows)
+            case PeerLost():
+                self._lose(message, now_s, steps, rows)
+            case FromPeer() | PagesWritten():
+                logger.warning("dropped a message that is not for a decode engine peer=%s", message.peer)
+        return Changes(steps, rows, grammar_ends) if steps or rows else NO_CHANGES
+
+    def take_commands(self) -> list[TransferCommand]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def wake_s(self) -> float | None:
+        return min((incoming.expires_s for incoming in self._open.values()), default=None)
+
+    def leases(self) -> list[Lease]:
+        return [incoming.lease for incoming in self._open.values()]
+
+    def figures(self) -> TransferFigures:
+        counts = self._counts
+        return TransferFigures(
+            waiting=sum(req.status is ReqStatus.RECEIVING for req in self._queue),
+            open=self.num_open,
+            held_pages=self._incoming.num_pages,
+            received_pages=counts.received_pages,
+            transfer_s=counts.transfer_s,
+            transfers=counts.transfers,
+            failures=dict(counts.failures),
+        )
+
+    # ------------------------------------------------------------ claims
+
+    def _claim(self, req: Req, now_s: float, steps: list[Step]) -> bool:
+        """Claim a prompt, or queue its request to be computed here; False: neither is possible now."""
+        assert req.handoff is not None
+        # The first token comes with the prompt, so all whole pages of the prompt can be used.
+        num_pages = req.prompt_len // self._kv.page_size
+        match = self._cache.match(req.extra_key, req.fill_ids, num_pages)
+        missing = num_pages - match.num_pages
+        room = req.handoff.room
+        if not missing or room in self._open:
+            why = "all whole pages are cached" if not missing else f"the room {room} is in use"
+            self._compute_here(req, now_s)
+            steps.append(Step(req.rid, "computed here", why))
+            return True
+        if self._sibling_is_open(req):
+            return False  # its pages are on the way
+        if not self._has_room(missing, match):
+            return False
+        lease = self._cache.lock(req.extra_key, match, req.priority)
+        pages = self._incoming.take(missing)
+        self._last_attempt += 1
+        peer, attempt = req.handoff.peer, self._last_attempt
+        self._rooms[req.rid] = room
+        self._open[room] = _Incoming(req, peer, attempt, lease, pages, now_s, now_s + self._timeout_s)
+        crc = prompt_crc(req.fill_ids, req.extra_key)
+        self._commands.append(ToPeer(peer, Claim(room, attempt, match.num_pages, pages.tobytes(), crc)))
+        steps.append(Step(req.rid, "claimed", f"{missing} of {num_pages} pages from {peer}"))
+        return True
+
+    def _sibling_is_open(self, req: Req) -> bool:
+        return bool(req.group) and any(incoming.req.group == req.group for incoming in self._open.values())
+
+    def _has_room(self, missing: int, match: PrefixMatch) -> bool:
+        """Whether the pages can be had without taking those that running requests will probably need."""
+        needed = missing + self._kv.unlocked_pages(match)
+        available = self._kv.available_pages
+        if needed > available:
+            return False
+        if not self._requests.num_with_row:
+            return True
+        return (available - needed) * self._kv.page_size >= self._reservations.total_tokens()
+
+    def _compute_here(self, req: Req, now_s: float) -> None:
+        req.awaits_kv = False
+        self._requests.kv_ready(req, now_s)
+
+    def _give_up(self, room: str, incoming: _Incoming) -> None:
+        """Abort a claim. Its pages stay taken until nothing can be written to them any more."""
+        self._close(room, incoming)
+        self._cache.release(incoming.lease)
+        self._draining[incoming.peer, incoming.attempt] = incoming.pages
+        self._commands.append(ToPeer(incoming.peer, ClaimAborted(room, incoming.attempt)))
+
+    def _close(self, room: str, incoming: _Incoming) -> None:
+        del self._open[room], self._rooms[incoming.req.rid]
+        incoming.req.awaits_kv = False
+
+    # ------------------------------------------------------------ answers of the prefill engine
+
+    def _take(
+        self,
+        peer: str,
+        message: Prefilled,
+        now_s: float,
+        steps: list[Step],
+        rows: list[TokenOutput],
+        grammar_ends: dict[str, str],
+    ) -> None:
+        incoming = self._open.get(message.room)
+        if incoming is None or (incoming.peer, incoming.attempt) != (peer, message.attempt):
+            return  # given up before; the ack of the abort follows
+        self._close(message.room, incoming)
+        req, lease, count = incoming.req, incoming.lease, message.num_pages
+        page_bytes = self._kv.page_size * TOKEN_ID_BYTES
+        begin = lease.num_pages * page_bytes
+        written, rest = incoming.pages[:count], incoming.pages[count:]
+        if count:
+            self._incoming.adopt(lease, req.fill_ids[begin : begin + count * page_bytes], written)
+        self._incoming.give_back(rest)
+        self._cache.release(lease)
+        self._counts.transfers += 1
+        self._counts.received_pages += count
+        self._counts.transfer_s += now_s - incoming.claimed_s
+        steps.append(Step(req.rid, "received", f"{count} pages from {peer}"))
+        rows.append(self._first_token(req, message, now_s, grammar_ends))
+
+    def _first_token(
+        self, req: Req, message: Prefilled, now_s: float, grammar_ends: dict[str, str]
+    ) -> TokenOutput:
+        """Add the token that the prefill engine has sampled to the output; the request goes on after it, or ends."""
+        token_id = int(np.frombuffer(message.output_ids, dtype=np.int32)[0])
+        req.fill_ids += message.output_ids
+        req.output_len = 1
+        req.cached_tokens = message.cached_tokens
+        self._stats.generation_tokens += 1
+        if message.overruled is not None and req.grammar_figures is not None:
+            req.grammar_figures.overruled(*message.overruled)
+            self._stats.overruled_tokens += 1
+        self._stats.prompt_tokens += req.prompt_len
+        finish = self._stop_rules.finish(req, token_id)
+        if req.matcher is not None:
+            finish = advance(req, token_id, finish)
+            if finish is not None and (req.matcher.error or finish.matched == MATCHED_GRAMMAR):
+                grammar_ends[req.rid] = req.matcher.error
+        if finish is not None:
+            return self._requests.finish(req, finish, now_s, message.output_ids, message.logprobs)
+        row = output_row(req, message.output_ids, logprobs=message.logprobs)
+        self._requests.kv_ready(req, now_s)
+        return row
+
+    def _end_attempt(
+        self,
+        peer: str,
+        message: ClaimFailed | AbortAck,
+        now_s: float,
+        steps: list[Step],
+        rows: list[TokenOutput],
+    ) -> None:
+        """Nothing is written for this attempt any more."""
+        pages = self._draining.pop((peer, message.attempt), None)
+        if pages is not None:
+            self._incoming.give_back(pages)
+            return
+        incoming = self._open.get(message.room)
+        if incoming is None or (incoming.peer, incoming.attempt) != (peer, message.attempt):
+            return
+        reason = (
+            message.reason if isinstance(message, ClaimFailed) else "the prefill engine gave the prompt up"
+        )
+        self._close(message.room, incoming)
+        self._cache.release(incoming.lease)
+        self._incoming.give_back(incoming.pages)
+        self._without(incoming.req, "prefill", reason, now_s, steps, rows)
+
+    def _lose(self, message: PeerLost, now_s: float, steps: list[Step], rows: list[TokenOutput]) -> None:
+        for room, incoming in list(self._open.items()):
+            if incoming.peer == message.peer:
+                self._give_up(room, incoming)  # a frozen engine acknowledges it when it goes on
+                self._without(incoming.req, "lost", message.reason, now_s, steps, rows)
+        if message.is_fenced:
+            for key in [key for key in self._draining if key[0] == message.peer]:
+                self._incoming.give_back(self._draining.pop(key))
+
+    def _without(
+        self, req: Req, kind: str, reason: str, now_s: float, steps: list[Step], rows: list[TokenOutput]
+    ) -> None:
+        """The prompt of a request does not come: compute it here, or end the request."""
+        self._counts.failures[kind] += 1
+        logger.warning(
+            "no prompt from the prefill engine rid=%s fallback=%s: %s", req.rid, self._fallback, reason
+        )
+        steps.append(Step(req.rid, "not received", reason))
+        if self._fallback:
+            self._compute_here(req, now_s)
+            return
+        message = f"the prompt did not arrive from the prefill engine: {reason}; send the request again"
+        finish = Finish(FinishKind.ERROR, message=message, status=FAILED_STATUS)
+        rows.append(self._requests.finish(req, finish, now_s))

@@ -1,0 +1,154 @@
+"""`TransferRole`: what a scheduler does for prompts that one engine computes and another one decodes.
+
+One class per `--disaggregation-mode`: `NoTransfer`, `PrefillRole`, `DecodeRole`. Like the scheduler, a role does no I/O
+and uses no clock: messages of the other engine come in through `handle`, commands for the `KVTransfer` go out through
+`take_commands`.
+
+    prefill engine                          decode engine
+    request, computed as any other          request, RECEIVING
+        │ chunk settled: pages cached           │ memory for the prompt: pages taken, `Claim`
+        ├── WritePages ──────────────────────►  │
+        │ first token                           │
+        └── Prefilled ───────────────────────►  pages to the prefix cache, first token to the client,
+                                                then WAITING: the rest of the last page is computed, and it decodes
+
+Both sides keep the pages in the prefix cache, so a transfer fills one cache from another. Only whole pages travel; the
+tokens after them, at most a page, are computed again together with the first decode step. If the transfer fails, the
+decode engine computes the prompt itself, unless `--no-disaggregation-fallback`.
+
+A prefill engine holds nothing for a room without a claim: its pages are as evictable as any other. A decode engine
+claims when it has the memory. So no engine waits for memory of another one that waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from ...runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
+from ...runtime.messages import TokenOutput
+from ..batch import ScheduleBatch
+from ..prefix_cache.base import Lease
+from ..requests.req import Req
+
+TransferNews = FromPeer | PagesWritten | PeerLost
+
+_NO_FIGURES: Final = None
+
+
+class Step(NamedTuple):
+    """What happened to a room of a request; for the decision log.
+
+    Attributes:
+        rid: the request.
+        event: what happened, as `Handover.event`.
+        detail: figures or a reason, in words.
+    """
+
+    rid: str
+    event: str
+    detail: str = ""
+
+
+class Changes(NamedTuple):
+    """The effects of a call on requests.
+
+    Attributes:
+        steps: for the decision log, in order.
+        rows: output rows.
+        grammar_ends: as in `Settled`.
+    """
+
+    steps: Sequence[Step] = ()
+    rows: Sequence[TokenOutput] = ()
+    grammar_ends: Mapping[str, str] = {}
+
+
+NO_CHANGES: Final = Changes()
+
+
+class TransferRole(Protocol):
+    """See the module. The calls that return `Changes` are made between steps."""
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that will end without a further request: pages or locks are taken for them."""
+        ...
+
+    def reason_against(self, receives: bool) -> str:
+        """Why a request with a `KVHandoff` cannot be served in this mode; `receives`: another engine has its prompt."""
+        ...
+
+    def arrived(self, req: Req, now_s: float) -> None:
+        """A request with a `KVHandoff` was queued; with its grammar, if it has one."""
+        ...
+
+    def plan(self, now_s: float) -> Changes:
+        """A pass begins: claim prompts, and end what has taken too long."""
+        ...
+
+    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+        """A step is settled; pages of its prompt chunks are cached."""
+        ...
+
+    def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
+        """Rows are sent; requests that have ended are among them."""
+        ...
+
+    def handle(self, message: TransferNews, now_s: float) -> Changes:
+        """Take a message of the `KVTransfer`."""
+        ...
+
+    def take_commands(self) -> list[TransferCommand]:
+        """What the `KVTransfer` shall do, since the last call."""
+        ...
+
+    def wake_s(self) -> float | None:
+        """When `plan` has something to do without a message; None if never."""
+        ...
+
+    def leases(self) -> list[Lease]:
+        """Locks of the prefix cache that transfers hold; for checks."""
+        ...
+
+    def figures(self) -> TransferFigures | None:
+        """For reports; None: there are no transfers in this mode."""
+        ...
+
+
+class NoTransfer:
+    """`--disaggregation-mode null`: each request is computed here."""
+
+    __slots__ = ()
+
+    num_open = 0
+
+    def reason_against(self, receives: bool) -> str:
+        return "this engine has no --disaggregation-mode; start it with prefill or decode"
+
+    def arrived(self, req: Req, now_s: float) -> None:
+        raise AssertionError(f"{req} has a handoff")
+
+    def plan(self, now_s: float) -> Changes:
+        return NO_CHANGES
+
+    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+        pass
+
+    def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
+        return ()
+
+    def handle(self, message: TransferNews, now_s: float) -> Changes:
+        return NO_CHANGES
+
+    def take_commands(self) -> list[TransferCommand]:
+        return []
+
+    def wake_s(self) -> float | None:
+        return None
+
+    def leases(self) -> list[Lease]:
+        return []
+
+    def figures(self) -> TransferFigures | None:
+        return _NO_FIGURES
