@@ -164,15 +164,13 @@ class Pong(Message, frozen=True):
 
 
 class PageData(Message, frozen=True):
-    """Pages that the backend `local` sends through the connection; a frame for each tensor of the pool follows.
+    """The head of pages that the backend `local` sends through the connection.
 
-    Attributes:
-        pages: [n] int32, where they belong.
+    A frame with their ids ([n] int32) and a frame for each tensor of the pool follow.
     """
 
     room: str
     attempt: int
-    pages: bytes
 
 
 ToPrefill = Hello | Claim | ClaimAborted | Ping

@@ -25,6 +25,7 @@ from .pipeline import Pipeline
 from .records.decision_log import PassRecord
 from .scheduler import Scheduler
 from .step_log import StepLog
+from .transfer.link.make_link import KVTransfer, NoKVTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class EventLoop:
         grammars: GrammarQueue | None = None,
         adapters: AdapterReader | None = None,
         kv_events: KVEvents | None = None,
+        transfer: KVTransfer | None = None,
         replica: int = 0,
     ) -> None:
         """Take the parts.
@@ -62,6 +64,7 @@ class EventLoop:
                 of work for later steps and returns whether there is more to do.
             overlap, grammars, adapters: see `Pipeline`.
             kv_events: publishes changes of the prefix cache, which the scheduler records; None: nothing does.
+            transfer: moves KV between engines, as the scheduler orders; None: nothing does.
             replica: the scheduler's number, for its reports.
         """
         self._scheduler = scheduler
@@ -77,6 +80,7 @@ class EventLoop:
         self._replica = replica
         self._idle_work = idle_work
         self._kv_events: KVEvents = kv_events if kv_events is not None else NoKVEvents()
+        self._transfer: KVTransfer = transfer if transfer is not None else NoKVTransfer()
         self._idle = False
         self._has_idle_work = False
         self._num_decisions = 0  # already logged
@@ -98,6 +102,7 @@ class EventLoop:
         finally:
             self._recorder.close()
             self._kv_events.close()
+            self._transfer.close()
 
     def step(self) -> None:
         """One iteration: take messages, advance the steps, send the outputs, send heartbeat and report.
@@ -123,6 +128,7 @@ class EventLoop:
             self._has_idle_work = self._idle_work(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
+        self._transfer.send(self._scheduler.take_transfer_commands())
         # After the tokens, for which clients wait.
         self._kv_events.publish(self._scheduler.take_block_events(), self._scheduler.adapter)
         self._show_signs_of_life()

@@ -37,6 +37,7 @@ from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .scheduler import Scheduler
 from .step_log import StepLog
+from .transfer.link.make_link import make_link
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
@@ -88,6 +89,7 @@ def main(child: Child) -> None:
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
+    transfer = make_link(config, own_runner.kv_pool, Path(settings.source.path), settings.endpoints.scheduler)
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -109,6 +111,7 @@ def main(child: Child) -> None:
         grammars=grammars,
         adapters=adapters,
         kv_events=kv_events,
+        transfer=transfer,
         replica=settings.replica,
     )
     for adapter in settings.adapters:

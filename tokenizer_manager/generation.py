@@ -12,14 +12,14 @@ import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
 
 from ..grammar.answer_report import GuidedAnswer
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.messages import Finish, GenerateRequest, TextOutput, Usage
+from ..runtime.messages import Finish, GenerateRequest, KVHandoff, TextOutput, Usage
 from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from .scheduling_options import Scheduling
@@ -133,6 +133,7 @@ def fan_out(
     *,
     arrival_s: float,
     draw_seed: Callable[[], int],
+    handoffs: Sequence[KVHandoff | None] = (),
 ) -> Iterator[tuple[Choice, GenerateRequest]]:
     """Each choice of an admitted request with its scheduler request.
 
@@ -145,6 +146,7 @@ def fan_out(
         resolved: [p] with `max_new_tokens` set.
         arrival_s: CLOCK_MONOTONIC.
         draw_seed: a seed for a prompt whose request has none.
+        handoffs: [p] the other half of each; empty: there are none.
     """
     scheduling = request.scheduling
     index = 0
@@ -173,8 +175,14 @@ def fan_out(
                     keep_special_ids=request.keep_special_ids,
                     pooling=request.poolings[number] if request.poolings else None,
                     data_parallel_rank=scheduling.replica,
+                    handoff=_of_sample(handoffs[number], i) if handoffs else None,
                 ),
             )
+
+
+def _of_sample(handoff: KVHandoff | None, sample: int) -> KVHandoff | None:
+    """Each parallel sample of a prompt has its own first token, and so its own room."""
+    return handoff if handoff is None or not sample else replace(handoff, room=f"{handoff.room}.{sample}")
 
 
 class Row(NamedTuple):
@@ -196,6 +204,7 @@ class Generation:
         opened_s: when it was tokenized and sent, by the manager's clock.
         prompt_names: of each prompt, for errors, if a failed one must be told from the others; else empty.
         grammar_ready_s: when its grammar was proved; None if that was not necessary, or has not ended.
+        kv_transfer_params: of the answer, for the router that then asks a decode engine; None: there are none.
     """
 
     def __init__(
@@ -218,6 +227,7 @@ class Generation:
         self.arrival_s = arrival_s
         self.opened_s = arrival_s
         self.grammar_ready_s: float | None = None
+        self.kv_transfer_params: dict[str, Any] | None = None
         self.failure: Exception | None = None
         self._on_close = on_close
         self._rows: list[Row] = []

@@ -45,6 +45,7 @@ from .admission.overload_control import OverloadControl, OverloadLimits
 from .admission.queue_limiter import QueueLimiter
 from .control import Control
 from .dispatch.dispatcher import Dispatcher
+from .dispatch.handoffs import Handoffs
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
@@ -97,6 +98,7 @@ class TokenizerManager:
         prover: GrammarProver | None = None,
         other_sends: Sequence[Callable[[SchedulerInput], None]] = (),
         dispatch_policy: DispatchPolicyName = "prefix-affinity",
+        handoffs: Handoffs | None = None,
     ) -> None:
         """Make a manager without streams.
 
@@ -113,11 +115,13 @@ class TokenizerManager:
             prover: proves grammars; None: they are trusted.
             other_sends: to the schedulers of further replicas.
             dispatch_policy: chooses among several replicas.
+            handoffs: finds the other half of a request; None: no request has one.
         """
         sends = [send, *other_sends]
         self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
         self.request_log = log = RequestLog()
         self._encoder = encoder
+        self._handoffs = handoffs if handoffs is not None else Handoffs("null")
         policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
         self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine)
         self._send = send = dispatcher.send
@@ -378,8 +382,18 @@ class TokenizerManager:
     ) -> Generation:
         generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
         request = replace(request, grammar=self._proofs.checked(request.grammar))
+        bootstrap = request.scheduling.bootstrap
+        handoffs = () if bootstrap is None else self._handoffs.of(bootstrap, len(encoded))
         opened = list(
-            fan_out(request, generation_id, encoded, resolved, arrival_s=arrival_s, draw_seed=self._draw_seed)
+            fan_out(
+                request,
+                generation_id,
+                encoded,
+                resolved,
+                arrival_s=arrival_s,
+                draw_seed=self._draw_seed,
+                handoffs=handoffs,
+            )
         )
         generation = Generation(
             generation_id,
@@ -393,6 +407,8 @@ class TokenizerManager:
             if request.poolings
             else (),
         )
+        if bootstrap is not None and bootstrap.kv_transfer_params is not None and handoffs[0] is not None:
+            generation.kv_transfer_params = self._handoffs.answer(handoffs[0])
         generation.opened_s = now_s = self._clock()
         for choice, message in opened:
             self.request_log.opened(LoggedRequest(message, generation, choice), now_s)

@@ -42,6 +42,7 @@ from .conversation.end_of_turn import turn_without_end
 from .conversation.planner import Planner
 from .conversation.template_choice import load_chat_template
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
+from .dispatch.handoffs import Handoffs
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
 from .http.schema.tool_schemas import ToolSchemas
@@ -128,6 +129,12 @@ async def _serve(
         prover=prover,
         other_sends=[outbox.send for outbox in outboxes[1:]],
         dispatch_policy=settings.config.parallel.dispatch_policy,
+        handoffs=Handoffs(
+            settings.config.scheduler.disaggregation_mode,
+            host=settings.config.server.host,
+            port=settings.config.server.bootstrap_port,
+            has_key=settings.config.parallel.cluster_key_file is not None,
+        ),
     )
     if settings.life:  # abandon the requests of the manager before this one
         for outbox in outboxes:

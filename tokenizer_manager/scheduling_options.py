@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -20,6 +20,20 @@ MAX_PRIORITY: Final = 1_000_000
 MAX_TIMEOUT_S: Final = 86_400.0
 MAX_SALT_CHARS: Final = 256
 _MAX_TENANT_CHARS: Final = 64
+
+
+class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
+    """Which half of a request this is, and where the other one is; see `Handoffs`. As it came, unchecked.
+
+    Attributes:
+        host, port, room: as SGLang's routers send them; a list has a value for each prompt.
+        kv_transfer_params: as vLLM's routers send it.
+    """
+
+    host: str | list[str | None] | None = None
+    port: int | list[int | None] | None = None
+    room: int | list[int] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +49,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
         lora_id: fingerprint of the LoRA adapter; "" for the model itself.
         served_as: name of that adapter; "" for the model itself.
         replica: number of the replica that gets it (`data_parallel_rank`); None: the server chooses.
+        bootstrap: fields about its other half at another engine; None: it names none.
     """
 
     priority: int = 0
@@ -46,6 +61,7 @@ class Scheduling(msgspec.Struct, frozen=True, kw_only=True):
     lora_id: str = ""
     served_as: str = ""
     replica: int | None = None
+    bootstrap: Bootstrap | None = None
 
 
 def checked_priority(value: int | str | None, param: str = "priority") -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -30,6 +30,7 @@ class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
     timings: Timings | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
 
 
 def whole_body(
@@ -50,6 +51,7 @@ def whole_body(
         usage=usage_of(generation, reasoning_tokens, services.tokenizer),
         timings=timings_of(generation),
         warnings=warnings or UNSET,
+        kv_transfer_params=generation.kv_transfer_params or UNSET,
     )
 
 

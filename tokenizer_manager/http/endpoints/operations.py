@@ -109,6 +109,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
     config["log"]["log_level"] = services.all_processes.log_level
     report = services.manager.engine.report
     capacity = services.manager.capacity
+    mode = services.config.scheduler.disaggregation_mode
     await exchange.send_json(
         ServerInfoBody(
             version=services.version,
@@ -118,6 +119,10 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             served_model_name=services.served_model,
             tp_size=services.config.parallel.tp,
             dp_size=services.config.parallel.dp,
+            disaggregation_mode=mode,
+            disaggregation_bootstrap_port=services.config.server.bootstrap_port
+            if mode == "prefill"
+            else None,
             max_running_requests=capacity.max_running_requests,
             max_total_num_tokens=capacity.num_pages * capacity.page_size,
             config=config,

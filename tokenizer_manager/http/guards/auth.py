@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 from ....runtime.config.server_config import ServerConfig
 from ....runtime.errors import ConfigError, RequestError
 from ...scheduling_options import (
+    Bootstrap,
     Scheduling,
     checked_priority,
     checked_salt,
@@ -139,6 +140,18 @@ def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> 
         timeout_s=checked_timeout(request.timeout, "timeout"),
         replica=request.data_parallel_rank,
         owner=caller.owner,
+        bootstrap=_bootstrap_of(request),
+    )
+
+
+def _bootstrap_of(request: GenerationFields | NativeRequest) -> Bootstrap | None:
+    if request.bootstrap_room is None and request.kv_transfer_params is None:
+        return None
+    return Bootstrap(
+        host=request.bootstrap_host,
+        port=request.bootstrap_port,
+        room=request.bootstrap_room,
+        kv_transfer_params=request.kv_transfer_params,
     )
 
 

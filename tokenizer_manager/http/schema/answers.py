@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ....runtime.config.engine_config import LogLevel
+from ....runtime.config.engine_config import DisaggregationMode, LogLevel
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.model_files.model_spec import ModelSpec
 
@@ -203,7 +203,8 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
         model_path: this and the fields down to `disaggregation_mode` are what routers look for.
         dp_size: replicas behind this address.
         max_running_requests, max_total_num_tokens: of each replica, as `capacity`.
-        disaggregation_mode: this server computes prompts and decodes.
+        disaggregation_mode: "null": this server computes prompts and decodes.
+        disaggregation_bootstrap_port: of a prefill engine, where decode engines claim prompts.
     """
 
     version: str
@@ -215,7 +216,8 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     dp_size: int
     max_running_requests: int
     max_total_num_tokens: int
-    disaggregation_mode: Literal["null"] = "null"
+    disaggregation_mode: DisaggregationMode = "null"
+    disaggregation_bootstrap_port: int | None = None
     config: dict[str, dict[str, Any]]
     capacity: dict[str, int | bool]
     model_spec: ModelSpec

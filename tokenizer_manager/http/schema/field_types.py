@@ -77,6 +77,12 @@ Seconds = Annotated[
     ),
 ]
 ReplicaNumber = Annotated[Int, _between(0, MAX_REPLICAS - 1)]
+BootstrapHost = str | list[str | None] | None
+BootstrapPort = int | list[int | None] | None
+BootstrapRoom = Annotated[
+    int | list[int] | None,
+    documented("The number that both halves of a request have; a list has one for each prompt."),
+]
 Salt = Annotated[str, documented(maxLength=MAX_SALT_CHARS)]
 TimeToLive = Annotated[
     float,

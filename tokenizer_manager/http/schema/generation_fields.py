@@ -5,7 +5,7 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ from ....runtime.sampling_params import SamplingParams
 from .constraint_fields import ConstraintFields
 from .field_types import (
     MAX_OPENAI_TEMPERATURE,
+    BootstrapHost,
+    BootstrapPort,
+    BootstrapRoom,
     Count,
     CountOrNone,
     Int,
@@ -158,6 +161,10 @@ class GenerationFields(SamplingFields, kw_only=True):
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None
+    bootstrap_host: BootstrapHost = None
+    bootstrap_port: BootstrapPort = None
+    bootstrap_room: BootstrapRoom = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def events(self) -> StreamOptions | None:
         """The options of the stream, or None for a response in one piece.

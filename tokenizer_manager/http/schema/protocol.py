@@ -14,6 +14,9 @@ from ....runtime.errors import RequestError
 from ....runtime.sampling_params import MAX_TEMPERATURE
 from ...conversation.chat_template import RESERVED_NAMES
 from .field_types import (
+    BootstrapHost,
+    BootstrapPort,
+    BootstrapRoom,
     Count,
     CountOrNone,
     Effort,
@@ -145,6 +148,10 @@ class NativeRequest(msgspec.Struct, kw_only=True):
     queue_timeout: Seconds | None = None
     timeout: Seconds | None = None
     data_parallel_rank: ReplicaNumber | None = None
+    bootstrap_host: BootstrapHost = None
+    bootstrap_port: BootstrapPort = None
+    bootstrap_room: BootstrapRoom = None
+    kv_transfer_params: dict[str, Any] | None = None
     lora_path: LoraPaths = None
     rid: Any = None  # accepted with a warning, and not used
 

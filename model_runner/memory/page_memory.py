@@ -1,0 +1,72 @@
+"""`PageMemory`: whole pages of a `KVPool` as bytes, and where they lie; for transfers to other engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .kv_pool import KVPool
+
+
+class Region(NamedTuple):
+    """The memory of one tensor: page i begins at `address + i * page_bytes`."""
+
+    address: int
+    page_bytes: int
+    num_pages: int
+
+
+class PageMemory:
+    """See the module. Pages are read and written by the thread of a transfer: nothing else uses those pages meanwhile.
+
+    Attributes:
+        regions: one for each tensor, keys and values of each layer and their scales.
+        tensors: (dtype, bytes of a page) of each.
+        device_id: number of the GPU; None on the CPU.
+    """
+
+    def __init__(self, pool: KVPool) -> None:
+        views = [*pool.page_views, *pool.scale_views]
+        self._pages = [view.view(view.shape[0], -1).view(torch.uint8) for view in views]
+        self.regions = [Region(pages.data_ptr(), pages.shape[1], pages.shape[0]) for pages in self._pages]
+        self.tensors = tuple(
+            (str(view.dtype).removeprefix("torch."), pages.shape[1])
+            for view, pages in zip(views, self._pages, strict=True)
+        )
+        device = self._pages[0].device
+        self.device_id = device.index if device.type == "cuda" else None
+        self._device = device
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page, all tensors."""
+        return sum(region.page_bytes for region in self.regions)
+
+    def read(self, page_ids: npt.NDArray[np.int32]) -> list[memoryview]:
+        """The bytes of some pages ([n] ids), one buffer for each tensor. Copies; waits for the device."""
+        index = torch.from_numpy(page_ids.astype(np.int64)).to(self._device)
+        return [memoryview(pages.index_select(0, index).cpu().numpy()).cast("B") for pages in self._pages]
+
+    def write(self, page_ids: npt.NDArray[np.int32], frames: Sequence[memoryview | bytes]) -> None:
+        """Write what `read` returned into other pages ([n] ids); returns when it is there.
+
+        Raises:
+            ValueError: the number or the sizes of the frames are wrong.
+        """
+        if len(frames) != len(self._pages):
+            raise ValueError(f"{len(frames)} frames for {len(self._pages)} tensors")
+        index = torch.from_numpy(page_ids.astype(np.int64)).to(self._device)
+        for pages, frame in zip(self._pages, frames, strict=True):
+            source = np.frombuffer(frame, dtype=np.uint8)
+            if source.size != len(page_ids) * pages.shape[1]:
+                raise ValueError(
+                    f"a frame of {source.size} bytes for {len(page_ids)} pages of {pages.shape[1]}"
+                )
+            data = torch.from_numpy(source.copy()).view(len(page_ids), -1)
+            pages.index_copy_(0, index, data.to(self._device))
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

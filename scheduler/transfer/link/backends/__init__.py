@@ -1,0 +1,1 @@
+"""`--transfer-backend`: what moves pages from a prefill engine to a decode engine."""

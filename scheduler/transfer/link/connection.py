@@ -1,0 +1,136 @@
+"""Sockets between prefill and decode engines: ROUTER at the prefill engine, DEALER at the decode engines.
+
+On a loopback address they are plain; elsewhere they are encrypted, and both sides must hold the same `ClusterKey`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+from typing import Any, Final
+
+import zmq
+import zmq.auth.thread
+
+from ....runtime.errors import ConfigError
+from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.ipc import make_socket
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+
+
+class CommandQueue:
+    """Objects for a thread that waits on sockets: `wake` is readable while there are some."""
+
+    def __init__(self, context: Context) -> None:
+        self._objects: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._signal = make_socket(context, zmq.PAIR)
+        self._signal.bind(f"inproc://{id(self)}")
+        self.wake = make_socket(context, zmq.PAIR)
+        self.wake.connect(f"inproc://{id(self)}")
+
+    def put(self, command: Any) -> None:
+        """From the other thread."""
+        self._objects.put(command)
+        self._signal.send(b"", zmq.NOBLOCK)
+
+    def take(self) -> list[Any]:
+        """All that are there."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                self.wake.recv(zmq.NOBLOCK)
+        taken = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                taken.append(self._objects.get_nowait())
+        return taken
+
+    def close_sender(self) -> None:
+        """From the other thread, after its last `put`."""
+        self._signal.close()
+
+
+class _OnlyThisKey:
+    def __init__(self, key: ClusterKey) -> None:
+        self._key = key
+
+    def callback(self, domain: str, key: Any) -> bool:
+        return bool(key == self._key.public)
+
+
+class Listener:
+    """The prefill engine's socket."""
+
+    def __init__(self, context: Context, host: str, port: int, key: ClusterKey | None) -> None:
+        """Bind it.
+
+        Raises:
+            ConfigError: the address cannot be listened at.
+        """
+        self._authenticator: Any = None
+        self.socket = make_socket(context, zmq.ROUTER)
+        self.socket.router_mandatory = True
+        self.socket.router_handover = True
+        if key is not None:
+            self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(credentials_provider=_OnlyThisKey(key))
+            self.socket.curve_server = True
+            self.socket.curve_publickey, self.socket.curve_secretkey = key.public, key.secret
+        try:
+            numeric = numeric_address(host)
+            self.socket.ipv6 = ":" in numeric
+            self.socket.bind(tcp(numeric, port))
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            raise ConfigError(
+                f"cannot listen on {host}:{port} for decode engines: {error.strerror or error}; set another "
+                "--bootstrap-port"
+            ) from None
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.socket.close(linger=0)
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+
+def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> Socket:
+    """A decode engine's socket to a prefill engine.
+
+    Args:
+        peer: HOST:PORT.
+        name: of the decode engine; no two have the same.
+
+    Raises:
+        OSError: the host has no address.
+    """
+    host, _, port = peer.rpartition(":")
+    numeric = numeric_address(host.removeprefix("[").removesuffix("]"))
+    dealer = make_socket(context, zmq.DEALER)
+    dealer.identity = name.encode()
+    dealer.immediate = True  # messages to an engine that is not there are not kept for its successor
+    dealer.ipv6 = ":" in numeric
+    if key is not None:
+        dealer.curve_serverkey = dealer.curve_publickey = key.public
+        dealer.curve_secretkey = key.secret
+    dealer.connect(tcp(numeric, int(port)))
+    return dealer
+
+
+def numeric_address(host: str) -> str:
+    """An address of a host; ZMQ binds to no names.
+
+    Raises:
+        OSError: it has none.
+    """
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def tcp(host: str, port: int) -> str:
+    """As ZMQ writes it."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

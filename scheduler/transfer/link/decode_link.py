@@ -1,0 +1,289 @@
+"""`DecodeLink`: the thread of a decode engine that claims prompts from prefill engines and takes their pages."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import numpy as np
+import zmq
+import zmq.utils.monitor
+
+from ....runtime.kv_transfer import (
+    AbortAck,
+    Claim,
+    ClaimAborted,
+    ClaimFailed,
+    FromPeer,
+    Hello,
+    KVLayout,
+    PageData,
+    PeerLost,
+    Ping,
+    Pong,
+    Prefilled,
+    Refused,
+    ToDecode,
+    ToPeer,
+    ToPrefill,
+    TransferCommand,
+    Welcome,
+)
+from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.ipc import Outbox, decode_or_drop
+from .backends.base import PageTarget
+from .connection import MONITORED, CommandQueue, Context, Socket, connect
+
+logger = logging.getLogger(__name__)
+
+PING_S: Final = 1.0
+PEER_SILENCE_S: Final = 15.0
+"""A prefill engine without an answer for so long is lost; far more than a busy machine delays one."""
+CONNECT_S: Final = 15.0
+"""A claim fails if its prefill engine has not been reached by then."""
+_BUSY_POLL_MS: Final = 1
+_IDLE_POLL_MS: Final = 500
+_EVENTS_PER_POLL: Final = 64
+
+
+class _State(enum.Enum):
+    CONNECTING = enum.auto()
+    WELCOME = enum.auto()
+    REFUSED = enum.auto()
+    SILENT = enum.auto()
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A prefill engine.
+
+    Attributes:
+        waiting: claims that are not sent, with the time at which they came.
+        open: (room, attempt) of claims that were sent and are not answered.
+    """
+
+    name: str
+    socket: Socket
+    monitor: Socket
+    state: _State = _State.CONNECTING
+    refusal: str = ""
+    heard_s: float = 0.0
+    pinged_s: float = 0.0
+    waiting: list[tuple[float, Claim]] = field(default_factory=list)
+    open: set[tuple[str, int]] = field(default_factory=set)
+
+
+class DecodeLink:
+    """See the module. `send` is called by the scheduler's loop; news go to its inbox."""
+
+    def __init__(
+        self,
+        *,
+        key: ClusterKey | None,
+        layout: KVLayout,
+        backend: str,
+        target: PageTarget,
+        scheduler: str,
+    ) -> None:
+        """Start the thread; the arguments are those of `PrefillLink`."""
+        self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._key = key
+        self._hello = Hello(layout, backend, target.target())
+        self._target = target
+        self._endpoint = scheduler
+        self._context: Context = zmq.Context()
+        self._commands = CommandQueue(self._context)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
+        self._peers: dict[str, _Peer] = {}
+        self._poller = zmq.Poller()
+        self._stops = False
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def send(self, commands: Sequence[TransferCommand]) -> None:
+        """Do what the scheduler wants; never blocks."""
+        for command in commands:
+            self._commands.put(command)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._commands.put(None)
+        self._thread.join(timeout=5.0)
+        self._commands.close_sender()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        self._outbox = Outbox(self._endpoint)
+        self._poller.register(self._commands.wake, zmq.POLLIN)
+        try:
+            while not self._stops:
+                busy = self._target.polls and any(peer.open for peer in self._peers.values())
+                self._poller.poll(_BUSY_POLL_MS if busy else _IDLE_POLL_MS)
+                if busy:
+                    self._target.progress()
+                for command in self._commands.take():
+                    self._execute(command)
+                for peer in self._peers.values():
+                    self._watch(peer)
+                    self._read(peer)
+                    self._check_time(peer)
+        finally:
+            self._target.close()
+            for peer in self._peers.values():
+                peer.socket.disable_monitor()
+                peer.monitor.close(linger=0)
+                peer.socket.close(linger=0)
+            self._commands.wake.close()
+
+    def _execute(self, command: TransferCommand | None) -> None:
+        if command is None:
+            self._stops = True
+            return
+        assert isinstance(command, ToPeer), command
+        match command.message:
+            case Claim():
+                self._claim(command.peer, command.message)
+            case ClaimAborted():
+                self._abort(command.peer, command.message)
+
+    def _claim(self, name: str, claim: Claim) -> None:
+        peer = self._peers.get(name)
+        if peer is None:
+            try:
+                peer = self._connect(name)
+            except (OSError, ValueError, zmq.ZMQError) as error:
+                self._fail(name, claim, f"{name} cannot be reached: {error}")
+                return
+        match peer.state:
+            case _State.WELCOME:
+                peer.open.add((claim.room, claim.attempt))
+                self._tell(peer, claim)
+            case _State.CONNECTING:
+                peer.waiting.append((time.monotonic(), claim))
+            case _State.REFUSED:
+                self._fail(name, claim, peer.refusal)
+            case _State.SILENT:
+                self._fail(name, claim, f"no sign of life from {name} for {PEER_SILENCE_S:g} s")
+
+    def _abort(self, name: str, message: ClaimAborted) -> None:
+        peer = self._peers.get(name)
+        attempt = message.room, message.attempt
+        if peer is not None and attempt in peer.open:
+            peer.open.discard(attempt)
+            self._tell(peer, message)
+            if not self._target.is_passive:
+                return  # the prefill engine answers
+        elif peer is not None:
+            peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
+        self._outbox.send(FromPeer(name, AbortAck(message.room, message.attempt)))
+
+    def _fail(self, name: str, claim: Claim, reason: str) -> None:
+        """Answer a claim that was not sent."""
+        self._outbox.send(FromPeer(name, ClaimFailed(claim.room, claim.attempt, reason)))
+
+    def _connect(self, name: str) -> _Peer:
+        socket = connect(self._context, name, self._name, self._key)
+        monitor = socket.get_monitor_socket(MONITORED)
+        peer = self._peers[name] = _Peer(name, socket, monitor)
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+        return peer
+
+    def _watch(self, peer: _Peer) -> None:
+        """Greet an engine when it is connected, again after each connection."""
+        for _ in range(_EVENTS_PER_POLL):
+            if not peer.monitor.poll(0):
+                return
+            event = zmq.utils.monitor.recv_monitor_message(peer.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._tell(peer, self._hello)
+            else:  # the kernel has closed the connection, or the network has: its messages end here
+                self._read(peer)
+                if peer.state is not _State.CONNECTING:
+                    self._lose(peer, f"the connection to {peer.name} was closed", is_fenced=True)
+                peer.state = _State.CONNECTING
+
+    def _read(self, peer: _Peer) -> None:
+        while peer.socket.poll(0):
+            frames = peer.socket.recv_multipart(copy=False)
+            message = decode_or_drop(frames[0].bytes, self._decoder)
+            if message is None:
+                continue
+            peer.heard_s = time.monotonic()
+            if peer.state is _State.SILENT:
+                logger.info("a prefill engine goes on peer=%s", peer.name)
+                peer.state = _State.WELCOME
+            self._receive(peer, message, frames)
+
+    def _receive(self, peer: _Peer, message: ToDecode, frames: Sequence[zmq.Frame]) -> None:
+        match message:
+            case Welcome():
+                logger.info("a prefill engine is ready peer=%s", peer.name)
+                peer.state = _State.WELCOME
+                waiting, peer.waiting = peer.waiting, []
+                for _, claim in waiting:
+                    self._claim(peer.name, claim)
+            case Refused():
+                peer.state = _State.REFUSED
+                peer.refusal = f"{peer.name} refuses this engine: {message.reason}"
+                logger.error("%s", peer.refusal)
+                waiting, peer.waiting = peer.waiting, []
+                for _, claim in waiting:
+                    self._fail(peer.name, claim, peer.refusal)
+            case Prefilled() | ClaimFailed() | AbortAck():
+                peer.open.discard((message.room, message.attempt))
+                self._outbox.send(FromPeer(peer.name, message))
+            case PageData():
+                if (message.room, message.attempt) in peer.open:
+                    self._store(peer, message, frames[1:])
+            case Pong():
+                pass
+
+    def _store(self, peer: _Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
+        try:
+            pages = np.frombuffer(frames[0].buffer, dtype=np.int32)
+            self._target.store(pages, [frame.buffer for frame in frames[1:]])
+        except (ValueError, IndexError) as error:
+            peer.open.discard((message.room, message.attempt))
+            self._tell(peer, ClaimAborted(message.room, message.attempt))
+            reason = f"pages from {peer.name} do not fit: {error}"
+            self._outbox.send(FromPeer(peer.name, ClaimFailed(message.room, message.attempt, reason)))
+
+    def _check_time(self, peer: _Peer) -> None:
+        now_s = time.monotonic()
+        if peer.waiting and now_s - peer.waiting[0][0] > CONNECT_S:
+            late = [claim for since_s, claim in peer.waiting if now_s - since_s > CONNECT_S]
+            peer.waiting = peer.waiting[len(late) :]
+            for claim in late:
+                reason = f"no prefill engine has answered at {peer.name} within {CONNECT_S:g} s"
+                self._fail(peer.name, claim, reason)
+        if peer.state is _State.WELCOME and not peer.open:
+            peer.heard_s = now_s  # nothing is expected of it
+        if peer.state in (_State.WELCOME, _State.SILENT) and now_s - peer.pinged_s > PING_S:
+            peer.pinged_s = now_s
+            self._tell(peer, Ping())
+        if peer.state is _State.WELCOME and now_s - peer.heard_s > PEER_SILENCE_S:
+            peer.state = _State.SILENT
+            reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
+            self._lose(peer, reason, is_fenced=self._target.is_passive)
+
+    def _lose(self, peer: _Peer, reason: str, *, is_fenced: bool) -> None:
+        logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
+        if is_fenced:
+            peer.open.clear()
+        self._outbox.send(PeerLost(peer.name, reason, is_fenced))
+
+    def _tell(self, peer: _Peer, message: ToPrefill) -> None:
+        with contextlib.suppress(zmq.Again):  # no connection: the monitor tells
+            peer.socket.send(self._encoder.encode(message), zmq.NOBLOCK)

@@ -1,0 +1,139 @@
+"""`make_link`: the `KVTransfer` of a scheduler's process, as `--disaggregation-mode` and `--transfer-backend` say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ....runtime.config.engine_config import EngineConfig
+from ....runtime.errors import ConfigError
+from ....runtime.kv_transfer import KVLayout, TransferCommand
+from ....runtime.transport.cluster_ipc import is_loopback
+from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
+from ....runtime.version import __version__
+
+if TYPE_CHECKING:
+    from ....model_runner.memory.kv_pool import KVPool
+    from ....model_runner.memory.page_memory import PageMemory
+    from .backends.base import PageTarget, PageWriter
+
+logger = logging.getLogger(__name__)
+
+
+class KVTransfer(Protocol):
+    """Does what the scheduler orders, beside its loop; news come to the scheduler's inbox."""
+
+    def send(self, commands: Sequence[TransferCommand]) -> None:
+        """Never blocks."""
+        ...
+
+    def close(self) -> None:
+        """Close the connections."""
+        ...
+
+
+class NoKVTransfer:
+    """`--disaggregation-mode null`."""
+
+    def send(self, commands: Sequence[TransferCommand]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def make_link(config: EngineConfig, pool: KVPool, weights: Path, scheduler: str) -> KVTransfer:
+    """Make it, listening or ready to connect.
+
+    Args:
+        pool: whose pages are exchanged.
+        weights: the model's files.
+        scheduler: endpoint of the scheduler's inbox.
+
+    Raises:
+        ConfigError: the port cannot be listened at, the backend's library is missing or unusable, or the key of the
+            connections is missing.
+    """
+    mode = config.scheduler.disaggregation_mode
+    if mode == "null":
+        return NoKVTransfer()
+    from ....model_runner.memory.page_memory import PageMemory
+    from ....model_runner.weights.fingerprint import weights_fingerprint
+
+    memory = PageMemory(pool)
+    fingerprint = weights_fingerprint(weights, config.model.load_format)
+    layout = KVLayout(__version__, fingerprint, pool.page_size, memory.tensors, config.parallel.tp)
+    backend, key = config.server.transfer_backend, link_key(config)
+    if mode == "prefill":
+        from .prefill_link import PrefillLink
+
+        server = config.server
+        link = PrefillLink(
+            host=server.host,
+            port=server.bootstrap_port,
+            key=key,
+            layout=layout,
+            backend=backend,
+            writer=_writer(backend, memory),
+            scheduler=scheduler,
+        )
+        logger.info(
+            "decode engines may connect at %s:%d backend=%s", server.host, server.bootstrap_port, backend
+        )
+        return link
+    from .decode_link import DecodeLink
+
+    return DecodeLink(
+        key=key, layout=layout, backend=backend, target=_target(backend, memory), scheduler=scheduler
+    )
+
+
+def link_key(config: EngineConfig) -> ClusterKey | None:
+    """The key of the connections; None on a loopback address without one.
+
+    Raises:
+        ConfigError: other machines can connect, and there is no key; or its file is wrong.
+    """
+    path = config.parallel.cluster_key_file
+    if path is not None:
+        return load_cluster_key(path)
+    if not is_loopback(config.server.host):
+        raise ConfigError(
+            f"host is {config.server.host} with --disaggregation-mode, so that KV crosses a network, but no key "
+            "protects it; name a file with --cluster-key-file on all engines, or listen on 127.0.0.1"
+        )
+    return None
+
+
+def _writer(backend: str, memory: PageMemory) -> PageWriter:
+    match backend:
+        case "nixl":
+            from .backends.nixl import NixlWriter
+
+            return NixlWriter(memory)
+        case "mooncake":
+            from .backends.mooncake import MooncakeWriter
+
+            return MooncakeWriter(memory)
+        case _:
+            from .backends.local import LocalWriter
+
+            return LocalWriter(memory)
+
+
+def _target(backend: str, memory: PageMemory) -> PageTarget:
+    match backend:
+        case "nixl":
+            from .backends.nixl import NixlTarget
+
+            return NixlTarget(memory)
+        case "mooncake":
+            from .backends.mooncake import MooncakeTarget
+
+            return MooncakeTarget(memory)
+        case _:
+            from .backends.local import LocalTarget
+
+            return LocalTarget(memory)

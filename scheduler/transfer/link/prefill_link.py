@@ -1,0 +1,228 @@
+"""`PrefillLink`: the thread of a prefill engine that talks to decode engines and writes pages into theirs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+import zmq
+
+from ....runtime.kv_transfer import (
+    AbortAck,
+    Claim,
+    ClaimAborted,
+    ClaimFailed,
+    FromPeer,
+    Hello,
+    KVLayout,
+    PageData,
+    PagesWritten,
+    PeerLost,
+    Ping,
+    Pong,
+    Refused,
+    ToDecode,
+    ToPeer,
+    ToPrefill,
+    TransferCommand,
+    Welcome,
+    WritePages,
+)
+from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.ipc import Outbox, decode_or_drop
+from .backends.base import PageWriter, TransferError, Write
+from .connection import CommandQueue, Context, Listener
+
+logger = logging.getLogger(__name__)
+
+PEER_SILENCE_S: Final = 30.0
+"""A decode engine with claims sends a sign of life each second."""
+_BUSY_POLL_MS: Final = 1
+_IDLE_POLL_MS: Final = 1000
+
+
+@dataclass(slots=True)
+class _Writing:
+    command: WritePages
+    write: Write
+    started_s: float
+
+
+class PrefillLink:
+    """See the module. `send` is called by the scheduler's loop; news go to its inbox."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        port: int,
+        key: ClusterKey | None,
+        layout: KVLayout,
+        backend: str,
+        writer: PageWriter,
+        scheduler: str,
+    ) -> None:
+        """Listen, and start the thread.
+
+        Args:
+            host, port: where decode engines connect.
+            key: encrypts the connections; None: they are plain.
+            layout: of this engine's KV pool.
+            backend, writer: `--transfer-backend`.
+            scheduler: endpoint of the scheduler's inbox.
+
+        Raises:
+            ConfigError: the address cannot be listened at.
+        """
+        self._layout = layout
+        self._backend = backend
+        self._writer = writer
+        self._endpoint = scheduler
+        self._context: Context = zmq.Context()
+        self._listener = Listener(self._context, host, port, key)
+        self._socket = self._listener.socket
+        self._commands = CommandQueue(self._context)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
+        self._heard_s: dict[str, float] = {}  # of each welcome peer
+        self._writing: list[_Writing] = []
+        self._stops = False
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
+        self._thread.start()
+
+    def send(self, commands: Sequence[TransferCommand]) -> None:
+        """Do what the scheduler wants; never blocks."""
+        for command in commands:
+            self._commands.put(command)
+
+    def close(self) -> None:
+        """End the thread; transfers that are under way fail at the other side."""
+        self._commands.put(None)
+        self._thread.join(timeout=5.0)
+        self._commands.close_sender()
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        self._outbox = Outbox(self._endpoint)
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._commands.wake, zmq.POLLIN)
+        try:
+            while not self._stops:
+                poller.poll(_BUSY_POLL_MS if self._writing else _IDLE_POLL_MS)
+                for command in self._commands.take():
+                    self._execute(command)
+                while self._socket.poll(0):
+                    name, data = self._socket.recv_multipart()[:2]
+                    message = decode_or_drop(data, self._decoder)
+                    if message is not None:
+                        self._receive(name.decode(errors="replace"), message)
+                self._check_writes()
+                self._check_silence()
+        finally:
+            self._writer.close()
+            self._commands.wake.close()
+            self._listener.close()
+
+    def _execute(self, command: TransferCommand | None) -> None:
+        match command:
+            case None:
+                self._stops = True
+            case ToPeer():
+                self._tell(command.peer, command.message)
+            case WritePages():
+                self._write(command)
+
+    def _write(self, command: WritePages) -> None:
+        sources, targets = (
+            np.frombuffer(each, dtype=np.int32) for each in (command.sources, command.targets)
+        )
+        peer = command.peer
+        header = self._encoder.encode(PageData(command.room, command.attempt))
+        started_s = time.monotonic()
+        try:
+            if peer not in self._heard_s:
+                raise TransferError(f"{peer} is not connected")
+            write = self._writer.write(
+                peer, sources, targets, header, lambda frames: self._send_frames(peer, frames)
+            )
+        except TransferError as error:
+            self._outbox.send(PagesWritten(peer, command.room, command.attempt, str(error)))
+            return
+        self._writing.append(_Writing(command, write, started_s))
+
+    def _check_writes(self) -> None:
+        left = []
+        for each in self._writing:
+            command, error = each.command, ""
+            try:
+                if not each.write.is_done():
+                    left.append(each)
+                    continue
+            except TransferError as failed:
+                error = str(failed)
+            seconds = time.monotonic() - each.started_s
+            self._outbox.send(PagesWritten(command.peer, command.room, command.attempt, error, seconds))
+        self._writing = left
+
+    def _receive(self, peer: str, message: ToPrefill) -> None:
+        if isinstance(message, Hello):
+            self._greet(peer, message)
+            return
+        if peer not in self._heard_s:  # it takes this engine for its predecessor
+            match message:
+                case Claim():
+                    reason = "the prefill engine was restarted"
+                    self._tell(peer, ClaimFailed(message.room, message.attempt, reason))
+                case ClaimAborted():
+                    self._tell(peer, AbortAck(message.room, message.attempt))
+            return
+        self._heard_s[peer] = time.monotonic()
+        match message:
+            case Ping():
+                self._tell(peer, Pong())
+            case Claim() | ClaimAborted():
+                self._outbox.send(FromPeer(peer, message))
+
+    def _greet(self, peer: str, hello: Hello) -> None:
+        reason = self._layout.difference(hello.layout)
+        if not reason and hello.backend != self._backend:
+            reason = f"they differ in --transfer-backend: {self._backend} and {hello.backend}"
+        if not reason:
+            try:
+                self._writer.add_peer(peer, hello.target)
+            except TransferError as error:
+                reason = str(error)
+        if reason:
+            logger.error("refused a decode engine peer=%s: %s", peer, reason)
+            self._tell(peer, Refused(reason))
+            return
+        logger.info("a decode engine has come peer=%s", peer)
+        self._heard_s[peer] = time.monotonic()
+        self._tell(peer, Welcome())
+
+    def _check_silence(self) -> None:
+        now_s = time.monotonic()
+        for peer, heard_s in list(self._heard_s.items()):
+            if now_s - heard_s > PEER_SILENCE_S:
+                del self._heard_s[peer]
+                self._writer.drop_peer(peer)
+                logger.warning("a decode engine is gone peer=%s", peer)
+                reason = f"no sign of life for {PEER_SILENCE_S:g} s"
+                self._outbox.send(PeerLost(peer, reason, is_fenced=True))
+
+    def _tell(self, peer: str, message: ToDecode) -> None:
+        self._send_frames(peer, [self._encoder.encode(message)])
+
+    def _send_frames(self, peer: str, frames: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # it has left; its silence will show it
+            logger.info("a message to a decode engine is lost peer=%s: %s", peer, error.strerror)
