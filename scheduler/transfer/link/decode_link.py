@@ -107,11 +107,18 @@ class DecodeLink:
         self._peers: dict[str, _Peer] = {}
         self._poller = zmq.Poller()
         self._stops = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
     def send(self, commands: Sequence[TransferCommand]) -> None:
-        """Do what the scheduler wants; never blocks."""
+        """Do what the scheduler wants; never blocks.
+
+        Raises:
+            Exception: the thread has failed, with what it raised. A bug; it ends the process.
+        """
+        if self._failure is not None:
+            raise self._failure
         for command in commands:
             self._commands.put(command)
 
@@ -128,7 +135,7 @@ class DecodeLink:
         self._poller.register(self._commands.wake, zmq.POLLIN)
         try:
             while not self._stops:
-                busy = self._target.polls and any(peer.open for peer in self._peers.values())
+                busy = self._target.polls and any(peer.open or peer.waiting for peer in self._peers.values())
                 self._poller.poll(_BUSY_POLL_MS if busy else _IDLE_POLL_MS)
                 if busy:
                     self._target.progress()
@@ -138,6 +145,8 @@ class DecodeLink:
                     self._watch(peer)
                     self._read(peer)
                     self._check_time(peer)
+        except Exception as error:
+            self._failure = error
         finally:
             self._target.close()
             for peer in self._peers.values():

@@ -76,7 +76,7 @@ def make_link(config: EngineConfig, pool: KVPool, weights: Path, scheduler: str)
             key=key,
             layout=layout,
             backend=backend,
-            writer=_writer(backend, memory),
+            writer=_writer(backend, memory, server.host),
             scheduler=scheduler,
         )
         logger.info(
@@ -86,7 +86,11 @@ def make_link(config: EngineConfig, pool: KVPool, weights: Path, scheduler: str)
     from .decode_link import DecodeLink
 
     return DecodeLink(
-        key=key, layout=layout, backend=backend, target=_target(backend, memory), scheduler=scheduler
+        key=key,
+        layout=layout,
+        backend=backend,
+        target=_target(backend, memory, config.server.host),
+        scheduler=scheduler,
     )
 
 
@@ -107,32 +111,32 @@ def link_key(config: EngineConfig) -> ClusterKey | None:
     return None
 
 
-def _writer(backend: str, memory: PageMemory) -> PageWriter:
+def _writer(backend: str, memory: PageMemory, host: str) -> PageWriter:
     match backend:
         case "nixl":
             from .backends.nixl import NixlWriter
 
-            return NixlWriter(memory)
+            return NixlWriter(memory, host)
         case "mooncake":
             from .backends.mooncake import MooncakeWriter
 
-            return MooncakeWriter(memory)
+            return MooncakeWriter(memory, host)
         case _:
             from .backends.local import LocalWriter
 
             return LocalWriter(memory)
 
 
-def _target(backend: str, memory: PageMemory) -> PageTarget:
+def _target(backend: str, memory: PageMemory, host: str) -> PageTarget:
     match backend:
         case "nixl":
             from .backends.nixl import NixlTarget
 
-            return NixlTarget(memory)
+            return NixlTarget(memory, host)
         case "mooncake":
             from .backends.mooncake import MooncakeTarget
 
-            return MooncakeTarget(memory)
+            return MooncakeTarget(memory, host)
         case _:
             from .backends.local import LocalTarget
 

@@ -93,11 +93,18 @@ class PrefillLink:
         self._heard_s: dict[str, float] = {}  # of each welcome peer
         self._writing: list[_Writing] = []
         self._stops = False
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
     def send(self, commands: Sequence[TransferCommand]) -> None:
-        """Do what the scheduler wants; never blocks."""
+        """Do what the scheduler wants; never blocks.
+
+        Raises:
+            Exception: the thread has failed, with what it raised. A bug; it ends the process.
+        """
+        if self._failure is not None:
+            raise self._failure
         for command in commands:
             self._commands.put(command)
 
@@ -126,6 +133,8 @@ class PrefillLink:
                         self._receive(name.decode(errors="replace"), message)
                 self._check_writes()
                 self._check_silence()
+        except Exception as error:
+            self._failure = error
         finally:
             self._writer.close()
             self._commands.wake.close()
@@ -216,6 +225,10 @@ class PrefillLink:
                 self._writer.drop_peer(peer)
                 logger.warning("a decode engine is gone peer=%s", peer)
                 reason = f"no sign of life for {PEER_SILENCE_S:g} s"
+                for each in [each for each in self._writing if each.command.peer == peer]:
+                    self._writing.remove(each)  # it lets go of what the backend holds for it
+                    command = each.command
+                    self._outbox.send(PagesWritten(peer, command.room, command.attempt, reason))
                 self._outbox.send(PeerLost(peer, reason, is_fenced=True))
 
     def _tell(self, peer: str, message: ToDecode) -> None:

@@ -1,0 +1,159 @@
+"""`--transfer-backend mooncake`: Mooncake's transfer engine, which writes into the other engine's memory (TCP, RDMA).
+
+Calls as in mooncake-transfer-engine 0.3.13. A write blocks, so it is made by a thread. More than 2,048 pieces in one
+call fail at once over TCP.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from .....model_runner.memory.page_memory import PageMemory, Region
+from .....runtime.errors import ConfigError
+from .....runtime.message_base import Record
+from .base import Pages, SendFrames, TransferError
+
+_MAX_PIECES: Final = 2048
+_PROTOCOL: Final = "MC_PROTOCOL"
+"""Environment variable with the protocol, "tcp" or "rdma", as Mooncake's own tools read it."""
+_TIMEOUT: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
+"""A write to a frozen engine fails after this; Mooncake's own limit is 30 s."""
+
+
+class _Target(Record, frozen=True):
+    """What a writer must know of the other side: its session, and (address, bytes of a page, pages) of each tensor."""
+
+    session: str
+    regions: tuple[tuple[int, int, int], ...]
+
+
+class _Engine:
+    """Mooncake's engine with the registered pool."""
+
+    def __init__(self, memory: PageMemory, host: str) -> None:
+        for name, value in _TIMEOUT.items():
+            os.environ.setdefault(name, value)
+        self.memory = memory
+        self.engine = _import().TransferEngine()
+        if self.engine.initialize(host, "P2PHANDSHAKE", os.environ.get(_PROTOCOL, "tcp"), ""):
+            raise ConfigError(f"transfer_backend is mooncake, but its engine does not start at {host}")
+        for each in memory.regions:
+            if self.engine.register_memory(each.address, each.page_bytes * each.num_pages):
+                raise ConfigError(
+                    "transfer_backend is mooncake, but it cannot register the KV pool; see its log"
+                )
+        self.session = f"{host}:{self.engine.get_rpc_port()}"
+
+    def close(self) -> None:
+        for each in self.memory.regions:
+            self.engine.unregister_memory(each.address)
+
+
+class _Write:
+    """Pages that the thread writes."""
+
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def is_done(self) -> bool:
+        if not self._future.done():
+            return False
+        if self._future.result():
+            raise TransferError("mooncake: the write failed; its log has the reason")
+        return True
+
+
+class MooncakeWriter:
+    """See `PageWriter`."""
+
+    def __init__(self, memory: PageMemory, host: str) -> None:
+        """Register the pool.
+
+        Raises:
+            ConfigError: Mooncake is missing, or cannot use this machine.
+        """
+        self._own = _Engine(memory, host)
+        self._peers: dict[str, tuple[str, list[Region]]] = {}
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
+
+    def add_peer(self, peer: str, target: bytes) -> None:
+        try:
+            theirs = msgspec.msgpack.decode(target, type=_Target)
+        except msgspec.MsgspecError as error:
+            raise TransferError(f"mooncake: {error}") from error
+        self._peers[peer] = theirs.session, [Region(*each) for each in theirs.regions]
+
+    def drop_peer(self, peer: str) -> None:
+        self._peers.pop(peer, None)
+
+    def write(self, peer: str, sources: Pages, targets: Pages, header: bytes, send: SendFrames) -> _Write:
+        if peer not in self._peers:
+            raise TransferError(f"mooncake: {peer} is not known")
+        session, regions = self._peers[peer]
+        return _Write(self._threads.submit(self._write, session, regions, sources.copy(), targets.copy()))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._own.close()
+
+    def _write(self, session: str, regions: list[Region], sources: Pages, targets: Pages) -> int:
+        here = np.concatenate([_addresses(each, sources) for each in self._own.memory.regions])
+        there = np.concatenate([_addresses(each, targets) for each in regions])
+        sizes = np.repeat([each.page_bytes for each in regions], len(targets))
+        for begin in range(0, len(here), _MAX_PIECES):
+            piece = slice(begin, begin + _MAX_PIECES)
+            failed = self._own.engine.batch_transfer_sync_write(
+                session, here[piece].tolist(), there[piece].tolist(), sizes[piece].tolist()
+            )
+            if failed:
+                return int(failed)
+        return 0
+
+
+class MooncakeTarget:
+    """See `PageTarget`. Mooncake's own threads take the pages."""
+
+    is_passive = False
+    polls = False
+
+    def __init__(self, memory: PageMemory, host: str) -> None:
+        """Register the pool.
+
+        Raises:
+            ConfigError: Mooncake is missing, or cannot use this machine.
+        """
+        self._own = _Engine(memory, host)
+
+    def target(self) -> bytes:
+        regions = tuple((each.address, each.page_bytes, each.num_pages) for each in self._own.memory.regions)
+        return msgspec.msgpack.encode(_Target(self._own.session, regions))
+
+    def store(self, pages: Pages, frames: object) -> None:
+        raise ValueError("the backend mooncake writes pages itself")
+
+    def progress(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._own.close()
+
+
+def _addresses(region: Region, pages: Pages) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return region.address + pages.astype(np.int64) * region.page_bytes
+
+
+def _import() -> Any:
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as error:
+        raise ConfigError(
+            f"transfer_backend is mooncake, but it cannot be imported ({error}); pip install "
+            "mooncake-transfer-engine-non-cuda (on GPUs mooncake-transfer-engine) and, on Debian, apt install "
+            "libibverbs1; or use --transfer-backend local"
+        ) from None
