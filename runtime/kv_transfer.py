@@ -247,6 +247,7 @@ class TransferFigures(Record, frozen=True):
         transfer_s: total seconds, of the writes (prefill), or from the claims to their end (decode).
         transfers: rooms that ended well.
         failures: rooms that failed, by reason.
+        page_bytes: of one page.
     """
 
     waiting: int = 0
@@ -257,3 +258,4 @@ class TransferFigures(Record, frozen=True):
     transfer_s: float = 0.0
     transfers: int = 0
     failures: dict[str, int] = msgspec.field(default_factory=dict)
+    page_bytes: int = 0

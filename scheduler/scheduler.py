@@ -31,10 +31,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import assert_never
 
+from msgspec.structs import replace
+
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand
+from ..runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
@@ -559,8 +561,14 @@ class Scheduler:
             overruled_tokens_total=stats.overruled_tokens,
             num_adapters=len(self._parts.adapters),
             num_adapter_slots_used=self._parts.adapter_slots.num_in_use,
-            transfer=self._transfer.figures(),
+            transfer=self._transfer_figures(),
         )
+
+    def _transfer_figures(self) -> TransferFigures | None:
+        figures = self._transfer.figures()
+        if figures is None:
+            return None
+        return replace(figures, page_bytes=self._capacity.page_size * self._capacity.kv_token_bytes)
 
     def _waiting_by_reason(self) -> dict[str, int]:
         """The number of waiting requests per reason, as of the last pass."""

@@ -41,6 +41,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         "stalled": next((report.stalled for report in reports if report.stalled), ""),
         "num_adapters": max(report.num_adapters for report in reports),
         "replica": 0,
+        "transfer": None,  # a disaggregated engine has one replica
     }
     sums = {
         field.name: sum(getattr(report, field.name) for report in reports)

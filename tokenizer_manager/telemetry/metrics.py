@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+from ...runtime.kv_transfer import TransferFigures
 from ...runtime.messages import FinishKind, SchedulerReport, TextOutput
 from ..generation import Choice, Generation
 from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
@@ -281,6 +282,40 @@ class Metrics:
         yield from head("schedule_policy_info", "The policy that orders the queue now.", "gauge")
         if report.policy:
             yield sample("schedule_policy_info", {**self._labels, "policy": report.policy}, 1)
+        if report.transfer is not None:
+            yield from self._of_transfers(report.transfer)
+
+    def _of_transfers(self, figures: TransferFigures) -> Iterator[str]:
+        """The lines of a disaggregated engine."""
+        yield from head(
+            "transfer_rooms", "Prompts that another engine computes or decodes, by state.", "gauge"
+        )
+        for state, count in (("waiting", figures.waiting), ("open", figures.open)):
+            yield sample("transfer_rooms", {**self._labels, "state": state}, count)
+        text = "Pages that transfers hold: to be written (decode), or locked for it (prefill)."
+        yield from self._value("transfer_held_pages", text, "gauge", figures.held_pages)
+        for name, text, value in (
+            ("transfers_total", "Prompts that were handed over.", figures.transfers),
+            (
+                "transfer_sent_bytes_total",
+                "Bytes of KV that decode engines were sent.",
+                figures.sent_pages * figures.page_bytes,
+            ),
+            (
+                "transfer_received_bytes_total",
+                "Bytes of KV that came from prefill engines.",
+                figures.received_pages * figures.page_bytes,
+            ),
+            (
+                "transfer_seconds_total",
+                "Seconds of writes (prefill), or from the claims of prompts to their arrival (decode).",
+                figures.transfer_s,
+            ),
+        ):
+            yield from self._value(name, text, "counter", value)
+        yield from head("transfer_failures_total", "Prompts that were not handed over, by reason.", "counter")
+        for reason, count in sorted(figures.failures.items()):
+            yield sample("transfer_failures_total", {**self._labels, "reason": reason}, count)
 
     def _of_replicas(self, replicas: Sequence[tuple[SchedulerReport | None, bool]]) -> Iterator[str]:
         """The lines of each replica's own numbers; what is summed above has the name without `replica_`."""

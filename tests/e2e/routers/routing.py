@@ -54,16 +54,22 @@ class Router:
     """
 
     def __init__(
-        self, name: str, *workers: str, policy: str = "cache_aware", more: tuple[str, ...] = ()
+        self,
+        name: str,
+        *workers: str,
+        policy: str = "cache_aware",
+        more: tuple[str, ...] = (),
+        roles: tuple[str, ...] = (),
     ) -> None:
+        """`roles`: flags that name prefill and decode workers."""
         self.name = name
         self._tmp = Path(tempfile.mkdtemp(prefix="router-"))
-        port, metrics_port = _free_ports(2)
+        port, metrics_port = free_ports(2)
         self.url = f"http://127.0.0.1:{port}"
         self._log = self._tmp / "log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                self._command(workers, policy, port, metrics_port, more),
+                self._command(workers, policy, port, metrics_port, more, roles),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -74,19 +80,27 @@ class Router:
             )
 
     def _command(
-        self, workers: tuple[str, ...], policy: str, port: int, metrics_port: int, more: tuple[str, ...]
+        self,
+        workers: tuple[str, ...],
+        policy: str,
+        port: int,
+        metrics_port: int,
+        more: tuple[str, ...],
+        roles: tuple[str, ...],
     ) -> list[str]:
         if self.name == ENGINE_ROUTE:
             named = [part for url in workers for part in ("--worker", url)]
             ports = ("--port", str(port), "--metrics-port", str(metrics_port))
-            return engine_command("route", *named, "--policy", policy, *ports, "--", *more)
+            return engine_command("route", *named, *roles, "--policy", policy, *ports, "--", *more)
         launch = ("launch", "--disable-tokenizer-autoload") if self.name == "smg" else ()
         return [
             str(FOLDER / self.name / "bin" / self.name),
             *(("launch",) if self.name == "sglang-router" else launch),
             *("--host", "127.0.0.1", "--port", str(port), "--policy", policy, *_QUICK),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
-            *("--worker-urls", *workers, *more),
+            *(("--worker-urls", *workers) if workers else ()),
+            *roles,
+            *more,
         ]
 
     def __enter__(self) -> Self:
@@ -139,7 +153,7 @@ def kill(engine: EngineServe) -> None:
     engine.wait()
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now, below those that the kernel gives to outgoing connections: it gives out many
     of them before the router, which checks its workers first, listens.
     """

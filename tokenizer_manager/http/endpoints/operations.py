@@ -11,8 +11,9 @@ import msgspec
 from msgspec import UNSET
 
 from ....runtime.config.config_fields import SECRETS, config_fields
+from ....runtime.config.engine_config import DisaggregationMode
 from ....runtime.errors import RequestError
-from ....runtime.messages import LiveRequest, base_rid
+from ....runtime.messages import LiveRequest, SchedulerReport, base_rid
 from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ...engine_state import EngineState
@@ -130,10 +131,21 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             model_spec=services.spec,
             limits=services.config.limits,
             num_live_requests=len(services.manager.request_log),
-            scheduler=None if report is None else msgspec.structs.asdict(report),
+            scheduler=None if report is None else _fields_of(report),
             replicas=_replicas(services.manager.engine),
         )
     )
+
+
+_OWNERS: Final[dict[DisaggregationMode, str]] = {"null": "engine", "prefill": "sglang", "decode": "sglang"}
+"""smg takes an engine's kind from it, and names a room to those of SGLang alone."""
+
+
+def _fields_of(report: SchedulerReport) -> dict[str, Any]:
+    fields = msgspec.structs.asdict(report)
+    if report.transfer is not None:
+        fields["transfer"] = msgspec.structs.asdict(report.transfer)
+    return fields
 
 
 def _replicas(engine: EngineState) -> list[ReplicaBody]:
@@ -144,7 +156,7 @@ def _replicas(engine: EngineState) -> list[ReplicaBody]:
         ReplicaBody(
             replica=number,
             reason=engine.reason_against(number),
-            scheduler=None if report is None else msgspec.structs.asdict(report),
+            scheduler=None if report is None else _fields_of(report),
         )
         for number, report in enumerate(engine.reports)
     ]
@@ -230,6 +242,7 @@ async def old_flush_cache(exchange: Exchange, services: Services) -> None:
 def _model(services: Services) -> ModelBody:
     pooling = services.spec.pooling
     return ModelBody(
+        owned_by=_OWNERS[services.config.scheduler.disaggregation_mode],
         id=services.served_model,
         created=services.created_s,
         max_model_len=services.manager.capacity.max_model_len,

@@ -1,0 +1,388 @@
+"""A prefill and a decode engine behind real routers, with each transfer backend: the text is that of one engine.
+
+An engine that does not get a prompt computes it itself, so that equal text alone would show nothing: each test also asks
+the decode engine how many prompts it has received.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ..serving import DEADLINE_S, EngineServe
+from .routing import ALL, ENGINE_ROUTE, Router, free_ports, kill, why_not
+
+pytestmark = [pytest.mark.real_process, pytest.mark.slow]
+
+LIBRARIES = Path(__file__).parents[3] / "build" / "transfer"
+BACKENDS = ("local", "nixl", "mooncake")
+COMMON = ("--dtype", "float32", "--served-model-name", "tiny", "--num-threads", "1", "--page-size", "4")
+COMMON += ("--chunked-prefill-size", "32", "--max-total-tokens", "2048")
+GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen " * 2
+
+
+def why_not_backend(name: str) -> str:
+    """Why the tests of a transfer backend are skipped; "" if its library can be imported."""
+    modules = {"nixl": "nixl_cu12", "mooncake": "mooncake"}
+    if name == "local" or importlib.util.find_spec(modules[name]) is not None:
+        return ""
+    if not (LIBRARIES / name / modules[name]).is_dir():
+        return f"{name} is not installed in {LIBRARIES / name}: `make transfer-libraries` installs it"
+    return ""
+
+
+class EnginePair:
+    """A prefill and a decode engine."""
+
+    def __init__(self, stack: ExitStack, model: Path, backend: str, *more: str) -> None:
+        self.bootstrap_port = free_ports(1)[0]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(
+                "PYTHONPATH", os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(LIBRARIES / backend)])
+            )
+            role = ("--transfer-backend", backend, "--disaggregation-mode")
+            port = ("--bootstrap-port", str(self.bootstrap_port))
+            self.prefill = stack.enter_context(
+                EngineServe(str(model), *COMMON, *more, *role, "prefill", *port)
+            )
+            self.decode = stack.enter_context(EngineServe(str(model), *COMMON, *more, *role, "decode"))
+        for engine in (self.prefill, self.decode):
+            engine.wait_until_ready()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Those that a router adds, but for the room."""
+        return {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
+
+    def both(self, body: dict[str, Any], room: int, path: str = "/v1/completions") -> dict[str, Any]:
+        """What a router does: the body to both engines; the answer is that of the decode engine."""
+        body = {**body, **self.fields, "bootstrap_room": room}
+        with ThreadPoolExecutor(2) as pool:
+            urls = (self.prefill.url + path, self.decode.url + path)
+            answers = list(pool.map(lambda url: httpx.post(url, json=body, timeout=DEADLINE_S), urls))
+        assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+        answer: dict[str, Any] = answers[1].json()
+        return answer
+
+    def received(self) -> float:
+        """Prompts that the decode engine has received."""
+        return self.decode.metrics_when(lambda metrics: True)["transfers_total"]
+
+    def wait_received(self, count: float) -> None:
+        """Wait until it has received so many."""
+        self.decode.metrics_when(lambda metrics: metrics["transfers_total"] >= count)
+        assert self.received() == count
+
+    def wait_balanced(self) -> None:
+        """Wait until no transfer is open and no page is held on either side."""
+        for engine in (self.prefill, self.decode):
+            wait_balanced(engine)
+
+
+def wait_balanced(engine: EngineServe) -> None:
+    """Wait until an engine holds nothing."""
+    nothing = {"num_running_reqs": 0, "num_queue_reqs": 0, "kv_used_tokens": 0, "transfer_held_pages": 0}
+    engine.metrics_when(lambda metrics: metrics.items() >= nothing.items())
+
+
+def wait_under_way(engine: EngineServe) -> None:
+    """Wait until pages of a prompt are on their way to it."""
+    engine.metrics_when(lambda metrics: metrics["transfer_held_pages"] > 0)
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(request: pytest.FixtureRequest, model: Path) -> Iterator[EnginePair]:
+    """Two engines that the tests of a backend share."""
+    if reason := why_not_backend(request.param):
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        pair = EnginePair(stack, model, request.param)
+        yield pair
+        for engine in (pair.decode, pair.prefill):
+            assert engine.stop() == 0, engine.log
+            assert "Traceback" not in engine.log
+
+
+@pytest.fixture(scope="module", params=ALL)
+def routed(request: pytest.FixtureRequest, pair: EnginePair) -> Iterator[Router]:
+    """A router in front of them, started as its own documentation says."""
+    if reason := why_not(request.param):
+        pytest.skip(reason)
+    prefill = ("--prefill", pair.prefill.url)
+    decode = ("--decode", pair.decode.url)
+    roles = {
+        "vllm-router": ("--vllm-pd-disaggregation", "--kv-connector", "nixl", *prefill, *decode),
+        "sglang-router": ("--pd-disaggregation", *prefill, str(pair.bootstrap_port), *decode),
+        ENGINE_ROUTE: (*prefill, str(pair.bootstrap_port), *decode),
+    }
+    with Router(request.param, policy="round_robin", roles=roles[request.param]) as router:
+        yield router.wait_until_ready()
+
+
+def alone(pair: EnginePair, body: dict[str, Any], path: str = "/v1/completions") -> dict[str, Any]:
+    """The answer of one engine that is asked as any other."""
+    answer = httpx.post(pair.decode.url + path, json=body, timeout=DEADLINE_S)
+    assert answer.status_code == 200, answer.text
+    for engine in (pair.prefill, pair.decode):
+        assert httpx.post(f"{engine.url}/flush_cache", timeout=DEADLINE_S).status_code == 200
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def test_a_router_gets_the_text_of_one_engine(pair: EnginePair, routed: Router) -> None:
+    for path, body in (
+        ("/v1/completions", {**GREEDY, "prompt": PROMPT}),
+        ("/v1/chat/completions", {**GREEDY, "messages": [{"role": "user", "content": PROMPT}]}),
+    ):
+        expected = alone(pair, body, path)["choices"]
+        before = pair.received()
+        with routed.client() as client:
+            answer = client.post(path, json=body)
+        assert answer.status_code == 200, (answer.text, routed.log)
+        assert answer.json()["choices"] == expected
+        pair.wait_received(before + 1)
+    pair.wait_balanced()
+
+
+def test_a_router_passes_a_stream(pair: EnginePair, routed: Router) -> None:
+    body = {**GREEDY, "prompt": PROMPT + "streamed"}
+    expected = alone(pair, body)["choices"][0]["text"]
+    before = pair.received()
+
+    with (
+        routed.client() as client,
+        client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer,
+    ):
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+
+    assert lines[-1] == "[DONE]"
+    chunks = [json.loads(line) for line in lines[:-1]]
+    assert "".join(choice["text"] for chunk in chunks for choice in chunk["choices"]) == expected
+    pair.wait_received(before + 1)
+
+
+def test_requests_at_once(pair: EnginePair, routed: Router) -> None:
+    bodies = [{**GREEDY, "prompt": f"number {number} " + PROMPT, "max_tokens": 6} for number in range(6)]
+    expected = [alone(pair, body)["choices"][0]["text"] for body in bodies]
+    before = pair.received()
+
+    with routed.client() as client, ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda body: client.post("/v1/completions", json=body).json(), bodies))
+
+    assert [answer["choices"][0]["text"] for answer in answers] == expected
+    pair.wait_received(before + 6)
+    pair.wait_balanced()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.8, "seed": 11, "top_p": 0.9},
+        {"logprobs": 2},
+        {"n": 3, "temperature": 0.9, "seed": 5},
+        {"max_tokens": 1},
+        {"repetition_penalty": 1.3, "min_tokens": 4},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_options_of_a_request(pair: EnginePair, fields: dict[str, Any]) -> None:
+    body = {**GREEDY, "prompt": PROMPT, **fields}
+    expected = alone(pair, body)["choices"]
+    before = pair.received()
+
+    answer = pair.both(body, room=hash(str(fields)) & (2**62 - 1))
+
+    assert answer["choices"] == expected
+    pair.wait_received(before + 1)
+    pair.wait_balanced()
+
+
+def test_a_grammar(pair: EnginePair) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["a"],
+    }
+    form = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {**schema, "additionalProperties": False}},
+    }
+    body = {
+        **GREEDY,
+        "messages": [{"role": "user", "content": PROMPT}],
+        "response_format": form,
+        "max_tokens": 40,
+    }
+    body.pop("ignore_eos")
+    path = "/v1/chat/completions"
+    expected = alone(pair, body, path)["choices"]
+    before = pair.received()
+
+    assert pair.both(body, room=991, path=path)["choices"] == expected
+    pair.wait_received(before + 1)
+
+
+def test_only_what_the_decode_engine_lacks_travels(pair: EnginePair) -> None:
+    first = {**GREEDY, "prompt": PROMPT}
+    alone(pair, first)
+    start = pair.decode.metrics_when(lambda metrics: True)["transfer_received_bytes_total"]
+    pair.both(first, room=71)
+    whole = pair.decode.metrics_when(lambda metrics: metrics["transfer_received_bytes_total"] > start)
+    pair.both({**first, "prompt": PROMPT + "and thirteen more words that no request has had before"}, room=72)
+
+    middle = whole["transfer_received_bytes_total"]
+    rest = pair.decode.metrics_when(lambda metrics: metrics["transfer_received_bytes_total"] > middle)
+    assert rest["transfer_received_bytes_total"] - middle < middle - start
+
+
+def test_a_request_without_a_room_is_served_by_each(pair: EnginePair) -> None:
+    body = {**GREEDY, "prompt": PROMPT}
+    answers = [
+        httpx.post(f"{engine.url}/v1/completions", json=body, timeout=DEADLINE_S).json()["choices"]
+        for engine in (pair.prefill, pair.decode)
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_why_tells_of_the_transfer(pair: EnginePair) -> None:
+    body = {**GREEDY, "prompt": PROMPT + "why"}
+    answer = pair.both(body, room=81)
+
+    story = httpx.get(f"{pair.decode.url}/v1/requests/{answer['id']}/why", timeout=DEADLINE_S)
+    assert story.status_code == 200, story.text
+    assert "claimed" in story.text and "received" in story.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "words"),
+    [
+        ({"bootstrap_room": 5}, 400, "bootstrap_host is None"),
+        ({"bootstrap_room": 5, "bootstrap_host": "10.1.2.3", "bootstrap_port": 1}, 400, "no key"),
+        ({"bootstrap_room": 5, "bootstrap_host": "127.0.0.1", "bootstrap_port": 0}, 400, "1 to 65535"),
+        (
+            {"bootstrap_room": [5, 6], "bootstrap_host": "127.0.0.1", "bootstrap_port": 7},
+            400,
+            "2 values for 1 prompts",
+        ),
+        ({"kv_transfer_params": {"do_remote_prefill": True}}, 400, "remote_request_id is missing"),
+        ({"kv_transfer_params": {"do_remote_prefill": "yes"}}, 400, "kv_transfer_params"),
+    ],
+)
+def test_wrong_fields(pair: EnginePair, fields: dict[str, Any], status: int, words: str) -> None:
+    answer = httpx.post(
+        f"{pair.decode.url}/v1/completions", json={**GREEDY, "prompt": "x", **fields}, timeout=DEADLINE_S
+    )
+    assert (answer.status_code, words in answer.text) == (status, True), answer.text
+
+
+def test_no_prefill_engine_at_the_address(pair: EnginePair) -> None:
+    body = {**GREEDY, "prompt": PROMPT + "nobody there"}
+    expected = alone(pair, body)["choices"]
+    nowhere = {"bootstrap_host": "127.0.0.1", "bootstrap_port": free_ports(1)[0], "bootstrap_room": 9}
+
+    answer = httpx.post(f"{pair.decode.url}/v1/completions", json={**body, **nowhere}, timeout=DEADLINE_S)
+
+    assert answer.json()["choices"] == expected
+    pair.wait_balanced()
+
+
+def test_another_model_is_refused_at_the_handshake(pair: EnginePair, model: Path) -> None:
+    with ExitStack() as stack:
+        other = stack.enter_context(
+            EngineServe(str(model), *COMMON, "--disaggregation-mode", "decode", "--page-size", "16")
+        ).wait_until_ready()
+        body = {**GREEDY, "prompt": PROMPT, **pair.fields, "bootstrap_room": 12}
+        answer = httpx.post(f"{other.url}/v1/completions", json=body, timeout=DEADLINE_S)
+        assert answer.status_code == 200
+        other.wait_for_log("they differ in --page-size: 4 and 16")
+
+
+class TestFaults:
+    """Each test has engines of its own."""
+
+    @pytest.fixture(params=["local", "nixl"])
+    def fresh(self, request: pytest.FixtureRequest, model: Path) -> Iterator[EnginePair]:
+        if reason := why_not_backend(request.param):
+            pytest.skip(reason)
+        with ExitStack() as stack:
+            yield EnginePair(
+                stack, model, request.param, "--chaos", "slow=0.05", "--chunked-prefill-size", "4"
+            )
+
+    def start(self, pair: EnginePair, room: int, pool: ThreadPoolExecutor) -> tuple[dict[str, Any], Any, Any]:
+        """A request to both engines, whose prompt takes some 40 steps, and of which some chunks have been sent."""
+        body = {**GREEDY, "prompt": PROMPT * 2}
+        expected = alone(pair, body)
+        halves = [
+            pool.submit(
+                httpx.post,
+                f"{engine.url}/v1/completions",
+                json={**body, **pair.fields, "bootstrap_room": room},
+                timeout=DEADLINE_S,
+            )
+            for engine in (pair.prefill, pair.decode)
+        ]
+        wait_under_way(pair.decode)
+        return expected, halves[0], halves[1]
+
+    @pytest.mark.parametrize("what", ["whole engine", "scheduler"])
+    def test_the_prefill_engine_is_killed(self, fresh: EnginePair, what: str) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            expected, lost, answer = self.start(fresh, 1, pool)
+            if what == "scheduler":
+                os.kill(fresh.prefill.pids["scheduler"], signal.SIGKILL)
+            else:
+                kill(fresh.prefill)
+            assert answer.result().json()["choices"] == expected["choices"]
+            lost.exception()
+        wait_balanced(fresh.decode)
+        if what == "scheduler":  # the next one is handed over again
+            body = {**GREEDY, "prompt": PROMPT + "after"}
+            fresh.prefill.wait_for_log("peers restarted")
+            before = fresh.received()
+            fresh.both(body, room=2)
+            fresh.wait_received(before + 1)
+
+    def test_the_prefill_engine_is_frozen_and_goes_on(self, fresh: EnginePair) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            expected, other, answer = self.start(fresh, 1, pool)
+            os.kill(fresh.prefill.pids["scheduler"], signal.SIGSTOP)
+            try:
+                assert answer.result().json()["choices"] == expected["choices"]
+            finally:
+                os.kill(fresh.prefill.pids["scheduler"], signal.SIGCONT)
+            other.exception()
+        fresh.wait_balanced()
+
+    def test_the_decode_engine_is_killed(self, fresh: EnginePair) -> None:
+        with ThreadPoolExecutor(2) as pool:
+            _, prefilled, lost = self.start(fresh, 1, pool)
+            kill(fresh.decode)
+            assert prefilled.result().status_code == 200
+            lost.exception()
+        wait_balanced(fresh.prefill)
+
+    def test_the_client_leaves(self, fresh: EnginePair) -> None:
+        body = {**GREEDY, "prompt": PROMPT * 2, **fresh.fields, "bootstrap_room": 3, "stream": True}
+        urls = [f"{engine.url}/v1/completions" for engine in (fresh.prefill, fresh.decode)]
+        with ExitStack() as stack:
+            for url in urls:
+                client = stack.enter_context(httpx.Client(timeout=DEADLINE_S))
+                request = client.build_request("POST", url, json=body)
+                pool = stack.enter_context(ThreadPoolExecutor(1))
+                pool.submit(client.send, request, stream=True)
+            wait_under_way(fresh.decode)
+            for engine in (fresh.prefill, fresh.decode):
+                httpx.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=DEADLINE_S)
+        fresh.wait_balanced()
