@@ -36,7 +36,8 @@ class CommandQueue:
     def put(self, command: Any) -> None:
         """From the other thread."""
         self._objects.put(command)
-        self._signal.send(b"", zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the thread has ended
+            self._signal.send(b"", zmq.NOBLOCK)
 
     def take(self) -> list[Any]:
         """All that are there."""

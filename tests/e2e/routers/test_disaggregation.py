@@ -1,7 +1,7 @@
 """A prefill and a decode engine behind real routers, with each transfer backend: the text is that of one engine.
 
-An engine that does not get a prompt computes it itself, so that equal text alone would show nothing: each test also asks
-the decode engine how many prompts it has received.
+An engine that does not get a prompt computes it itself, so that equal text alone would show nothing: the tests also
+ask the decode engine how many prompts it has received.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def test_requests_at_once(pair: EnginePair, routed: Router) -> None:
         {"max_tokens": 1},
         {"repetition_penalty": 1.3, "min_tokens": 4},
     ],
-    ids=lambda fields: "-".join(fields),
+    ids="-".join,
 )
 def test_options_of_a_request(pair: EnginePair, fields: dict[str, Any]) -> None:
     body = {**GREEDY, "prompt": PROMPT, **fields}
@@ -256,7 +256,7 @@ def test_a_request_without_a_room_is_served_by_each(pair: EnginePair) -> None:
 
 
 def test_why_tells_of_the_transfer(pair: EnginePair) -> None:
-    body = {**GREEDY, "prompt": PROMPT + "why"}
+    body = {**GREEDY, "prompt": "why " + PROMPT}
     answer = pair.both(body, room=81)
 
     story = httpx.get(f"{pair.decode.url}/v1/requests/{answer['id']}/why", timeout=DEADLINE_S)

@@ -1,0 +1,296 @@
+"""`PrefillLink` and `DecodeLink` over a real connection: claims, pages, refusals, and ends of either side."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from engine.model_runner.memory.kv_pool import KVPool
+from engine.model_runner.memory.page_memory import PageMemory
+from engine.runtime.errors import ConfigError
+from engine.runtime.kv_transfer import (
+    AbortAck,
+    Claim,
+    ClaimAborted,
+    ClaimFailed,
+    FromPeer,
+    KVLayout,
+    PagesWritten,
+    PeerLost,
+    Prefilled,
+    ToPeer,
+    WritePages,
+)
+from engine.runtime.messages import SchedulerInput
+from engine.runtime.transport.cluster_key import load_cluster_key
+from engine.runtime.transport.ipc import Inbox
+from engine.scheduler.transfer.link import decode_link
+from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
+from engine.scheduler.transfer.link.decode_link import DecodeLink
+from engine.scheduler.transfer.link.prefill_link import PrefillLink
+
+WAIT_S = 30.0
+NUM_PAGES = 8
+
+
+def make_pool() -> KVPool:
+    return KVPool(
+        num_layers=2,
+        num_pages=NUM_PAGES,
+        page_size=4,
+        num_kv_heads=1,
+        head_dim=8,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+class Side:
+    """One engine's link, its pool, and the inbox of its scheduler."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.endpoint = f"ipc://{folder}/{name}"
+        decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
+        self.inbox = Inbox(self.endpoint, decoder)
+        self.pool = make_pool()
+        self.memory = PageMemory(self.pool)
+        self.link: Any = None
+        self._news: list[SchedulerInput] = []
+
+    def next(self) -> SchedulerInput:
+        """The next news of the link."""
+        if not self._news:
+            self._news = self.inbox.poll(WAIT_S)
+        assert self._news, "no news"
+        return self._news.pop(0)
+
+    def close(self) -> None:
+        if self.link is not None:
+            self.link.close()
+            self.link = None
+        self.inbox.close()
+
+
+MakeSides = Callable[..., tuple[Side, Side, str]]
+
+
+@pytest.fixture
+def make_sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSides]:
+    """Make a prefill and a decode side; returns both, and the address of the first one."""
+    folder = Path("/tmp") / f"link-{secrets.token_hex(6)}"  # the path of a Unix socket must be short
+    folder.mkdir(mode=0o700)
+    with ExitStack() as stack:
+
+        def make(**changes: Any) -> tuple[Side, Side, str]:
+            sides = [Side(folder, secrets.token_hex(4)) for _ in range(2)]
+            for side in sides:
+                stack.callback(side.close)
+            prefill, decode = sides
+            layout = KVLayout("1", "w", 4, prefill.memory.tensors)
+            port = free_port()
+            prefill.link = PrefillLink(
+                host="127.0.0.1",
+                port=port,
+                key=changes.get("prefill_key"),
+                layout=layout,
+                backend="local",
+                writer=LocalWriter(prefill.memory),
+                scheduler=prefill.endpoint,
+            )
+            decode.link = DecodeLink(
+                key=changes.get("decode_key"),
+                layout=changes.get("layout", layout),
+                backend=changes.get("backend", "local"),
+                target=LocalTarget(decode.memory),
+                scheduler=decode.endpoint,
+            )
+            return prefill, decode, f"127.0.0.1:{port}"
+
+        yield make
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+def free_port() -> int:
+    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
+        port: int = probe.bind_to_random_port("tcp://127.0.0.1")
+        return port
+
+
+def ids(*pages: int) -> bytes:
+    return np.array(pages, dtype=np.int32).tobytes()
+
+
+def claim(decode: Side, peer: str, *, room: str = "a", attempt: int = 1) -> Claim:
+    """Send a claim for pages 5 and 6 of the decode side."""
+    message = Claim(room, attempt, 0, ids(5, 6), 7)
+    decode.link.send([ToPeer(peer, message)])
+    return message
+
+
+def test_pages_arrive_before_the_first_token(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides()
+    for view in prefill.pool.page_views:
+        view.normal_()
+    sent = claim(decode, peer)
+
+    got = prefill.next()
+    assert isinstance(got, FromPeer) and got.message == sent
+    result = Prefilled("a", 1, 2, ids(3))
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    written = prefill.next()
+    assert isinstance(written, PagesWritten) and not written.error
+    prefill.link.send([ToPeer(got.peer, result)])
+
+    assert decode.next() == FromPeer(peer, result)
+    for here, there in zip(prefill.pool.page_views, decode.pool.page_views, strict=True):
+        assert torch.equal(there[5:7], here[1:3])
+
+
+def test_pages_of_an_aborted_claim_are_dropped(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides()
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    for view in prefill.pool.page_views:
+        view.fill_(1.0)
+    for view in decode.pool.page_views:
+        view.fill_(2.0)
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    prefill.link.send([ToPeer(got.peer, ClaimFailed("a", 1, "gone"))])
+
+    assert decode.next() == FromPeer(peer, ClaimFailed("a", 1, "gone"))
+    assert all(bool((view == 2.0).all()) for view in decode.pool.page_views)
+    told = [prefill.next() for _ in range(2)]
+    assert any(isinstance(each, FromPeer) and each.message == ClaimAborted("a", 1) for each in told)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"page_size": 16}, "they differ in --page-size: 4 and 16"),
+        ({"weights": "other"}, "they differ in weight files (fingerprint): w and other"),
+        ({"release": "2"}, "they differ in engine version: 1 and 2"),
+        ({"tp": 2}, "they differ in --tp: 1 and 2"),
+        (
+            {"tensors": (("int8", 5),)},
+            "they differ in KV dtype or shape: 4 tensors (bfloat16 with 64 bytes a page)",
+        ),
+    ],
+)
+def test_another_layout_is_refused_by_name(
+    make_sides: MakeSides, changes: dict[str, Any], words: str
+) -> None:
+    own = KVLayout("1", "w", 4, PageMemory(make_pool()).tensors)
+    _, decode, peer = make_sides(layout=msgspec.structs.replace(own, **changes))
+    claim(decode, peer)
+
+    news = decode.next()
+
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert words in news.message.reason
+
+
+def test_another_backend_is_refused(make_sides: MakeSides) -> None:
+    _, decode, peer = make_sides(backend="nixl")
+    claim(decode, peer)
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert "they differ in --transfer-backend: local and nixl" in news.message.reason
+
+
+def test_the_end_of_the_prefill_engine_is_noticed_at_once(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides()
+    claim(decode, peer)
+    prefill.next()
+
+    prefill.close()
+
+    news = decode.next()
+    assert isinstance(news, PeerLost) and (news.peer, news.is_fenced) == (peer, True)
+
+
+def test_no_engine_at_the_address(make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_link, "CONNECT_S", 0.2)
+    _, decode, _ = make_sides()
+    claim(decode, f"127.0.0.1:{free_port()}")
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert "no prefill engine has answered" in news.message.reason
+
+
+def test_an_address_that_does_not_exist(make_sides: MakeSides) -> None:
+    _, decode, _ = make_sides()
+    claim(decode, "host.invalid:1")
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert "host.invalid:1 cannot be reached" in news.message.reason
+
+
+def test_a_claim_that_was_not_sent_is_aborted_at_once(make_sides: MakeSides) -> None:
+    _, decode, _ = make_sides()
+    nowhere = f"127.0.0.1:{free_port()}"
+    claim(decode, nowhere)
+    decode.link.send([ToPeer(nowhere, ClaimAborted("a", 1))])
+    assert decode.next() == FromPeer(nowhere, AbortAck("a", 1))
+
+
+def test_a_key_is_needed_where_the_other_side_has_one(
+    make_sides: MakeSides, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "CONNECT_S", 1.0)
+    file = tmp_path / "key"
+    file.write_text("k" * 40)
+    file.chmod(0o600)
+    key = load_cluster_key(str(file))
+    prefill, decode, peer = make_sides(prefill_key=key, decode_key=key)
+    claim(decode, peer)
+    assert isinstance(prefill.next(), FromPeer)
+
+    _, stranger, peer = make_sides(prefill_key=key)
+    claim(stranger, peer)
+    news = stranger.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+
+
+def test_a_port_in_use_is_an_error_at_the_start(make_sides: MakeSides) -> None:
+    prefill, _, peer = make_sides()
+    with pytest.raises(ConfigError, match="set another --bootstrap-port"):
+        PrefillLink(
+            host="127.0.0.1",
+            port=int(peer.rpartition(":")[2]),
+            key=None,
+            layout=KVLayout("1", "w", 4, ()),
+            backend="local",
+            writer=LocalWriter(prefill.memory),
+            scheduler=prefill.endpoint,
+        )
+
+
+def test_a_failure_of_the_thread_is_raised_in_the_loop(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, decode, peer = make_sides()
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(DecodeLink, "_claim", fail)
+    claim(decode, peer)
+    decode.link._thread.join(WAIT_S)
+
+    with pytest.raises(RuntimeError, match="a bug"):
+        decode.link.send([])
