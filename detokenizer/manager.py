@@ -13,7 +13,6 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from ..runtime.message_base import Logprobs
 from ..runtime.messages import (
     AdapterDone,
     BatchTextOutput,
@@ -31,6 +30,7 @@ from ..runtime.messages import (
     TextOutput,
     TokenOutput,
 )
+from ..runtime.transport.message_base import Logprobs
 from .incremental import IncrementalDecoder, TokenTable
 from .stop_strings import StopMatcher
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from ..runtime.message_base import Logprobs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
+from ..runtime.transport.message_base import Logprobs
 from .adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom

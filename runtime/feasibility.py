@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from .config.engine_config import EngineConfig
 from .counted import counted
 from .kv_size import GIB, kv_dtype_of, kv_token_bytes
-from .message_base import Record
 from .state_size import checkpoint_pages, num_checkpoints
+from .transport.message_base import Record
 
 if TYPE_CHECKING:
     from .model_files.model_spec import ModelSpec

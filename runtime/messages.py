@@ -15,11 +15,11 @@ from typing import Final
 import msgspec
 
 from .grammar_use import GrammarUse
-from .kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures
-from .message_base import Logprobs, Message, Record
 from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
+from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures
+from .transport.message_base import Logprobs, Message, Record
 
 # ---------------------------------------------------------------- nested records
 

@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .message_base import Logprobs, Message, Record
 from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
+from .transport.message_base import Logprobs, Message, Record
 
 MAX_DRAFT_STEP_TOKENS: Final = 64
 """Most tokens in a step that verifies drafts. A runner may compute larger steps with other kernels than decodes."""

@@ -27,6 +27,8 @@ from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
+from ..runtime.transport.kv_transfer import KVLayout
+from ..runtime.version import __version__
 from .adapters.adapter_reader import AdapterReader
 from .event_loop import EventLoop
 from .grammar.make_grammars import make_grammars
@@ -37,7 +39,7 @@ from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .scheduler import Scheduler
 from .step_log import StepLog
-from .transfer.link.make_link import make_link
+from .transfer.link.make_link import KVTransfer, NoKVTransfer, make_link
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
@@ -89,7 +91,7 @@ def main(child: Child) -> None:
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)
-    transfer = make_link(config, own_runner.kv_pool, Path(settings.source.path), settings.endpoints.scheduler)
+    transfer = _make_transfer(child, own_runner.kv_pool)
     # The objects that exist now stay, so the collector must not visit them in the middle of a step.
     gc.collect()
     gc.freeze()
@@ -136,6 +138,20 @@ def _open_kv_events(config: EngineConfig, replica: int) -> KVEventPublisher | No
     publisher = KVEventPublisher(settings, block_size, replica)
     logger.info("publishing kv events block_size=%d at %s", block_size, " ".join(publisher.endpoints))
     return publisher
+
+
+def _make_transfer(child: Child, pool: KVPool) -> KVTransfer:
+    settings = child.settings
+    config = settings.config
+    if config.scheduler.disaggregation_mode == "null":
+        return NoKVTransfer()
+    from ..model_runner.memory.page_memory import PageMemory
+    from ..model_runner.weights.fingerprint import weights_fingerprint
+
+    memory = PageMemory(pool)
+    weights = weights_fingerprint(Path(settings.source.path), config.model.load_format)
+    layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp)
+    return make_link(config, memory, layout, settings.endpoints.scheduler)
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

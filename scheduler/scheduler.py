@@ -36,7 +36,6 @@ from msgspec.structs import replace
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
@@ -60,6 +59,7 @@ from ..runtime.messages import (
     UnloadAdapter,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
+from ..runtime.transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
 from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
 from .assembly import assemble

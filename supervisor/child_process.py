@@ -22,7 +22,7 @@ from ..runtime.child.control import (
     process_label,
     supervisor_end,
 )
-from ..runtime.message_base import Message
+from ..runtime.transport.message_base import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
 _TRACEBACKS_S: Final = 1.0

@@ -24,10 +24,10 @@ import zmq
 from ..runtime.child.control import ForAll
 from ..runtime.config.device_config import ParallelConfig
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.message_base import Message
 from ..runtime.model_files.model_spec import ModelSpec
 from ..runtime.transport.cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
 from ..runtime.transport.cluster_key import load_cluster_key
+from ..runtime.transport.message_base import Message
 from ..runtime.version import __version__
 from .child_watch import ChildFailure
 

@@ -109,6 +109,9 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
         note="Newer versions of SGLang call it `cuda_graph_max_bs_decode`.",
     ),
     # parallel
+    "disaggregation_mode": PeerNames(sglang=("disaggregation_mode",)),
+    "bootstrap_port": PeerNames(sglang=("disaggregation_bootstrap_port",)),
+    "transfer_backend": PeerNames(sglang=("disaggregation_transfer_backend",)),
     "dp": PeerNames(sglang=("dp_size", "data_parallel_size"), vllm=("data_parallel_size",)),
     "tp": PeerNames(sglang=("tp_size", "tensor_parallel_size"), vllm=("tensor_parallel_size",)),
     "nnodes": _both("nnodes"),

@@ -14,8 +14,8 @@ from typing import Final
 import msgspec
 
 from ...runtime.grammar_use import GrammarSpec
-from ...runtime.message_base import Message
 from ...runtime.model_files.source import ModelSource
+from ...runtime.transport.message_base import Message
 
 FRAME_LENGTH: Final = struct.Struct("<I")
 

@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 
 from ...runtime.grammar_use import GrammarSpec
-from ...runtime.message_base import Message
+from ...runtime.transport.message_base import Message
 from .messages import (
     FRAME_LENGTH,
     FromProver,

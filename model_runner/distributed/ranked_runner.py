@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...runtime.config.device_config import ParallelConfig
-    from ...runtime.message_base import Message
     from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
     from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult
+    from ...runtime.transport.message_base import Message
     from ..adapters.adapter_store import AdapterRead, AdapterStore
     from .tp_group import TPGroup
 

@@ -49,7 +49,7 @@ class PageMemory:
     def read(self, page_ids: npt.NDArray[np.int32]) -> list[memoryview]:
         """The bytes of some pages ([n] ids), one buffer for each tensor. Copies; waits for the device."""
         index = torch.from_numpy(page_ids.astype(np.int64)).to(self._device)
-        return [memoryview(pages.index_select(0, index).cpu().numpy()).cast("B") for pages in self._pages]
+        return [pages.index_select(0, index).cpu().numpy().data.cast("B") for pages in self._pages]
 
     def write(self, page_ids: npt.NDArray[np.int32], frames: Sequence[memoryview | bytes]) -> None:
         """Write what `read` returned into other pages ([n] ids); returns when it is there.

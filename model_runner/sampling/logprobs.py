@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.message_base import Logprobs
+from ...runtime.transport.message_base import Logprobs
 
 
 class TokenLogprobs(NamedTuple):

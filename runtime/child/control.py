@@ -24,10 +24,10 @@ import msgspec
 
 from ..config.engine_config import EngineConfig, LogLevel
 from ..feasibility import Capacity
-from ..message_base import Message, Record
 from ..model_files.adapters.loaded_adapter import LoadedAdapter
 from ..model_files.model_spec import ModelSpec
 from ..model_files.source import ModelSource
+from ..transport.message_base import Message, Record
 
 MAX_FRAME_BYTES: Final = 16 << 20
 MAX_TRACEBACK_CHARS: Final = 32 << 10

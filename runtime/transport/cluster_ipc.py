@@ -23,9 +23,9 @@ import zmq
 import zmq.auth.thread
 
 from ..errors import ConfigError, RankLostError
-from ..message_base import Message
 from .cluster_key import ClusterKey
 from .ipc import HasFileno, decode_or_drop, decode_waiting, make_socket
+from .message_base import Message
 
 logger = logging.getLogger(__name__)
 

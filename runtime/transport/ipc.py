@@ -23,7 +23,7 @@ from typing import Final, Generic, Protocol, TypeVar
 import msgspec
 import zmq
 
-from ..message_base import Message
+from .message_base import Message
 
 logger = logging.getLogger(__name__)
 

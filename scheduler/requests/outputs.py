@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...runtime.message_base import Logprobs
 from ...runtime.messages import (
     BatchTokenOutput,
     DetokenizerInput,
@@ -16,6 +15,7 @@ from ...runtime.messages import (
     Usage,
 )
 from ...runtime.sampling_params import SamplingParams
+from ...runtime.transport.message_base import Logprobs
 from ..arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .req import Req
 from .row_states import RowStates

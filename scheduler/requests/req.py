@@ -9,8 +9,8 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING, Final
 
-from ...runtime.message_base import Logprobs
 from ...runtime.messages import Delivered, GenerateRequest, Usage
+from ...runtime.transport.message_base import Logprobs
 from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import namespace_of
 from .grammar_figures import GrammarFigures

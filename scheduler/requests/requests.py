@@ -10,8 +10,8 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from ...runtime.message_base import Logprobs
 from ...runtime.messages import Finish, FinishKind, GenerateRequest, TokenOutput
+from ...runtime.transport.message_base import Logprobs
 from ..arrays import EMPTY, BoolArray, IntArray
 from ..records.decision_log import Finished
 from .outputs import output_row

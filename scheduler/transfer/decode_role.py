@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from ...runtime.kv_transfer import (
+from ...runtime.messages import Finish, FinishKind, TokenOutput
+from ...runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
     ClaimAborted,
@@ -23,7 +24,6 @@ from ...runtime.kv_transfer import (
     TransferCommand,
     TransferFigures,
 )
-from ...runtime.messages import Finish, FinishKind, TokenOutput
 from ..admission.reservations import Reservations
 from ..arrays import TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
@@ -177,10 +177,10 @@ class DecodeRole:
         rows: list[TokenOutput] = []
         grammar_ends: dict[str, str] = {}
         match message:
-            case FromPeer(message=Prefilled()):
-                self._take(message.peer, message.message, now_s, steps, rows, grammar_ends)
-            case FromPeer(message=ClaimFailed() | AbortAck()):
-                self._end_attempt(message.peer, message.message, now_s, steps, rows)
+            case FromPeer(peer=peer, message=Prefilled() as prefilled):
+                self._take(peer, prefilled, now_s, steps, rows, grammar_ends)
+            case FromPeer(peer=peer, message=ClaimFailed() | AbortAck() as ended):
+                self._end_attempt(peer, ended, now_s, steps, rows)
             case PeerLost():
                 self._lose(message, now_s, steps, rows)
             case FromPeer() | PagesWritten():

@@ -11,7 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from ...runtime.kv_transfer import (
+from ...runtime.messages import FinishKind, TokenOutput
+from ...runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
     ClaimAborted,
@@ -25,7 +26,6 @@ from ...runtime.kv_transfer import (
     TransferFigures,
     WritePages,
 )
-from ...runtime.messages import FinishKind, TokenOutput
 from ..arrays import IntArray
 from ..batch import ScheduleBatch
 from ..memory.page_supply import PageSupply
@@ -181,18 +181,18 @@ class PrefillRole:
         return steps
 
     def handle(self, message: TransferNews, now_s: float) -> Changes:
+        steps: list[Step] = []
         match message:
-            case FromPeer(message=Claim()):
-                steps = self._claim(message.peer, message.message, now_s)
-            case FromPeer(message=ClaimAborted()):
-                steps = self._abort(message.peer, message.message, now_s)
+            case FromPeer(peer=peer, message=Claim() as claim):
+                steps = self._claim(peer, claim, now_s)
+            case FromPeer(peer=peer, message=ClaimAborted() as aborted):
+                steps = self._abort(peer, aborted, now_s)
             case FromPeer():
                 logger.warning("dropped a message that is not for a prefill engine peer=%s", message.peer)
                 return NO_CHANGES
             case PagesWritten():
                 steps = self._written(message, now_s)
             case PeerLost():
-                steps = []
                 for room in self._rooms.values():
                     if room.claim is not None and room.claim.peer == message.peer:
                         steps.append(Step(room.rid, "unclaimed", message.reason))

@@ -25,8 +25,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
-from ...runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
 from ...runtime.messages import TokenOutput
+from ...runtime.transport.kv_transfer import (
+    FromPeer,
+    PagesWritten,
+    PeerLost,
+    TransferCommand,
+    TransferFigures,
+)
 from ..batch import ScheduleBatch
 from ..prefix_cache.base import Lease
 from ..requests.req import Req

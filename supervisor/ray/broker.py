@@ -21,7 +21,7 @@ from ...runtime.child.control import ControlChannel
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
-from ...runtime.message_base import Message
+from ...runtime.transport.message_base import Message
 from ..child_watch import STOP_GRACE_S
 from .cluster import RayCluster, ray_cluster
 from .placement import RayPlaces, ray_places, why_it_died

@@ -22,6 +22,7 @@ SERVE_FLAGS = """
 --attention-backend
 --block-size
 --body-timeout
+--bootstrap-port
 --chaos
 --chat-template
 --chat-template-file
@@ -43,6 +44,12 @@ SERVE_FLAGS = """
 --disable-log-requests
 --disable-overlap-schedule
 --disable-radix-cache
+--disaggregation-bootstrap-port
+--disaggregation-bootstrap-timeout
+--disaggregation-fallback
+--disaggregation-mode
+--disaggregation-timeout
+--disaggregation-transfer-backend
 --dispatch-policy
 --dist-init-addr
 --dist-timeout
@@ -126,6 +133,7 @@ SERVE_FLAGS = """
 --no-async-scheduling
 --no-cuda-graph
 --no-deterministic
+--no-disaggregation-fallback
 --no-enable-chunked-prefill
 --no-enable-log-requests
 --no-enable-lora
@@ -201,6 +209,7 @@ SERVE_FLAGS = """
 --tool-call-parser
 --tp
 --tp-size
+--transfer-backend
 --watchdog-timeout
 """
 

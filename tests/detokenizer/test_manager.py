@@ -14,7 +14,6 @@ from msgspec.structs import replace
 
 from engine.detokenizer.incremental import NoText
 from engine.detokenizer.manager import Detokenizer
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import (
     BatchTokenOutput,
     Finish,
@@ -26,6 +25,7 @@ from engine.runtime.messages import (
     TokenOutput,
     Usage,
 )
+from engine.runtime.transport.message_base import Logprobs
 
 LENGTH = Finish(FinishKind.LENGTH)
 ABORT = Finish(FinishKind.ABORT, message="aborted")

@@ -31,7 +31,6 @@ from engine.runtime.config.engine_config import (
     SpeculativeName,
 )
 from engine.runtime.feasibility import Capacity, pages_for
-from engine.runtime.message_base import Logprobs
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.quantization import Quantization
@@ -39,6 +38,7 @@ from engine.runtime.model_files.source import ModelSource
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult
+from engine.runtime.transport.message_base import Logprobs
 
 GREEDY = SamplingParams(temperature=0.0, seed=0, max_new_tokens=64)
 MIXTURE = {

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import FinishKind, Overruled
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
@@ -36,6 +35,7 @@ from engine.runtime.step_plan import (
     no_masks,
     to_the_end,
 )
+from engine.runtime.transport.message_base import Logprobs
 
 from .grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, allowed_by
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from engine.runtime.child.child import Child
-from engine.runtime.message_base import Message
 from engine.runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
@@ -25,6 +24,7 @@ from engine.runtime.messages import (
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, no_masks, to_the_end
 from engine.runtime.transport.ipc import Inbox, Outbox
+from engine.runtime.transport.message_base import Message
 from engine.scheduler.event_loop import EventLoop
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.log_writer import LogWriter

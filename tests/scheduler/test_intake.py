@@ -9,7 +9,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from engine.runtime.messages import Delivered, FinishKind, GenerateRequest, PinDone, PinPrefix, Usage
+from engine.runtime.messages import (
+    Delivered,
+    FinishKind,
+    GenerateRequest,
+    KVHandoff,
+    PinDone,
+    PinPrefix,
+    Usage,
+)
 from engine.runtime.pooling import PoolingKind, PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 
@@ -75,6 +83,7 @@ OTHERS: Final[dict[str, list[Any]]] = {
     "grammar": [5, "x", {}, []],
     "keep_special_ids": [None, 5, [5], ("5",), (-1,), (True,)],
     "data_parallel_rank": ["1", 1.5, True, -1, []],
+    "handoff": [5, "x", {}, KVHandoff(5), KVHandoff("a", None), KVHandoff("a")],  # type: ignore[arg-type]
     "pooling": [
         *(5, "embed", {}, PoolingParams()),  # the last one: `max_new_tokens` is not 1
         *(

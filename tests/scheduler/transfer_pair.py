@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.runtime.kv_transfer import FromPeer, PagesWritten, PeerLost, ToPeer, WritePages
 from engine.runtime.messages import KVHandoff
+from engine.runtime.transport.kv_transfer import FromPeer, PagesWritten, PeerLost, ToPeer, WritePages
 
 from .harness import Harness
 
@@ -43,7 +43,7 @@ class Pair:
 
     def submit(self, room: str, *, to_prefill: bool = True, to_decode: bool = True, **request: Any) -> str:
         """Send the two halves of a request; returns its id, which is the same on both sides."""
-        rid = request.pop("rid", f"r{len(self.decode.answers)}-{room}")
+        rid: str = request.pop("rid", f"r{len(self.decode.answers)}-{room}")
         prompt = request.pop("prompt", None)
         if prompt is None:
             prompt = [int(token) for token in self.decode.rng.integers(1, 97, request.pop("prompt_len", 11))]

@@ -32,7 +32,6 @@ from engine.runtime.config.engine_config import (
 )
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import (
     AbortRequest,
     AdapterDone,
@@ -64,6 +63,7 @@ from engine.runtime.model_files.source import ModelSource
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.model_files.tokenizer_export import TokenizerExport
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from engine.runtime.transport.message_base import Logprobs
 from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from engine.tokenizer_manager.all_processes import AllProcesses

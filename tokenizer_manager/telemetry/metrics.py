@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ...runtime.kv_transfer import TransferFigures
 from ...runtime.messages import FinishKind, SchedulerReport, TextOutput
+from ...runtime.transport.kv_transfer import TransferFigures
 from ..generation import Choice, Generation
 from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
 

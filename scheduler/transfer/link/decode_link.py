@@ -18,7 +18,9 @@ import numpy as np
 import zmq
 import zmq.utils.monitor
 
-from ....runtime.kv_transfer import (
+from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.ipc import Outbox, decode_or_drop
+from ....runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
     ClaimAborted,
@@ -38,8 +40,6 @@ from ....runtime.kv_transfer import (
     TransferCommand,
     Welcome,
 )
-from ....runtime.transport.cluster_key import ClusterKey
-from ....runtime.transport.ipc import Outbox, decode_or_drop
 from .backends.base import PageTarget
 from .connection import MONITORED, CommandQueue, Context, Socket, connect
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
-from ....runtime.kv_transfer import KVLayout, TransferCommand
 from ....runtime.transport.cluster_ipc import is_loopback
 from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
-from ....runtime.version import __version__
+from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
 
 if TYPE_CHECKING:
-    from ....model_runner.memory.kv_pool import KVPool
-    from ....model_runner.memory.page_memory import PageMemory
-    from .backends.base import PageTarget, PageWriter
+    from .backends.base import PageTarget, PageWriter, PoolMemory
 
 logger = logging.getLogger(__name__)
 
@@ -44,29 +40,20 @@ class NoKVTransfer:
         pass
 
 
-def make_link(config: EngineConfig, pool: KVPool, weights: Path, scheduler: str) -> KVTransfer:
-    """Make it, listening or ready to connect.
+def make_link(config: EngineConfig, memory: PoolMemory, layout: KVLayout, scheduler: str) -> KVTransfer:
+    """Make that of a disaggregated engine, listening or ready to connect.
 
     Args:
-        pool: whose pages are exchanged.
-        weights: the model's files.
+        memory: of the pool whose pages are exchanged.
+        layout: of the pool.
         scheduler: endpoint of the scheduler's inbox.
 
     Raises:
         ConfigError: the port cannot be listened at, the backend's library is missing or unusable, or the key of the
             connections is missing.
     """
-    mode = config.scheduler.disaggregation_mode
-    if mode == "null":
-        return NoKVTransfer()
-    from ....model_runner.memory.page_memory import PageMemory
-    from ....model_runner.weights.fingerprint import weights_fingerprint
-
-    memory = PageMemory(pool)
-    fingerprint = weights_fingerprint(weights, config.model.load_format)
-    layout = KVLayout(__version__, fingerprint, pool.page_size, memory.tensors, config.parallel.tp)
     backend, key = config.server.transfer_backend, link_key(config)
-    if mode == "prefill":
+    if config.scheduler.disaggregation_mode == "prefill":
         from .prefill_link import PrefillLink
 
         server = config.server
@@ -111,7 +98,7 @@ def link_key(config: EngineConfig) -> ClusterKey | None:
     return None
 
 
-def _writer(backend: str, memory: PageMemory, host: str) -> PageWriter:
+def _writer(backend: str, memory: PoolMemory, host: str) -> PageWriter:
     match backend:
         case "nixl":
             from .backends.nixl import NixlWriter
@@ -127,7 +114,7 @@ def _writer(backend: str, memory: PageMemory, host: str) -> PageWriter:
             return LocalWriter(memory)
 
 
-def _target(backend: str, memory: PageMemory, host: str) -> PageTarget:
+def _target(backend: str, memory: PoolMemory, host: str) -> PageTarget:
     match backend:
         case "nixl":
             from .backends.nixl import NixlTarget

@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 import zmq
 
-from ....runtime.kv_transfer import (
+from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.ipc import Outbox, decode_or_drop
+from ....runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
     ClaimAborted,
@@ -26,6 +28,7 @@ from ....runtime.kv_transfer import (
     PeerLost,
     Ping,
     Pong,
+    Prefilled,
     Refused,
     ToDecode,
     ToPeer,
@@ -34,8 +37,6 @@ from ....runtime.kv_transfer import (
     Welcome,
     WritePages,
 )
-from ....runtime.transport.cluster_key import ClusterKey
-from ....runtime.transport.ipc import Outbox, decode_or_drop
 from .backends.base import PageWriter, TransferError, Write
 from .connection import CommandQueue, Context, Listener
 
@@ -144,8 +145,10 @@ class PrefillLink:
         match command:
             case None:
                 self._stops = True
+            case ToPeer(peer=peer, message=Prefilled() | ClaimFailed() | AbortAck() as message):
+                self._tell(peer, message)
             case ToPeer():
-                self._tell(command.peer, command.message)
+                raise AssertionError(f"not for a decode engine: {command.message}")
             case WritePages():
                 self._write(command)
 

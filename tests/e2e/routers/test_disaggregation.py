@@ -26,8 +26,10 @@ pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 LIBRARIES = Path(__file__).parents[3] / "build" / "transfer"
 BACKENDS = ("local", "nixl", "mooncake")
-COMMON = ("--dtype", "float32", "--served-model-name", "tiny", "--num-threads", "1", "--page-size", "4")
-COMMON += ("--chunked-prefill-size", "32", "--max-total-tokens", "2048")
+COMMON = (
+    *("--dtype", "float32", "--served-model-name", "tiny", "--num-threads", "1", "--page-size", "4"),
+    *("--chunked-prefill-size", "32", "--max-total-tokens", "2048"),
+)
 GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 PROMPT = "one two three four five six seven eight nine ten eleven twelve thirteen fourteen " * 2
 

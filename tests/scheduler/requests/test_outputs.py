@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.transport.message_base import Logprobs
 from engine.scheduler.requests.outputs import StopRules, joined, output_row
 from engine.scheduler.requests.req import Req
 

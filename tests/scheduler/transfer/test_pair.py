@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.kv_transfer import AbortAck, FromPeer, PeerLost, Prefilled, WritePages
 from engine.runtime.messages import FinishKind
+from engine.runtime.transport.kv_transfer import AbortAck, FromPeer, PeerLost, Prefilled, WritePages
 from engine.scheduler.records.decision_log import Handover
 
 from ..grammar.toy_matcher import ToyGrammar
@@ -36,8 +36,12 @@ def test_chunks_are_sent_while_the_next_one_is_computed() -> None:
     pair = Pair(prefill={"chunked_prefill_size": 8})
     pair.submit("a", prompt_len=30, max_new_tokens=3)
     sizes: list[int] = []
-    write = pair.write
-    pair.write = lambda command: (sizes.append(len(command.sources) // 4), write(command))[1]  # type: ignore[method-assign]
+
+    def note(command: WritePages) -> bool:
+        sizes.append(len(command.sources) // 4)
+        return False
+
+    pair.fails_write = note
 
     pair.run()
 

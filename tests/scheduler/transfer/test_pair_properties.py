@@ -8,7 +8,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.kv_transfer import PeerLost
+from engine.runtime.transport.kv_transfer import PeerLost
 
 from ..transfer_pair import DECODE, PREFILL, Pair
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.runtime.errors import RequestError
@@ -9,7 +11,7 @@ from engine.runtime.messages import KVHandoff
 from engine.tokenizer_manager.dispatch.handoffs import Handoffs
 from engine.tokenizer_manager.scheduling_options import Bootstrap
 
-HERE = {"host": "127.0.0.1", "port": 8998}
+HERE: Any = {"host": "127.0.0.1", "port": 8998}
 
 
 def test_without_fields_or_mode_a_request_has_no_other_half() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.transport.message_base import Logprobs
 
 from ..conftest import Serve
 from ..fake_engine import LENGTH, MODEL, TOKENIZER, WAIT_S, floats, ids_of, row, say_all

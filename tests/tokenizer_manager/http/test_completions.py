@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest
+from engine.runtime.transport.message_base import Logprobs
 from engine.tokenizer_manager.scheduling_options import tenant_of
 
 from ..conftest import Serve

@@ -8,8 +8,8 @@ import openai
 import pydantic
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import Finish, FinishKind
+from engine.runtime.transport.message_base import Logprobs
 
 from ..conftest import Serve, Served
 from ..conversation.chat_templates import QWEN3

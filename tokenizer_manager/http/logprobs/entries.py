@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ....runtime.message_base import Logprobs
+from ....runtime.transport.message_base import Logprobs
 
 _IMPOSSIBLE: Final = -9999.0  # JSON has no infinity; OpenAI writes this
 

@@ -12,6 +12,38 @@ Pages = npt.NDArray[np.int32]
 SendFrames = Callable[[Sequence[bytes | memoryview]], None]
 
 
+class PoolMemory(Protocol):
+    """The KV pool of an engine as the model runner shows it: `PageMemory`.
+
+    Attributes:
+        regions: (address, bytes of a page, pages) of each tensor.
+        device_id: number of the GPU; None on the CPU.
+    """
+
+    @property
+    def regions(self) -> Sequence[tuple[int, int, int]]: ...
+
+    @property
+    def device_id(self) -> int | None: ...
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one page, all tensors."""
+        ...
+
+    def read(self, page_ids: Pages) -> list[memoryview]:
+        """The bytes of pages, a buffer for each tensor."""
+        ...
+
+    def write(self, page_ids: Pages, frames: Sequence[memoryview | bytes]) -> None:
+        """Write what `read` returned into other pages.
+
+        Raises:
+            ValueError: the frames do not fit.
+        """
+        ...
+
+
 class TransferError(Exception):
     """Pages could not be written; the message says why."""
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from .....model_runner.memory.page_memory import PageMemory
-from .base import Pages, SendFrames
+from .base import Pages, PoolMemory, SendFrames
 
 _MESSAGE_BYTES: Final = 8 << 20
 """About the size of a message: pages of one are stored while the next one travels."""
@@ -23,7 +22,7 @@ class _Done:
 class LocalWriter:
     """See `PageWriter`."""
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: PoolMemory) -> None:
         self._memory = memory
         self._pages_per_message = max(1, _MESSAGE_BYTES // memory.page_bytes)
 
@@ -50,7 +49,7 @@ class LocalTarget:
     is_passive = True
     polls = False
 
-    def __init__(self, memory: PageMemory) -> None:
+    def __init__(self, memory: PoolMemory) -> None:
         self._memory = memory
 
     def target(self) -> bytes:

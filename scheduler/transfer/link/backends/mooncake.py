@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from .....model_runner.memory.page_memory import PageMemory, Region
 from .....runtime.errors import ConfigError
-from .....runtime.message_base import Record
-from .base import Pages, SendFrames, TransferError
+from .....runtime.transport.message_base import Record
+from .base import Pages, PoolMemory, SendFrames, TransferError
+
+Regions = Sequence[tuple[int, int, int]]
 
 _MAX_PIECES: Final = 2048
 _PROTOCOL: Final = "MC_PROTOCOL"
@@ -36,23 +38,23 @@ class _Target(Record, frozen=True):
 class _Engine:
     """Mooncake's engine with the registered pool."""
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         for name, value in _TIMEOUT.items():
             os.environ.setdefault(name, value)
         self.memory = memory
         self.engine = _import().TransferEngine()
         if self.engine.initialize(host, "P2PHANDSHAKE", os.environ.get(_PROTOCOL, "tcp"), ""):
             raise ConfigError(f"transfer_backend is mooncake, but its engine does not start at {host}")
-        for each in memory.regions:
-            if self.engine.register_memory(each.address, each.page_bytes * each.num_pages):
+        for address, page_bytes, num_pages in memory.regions:
+            if self.engine.register_memory(address, page_bytes * num_pages):
                 raise ConfigError(
                     "transfer_backend is mooncake, but it cannot register the KV pool; see its log"
                 )
         self.session = f"{host}:{self.engine.get_rpc_port()}"
 
     def close(self) -> None:
-        for each in self.memory.regions:
-            self.engine.unregister_memory(each.address)
+        for address, _, _ in self.memory.regions:
+            self.engine.unregister_memory(address)
 
 
 class _Write:
@@ -72,14 +74,14 @@ class _Write:
 class MooncakeWriter:
     """See `PageWriter`."""
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         """Register the pool.
 
         Raises:
             ConfigError: Mooncake is missing, or cannot use this machine.
         """
         self._own = _Engine(memory, host)
-        self._peers: dict[str, tuple[str, list[Region]]] = {}
+        self._peers: dict[str, tuple[str, Regions]] = {}
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
 
     def add_peer(self, peer: str, target: bytes) -> None:
@@ -87,7 +89,7 @@ class MooncakeWriter:
             theirs = msgspec.msgpack.decode(target, type=_Target)
         except msgspec.MsgspecError as error:
             raise TransferError(f"mooncake: {error}") from error
-        self._peers[peer] = theirs.session, [Region(*each) for each in theirs.regions]
+        self._peers[peer] = theirs.session, theirs.regions
 
     def drop_peer(self, peer: str) -> None:
         self._peers.pop(peer, None)
@@ -102,10 +104,10 @@ class MooncakeWriter:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._own.close()
 
-    def _write(self, session: str, regions: list[Region], sources: Pages, targets: Pages) -> int:
+    def _write(self, session: str, regions: Regions, sources: Pages, targets: Pages) -> int:
         here = np.concatenate([_addresses(each, sources) for each in self._own.memory.regions])
         there = np.concatenate([_addresses(each, targets) for each in regions])
-        sizes = np.repeat([each.page_bytes for each in regions], len(targets))
+        sizes = np.repeat([page_bytes for _, page_bytes, _ in regions], len(targets))
         for begin in range(0, len(here), _MAX_PIECES):
             piece = slice(begin, begin + _MAX_PIECES)
             failed = self._own.engine.batch_transfer_sync_write(
@@ -122,7 +124,7 @@ class MooncakeTarget:
     is_passive = False
     polls = False
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         """Register the pool.
 
         Raises:
@@ -131,7 +133,7 @@ class MooncakeTarget:
         self._own = _Engine(memory, host)
 
     def target(self) -> bytes:
-        regions = tuple((each.address, each.page_bytes, each.num_pages) for each in self._own.memory.regions)
+        regions = tuple((address, size, count) for address, size, count in self._own.memory.regions)
         return msgspec.msgpack.encode(_Target(self._own.session, regions))
 
     def store(self, pages: Pages, frames: object) -> None:
@@ -144,8 +146,9 @@ class MooncakeTarget:
         self._own.close()
 
 
-def _addresses(region: Region, pages: Pages) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return region.address + pages.astype(np.int64) * region.page_bytes
+def _addresses(region: tuple[int, int, int], pages: Pages) -> np.ndarray[Any, np.dtype[np.int64]]:
+    address, page_bytes, _ = region
+    return address + pages.astype(np.int64) * page_bytes
 
 
 def _import() -> Any:

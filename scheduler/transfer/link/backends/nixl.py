@@ -9,17 +9,17 @@ from __future__ import annotations
 import importlib
 import os
 import uuid
+from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .....model_runner.memory.page_memory import PageMemory, Region
 from .....runtime.errors import ConfigError
-from .....runtime.message_base import Record
 from .....runtime.transport.cluster_ipc import is_loopback
-from .base import Pages, SendFrames, TransferError
+from .....runtime.transport.message_base import Record
+from .base import Pages, PoolMemory, SendFrames, TransferError
 
 _MODULES: Final = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _INITIATOR: Final = "NIXL_INIT_AGENT"
@@ -31,7 +31,7 @@ class _Target(Record, frozen=True):
     Attributes:
         metadata: of its agent.
         regions: (address, bytes of a page, pages) of each tensor.
-        device_id: as in `PageMemory`.
+        device_id: as in `PoolMemory`.
     """
 
     metadata: bytes
@@ -42,7 +42,7 @@ class _Target(Record, frozen=True):
 class _Agent:
     """An agent with the registered pool."""
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         api = _import()
         if is_loopback(host):
             os.environ.setdefault("UCX_NET_DEVICES", "lo")  # else it listens at the machine's address, too
@@ -52,7 +52,10 @@ class _Agent:
         try:
             self.agent = api.nixl_agent(f"engine-{os.getpid()}-{uuid.uuid4().hex}", config)
             device = memory.device_id or 0
-            whole = [(each.address, each.page_bytes * each.num_pages, device, "") for each in memory.regions]
+            whole = [
+                (address, page_bytes * num_pages, device, "")
+                for address, page_bytes, num_pages in memory.regions
+            ]
             self.registered = self.agent.register_memory(whole, mem_type=self.mem_type)
         except Exception as error:
             raise ConfigError(
@@ -88,7 +91,7 @@ class _Write:
 class NixlWriter:
     """See `PageWriter`."""
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         """Register the pool.
 
         Raises:
@@ -98,20 +101,19 @@ class NixlWriter:
         self._agent = self._own.agent
         table = page_table(memory.regions, memory.device_id)
         self._sources = self._agent.prep_xfer_dlist(_INITIATOR, table, mem_type=self._own.mem_type)
-        self._num_pages = memory.regions[0].num_pages
+        _, _, self._num_pages = memory.regions[0]
         self._peers: dict[str, tuple[str, Any, int]] = {}  # peer -> its agent, prepared pages, their number
 
     def add_peer(self, peer: str, target: bytes) -> None:
         self.drop_peer(peer)
         try:
             theirs = msgspec.msgpack.decode(target, type=_Target)
-            regions = [Region(*each) for each in theirs.regions]
             name = self._agent.add_remote_agent(theirs.metadata)
-            table = page_table(regions, theirs.device_id)
+            table = page_table(theirs.regions, theirs.device_id)
             pages = self._agent.prep_xfer_dlist(name, table, mem_type=mem_type_of(theirs.device_id))
         except Exception as error:
             raise TransferError(f"nixl: {error}") from error
-        self._peers[peer] = name, pages, regions[0].num_pages
+        self._peers[peer] = name, pages, theirs.regions[0][2]
 
     def drop_peer(self, peer: str) -> None:
         if peer in self._peers:
@@ -148,7 +150,7 @@ class NixlTarget:
     is_passive = False
     polls = True
 
-    def __init__(self, memory: PageMemory, host: str) -> None:
+    def __init__(self, memory: PoolMemory, host: str) -> None:
         """Register the pool.
 
         Raises:
@@ -158,8 +160,9 @@ class NixlTarget:
 
     def target(self) -> bytes:
         memory = self._own.memory
-        regions = tuple((each.address, each.page_bytes, each.num_pages) for each in memory.regions)
-        own = _Target(self._own.agent.get_agent_metadata(), regions, memory.device_id)
+        metadata = self._own.agent.get_agent_metadata()
+        regions = tuple((address, size, count) for address, size, count in memory.regions)
+        own = _Target(metadata, regions, memory.device_id)
         return msgspec.msgpack.encode(own)
 
     def store(self, pages: Pages, frames: object) -> None:
@@ -172,7 +175,7 @@ class NixlTarget:
         self._own.close()
 
 
-def page_table(regions: list[Region], device_id: int | None) -> npt.NDArray[np.uint64]:
+def page_table(regions: Sequence[tuple[int, int, int]], device_id: int | None) -> npt.NDArray[np.uint64]:
     """[regions * pages, 3] address, length and device of each page of each tensor; pages vary fastest."""
     parts = []
     for address, page_bytes, num_pages in regions:

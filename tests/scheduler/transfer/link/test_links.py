@@ -17,7 +17,10 @@ import zmq
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.errors import ConfigError
-from engine.runtime.kv_transfer import (
+from engine.runtime.messages import SchedulerInput
+from engine.runtime.transport.cluster_key import load_cluster_key
+from engine.runtime.transport.ipc import Inbox
+from engine.runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
     ClaimAborted,
@@ -30,9 +33,6 @@ from engine.runtime.kv_transfer import (
     ToPeer,
     WritePages,
 )
-from engine.runtime.messages import SchedulerInput
-from engine.runtime.transport.cluster_key import load_cluster_key
-from engine.runtime.transport.ipc import Inbox
 from engine.scheduler.transfer.link import decode_link
 from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
 from engine.scheduler.transfer.link.decode_link import DecodeLink

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest
+from engine.runtime.transport.message_base import Logprobs
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import LENGTH, floats, ids_of, row, say_all
 

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from engine.runtime.message_base import Logprobs
 from engine.runtime.messages import Finish, FinishKind
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.transport.message_base import Logprobs
 from tests.tokenizer_manager.conftest import Serve, Served
 from tests.tokenizer_manager.fake_engine import EOS, LENGTH, TOKENIZER, WAIT_S, floats, row, say_all
 from tests.tokenizer_manager.http.test_chat import events
