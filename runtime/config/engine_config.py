@@ -348,7 +348,6 @@ class SchedulerConfig:
     disaggregation_timeout: Annotated[
         float,
         "With --disaggregation-mode: seconds for a prompt to come (decode), or to be claimed (prefill).",
-        Alias("disaggregation_bootstrap_timeout", in_help=False),
     ] = 120.0
     disaggregation_fallback: Annotated[
         bool,

@@ -135,7 +135,11 @@ class DecodeRole:
         return len(self._open) + len(self._draining)
 
     def reason_against(self, receives: bool) -> str:
-        return "" if receives else "this engine has --disaggregation-mode decode; send it to a prefill engine"
+        return (
+            ""
+            if receives
+            else "the handoff of the request is for a prefill engine, but this is a decode engine"
+        )
 
     def arrived(self, req: Req, now_s: float) -> None:
         if req.awaits_kv:

@@ -131,7 +131,11 @@ class PrefillRole:
         return len(self._leaving) + sum(room.claim is not None for room in self._rooms.values())
 
     def reason_against(self, receives: bool) -> str:
-        return "this engine has --disaggregation-mode prefill; send it to a decode engine" if receives else ""
+        return (
+            "the handoff of the request is for a decode engine, but this is a prefill engine"
+            if receives
+            else ""
+        )
 
     def arrived(self, req: Req, now_s: float) -> None:
         assert req.handoff is not None

@@ -130,7 +130,7 @@ class NoTransfer:
     num_open = 0
 
     def reason_against(self, receives: bool) -> str:
-        return "this engine has no --disaggregation-mode; start it with prefill or decode"
+        return "the request has a handoff, but this engine has no --disaggregation-mode; start it with one"
 
     def arrived(self, req: Req, now_s: float) -> None:
         raise AssertionError(f"{req} has a handoff")

@@ -45,7 +45,6 @@ SERVE_FLAGS = """
 --disable-overlap-schedule
 --disable-radix-cache
 --disaggregation-bootstrap-port
---disaggregation-bootstrap-timeout
 --disaggregation-fallback
 --disaggregation-mode
 --disaggregation-timeout

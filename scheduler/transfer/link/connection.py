@@ -100,8 +100,8 @@ class Listener:
             self._authenticator.stop()
 
 
-def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> Socket:
-    """A decode engine's socket to a prefill engine.
+def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> tuple[Socket, Socket]:
+    """A decode engine's socket to a prefill engine, and the socket that tells when it is connected.
 
     Args:
         peer: HOST:PORT.
@@ -119,8 +119,9 @@ def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> S
     if key is not None:
         dealer.curve_serverkey = dealer.curve_publickey = key.public
         dealer.curve_secretkey = key.secret
+    monitor = dealer.get_monitor_socket(MONITORED)  # before it connects: no event is missed
     dealer.connect(tcp(numeric, int(port)))
-    return dealer
+    return dealer, monitor
 
 
 def numeric_address(host: str) -> str:

@@ -41,7 +41,7 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
 )
 from .backends.base import PageTarget
-from .connection import MONITORED, CommandQueue, Context, Socket, connect
+from .connection import CommandQueue, Context, Socket, connect
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class _Peer:
 
     Attributes:
         waiting: claims that are not sent, with the time at which they came.
+        must_greet: it is connected, and `Hello` is not sent.
         open: (room, attempt) of claims that were sent and are not answered.
     """
 
@@ -78,6 +79,7 @@ class _Peer:
     refusal: str = ""
     heard_s: float = 0.0
     pinged_s: float = 0.0
+    must_greet: bool = False
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
     open: set[tuple[str, int]] = field(default_factory=set)
 
@@ -202,8 +204,7 @@ class DecodeLink:
         self._outbox.send(FromPeer(name, ClaimFailed(claim.room, claim.attempt, reason)))
 
     def _connect(self, name: str) -> _Peer:
-        socket = connect(self._context, name, self._name, self._key)
-        monitor = socket.get_monitor_socket(MONITORED)
+        socket, monitor = connect(self._context, name, self._name, self._key)
         peer = self._peers[name] = _Peer(name, socket, monitor)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
@@ -212,16 +213,18 @@ class DecodeLink:
     def _watch(self, peer: _Peer) -> None:
         """Greet an engine when it is connected, again after each connection."""
         for _ in range(_EVENTS_PER_POLL):
+            if peer.must_greet:
+                peer.must_greet = not self._tell(peer, self._hello)
             if not peer.monitor.poll(0):
                 return
             event = zmq.utils.monitor.recv_monitor_message(peer.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._tell(peer, self._hello)
+                peer.must_greet = True
             else:  # the kernel has closed the connection, or the network has: its messages end here
                 self._read(peer)
                 if peer.state is not _State.CONNECTING:
                     self._lose(peer, f"the connection to {peer.name} was closed", is_fenced=True)
-                peer.state = _State.CONNECTING
+                peer.state, peer.must_greet = _State.CONNECTING, False
 
     def _read(self, peer: _Peer) -> None:
         while peer.socket.poll(0):
@@ -293,6 +296,9 @@ class DecodeLink:
             peer.open.clear()
         self._outbox.send(PeerLost(peer.name, reason, is_fenced))
 
-    def _tell(self, peer: _Peer, message: ToPrefill) -> None:
-        with contextlib.suppress(zmq.Again):  # no connection: the monitor tells
+    def _tell(self, peer: _Peer, message: ToPrefill) -> bool:
+        """Send a message; False: there is no connection, which the monitor tells, too."""
+        with contextlib.suppress(zmq.Again):
             peer.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
+            return True
+        return False

@@ -191,7 +191,6 @@ def test_python_arguments_are_checked_like_all_others():
         ("data_parallel_size", 2, "dp", 2),
         ("dp_size", 2, "dp", 2),
         ("disaggregation_bootstrap_port", 9000, "bootstrap_port", 9000),
-        ("disaggregation_bootstrap_timeout", 5.0, "disaggregation_timeout", 5.0),
         ("disaggregation_transfer_backend", "nixl", "transfer_backend", "nixl"),
         ("num_speculative_tokens", 4, "speculative_num_draft_tokens", 4),
         ("model_path", "m", "model", "m"),

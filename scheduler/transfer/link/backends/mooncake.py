@@ -7,7 +7,6 @@ call fail at once over TCP.
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
@@ -18,14 +17,11 @@ import numpy as np
 from .....runtime.errors import ConfigError
 from .....runtime.transport.message_base import Record
 from .base import Pages, PoolMemory, SendFrames, TransferError
+from .library_settings import limit_mooncake, mooncake_protocol
 
 Regions = Sequence[tuple[int, int, int]]
 
 _MAX_PIECES: Final = 2048
-_PROTOCOL: Final = "MC_PROTOCOL"
-"""Environment variable with the protocol, "tcp" or "rdma", as Mooncake's own tools read it."""
-_TIMEOUT: Final = {"MC_TCP_PROGRESS_TIMEOUT_SEC": "10", "MC_TCP_STATUS_TIMEOUT_SEC": "10"}
-"""A write to a frozen engine fails after this; Mooncake's own limit is 30 s."""
 
 
 class _Target(Record, frozen=True):
@@ -39,11 +35,10 @@ class _Engine:
     """Mooncake's engine with the registered pool."""
 
     def __init__(self, memory: PoolMemory, host: str) -> None:
-        for name, value in _TIMEOUT.items():
-            os.environ.setdefault(name, value)
+        limit_mooncake()
         self.memory = memory
         self.engine = _import().TransferEngine()
-        if self.engine.initialize(host, "P2PHANDSHAKE", os.environ.get(_PROTOCOL, "tcp"), ""):
+        if self.engine.initialize(host, "P2PHANDSHAKE", mooncake_protocol(), ""):
             raise ConfigError(f"transfer_backend is mooncake, but its engine does not start at {host}")
         for address, page_bytes, num_pages in memory.regions:
             if self.engine.register_memory(address, page_bytes * num_pages):

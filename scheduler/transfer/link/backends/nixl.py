@@ -20,6 +20,7 @@ from .....runtime.errors import ConfigError
 from .....runtime.transport.cluster_ipc import is_loopback
 from .....runtime.transport.message_base import Record
 from .base import Pages, PoolMemory, SendFrames, TransferError
+from .library_settings import use_loopback_for_ucx
 
 _MODULES: Final = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
 _INITIATOR: Final = "NIXL_INIT_AGENT"
@@ -45,7 +46,7 @@ class _Agent:
     def __init__(self, memory: PoolMemory, host: str) -> None:
         api = _import()
         if is_loopback(host):
-            os.environ.setdefault("UCX_NET_DEVICES", "lo")  # else it listens at the machine's address, too
+            use_loopback_for_ucx()
         self.memory = memory
         self.mem_type = mem_type_of(memory.device_id)
         config = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
