@@ -338,3 +338,61 @@ def test_writes_carry_equal_numbers_of_pages() -> None:
     ]
     assert all(len(each.sources) == len(each.targets) for each in commands)
     pair.run()
+
+
+def test_an_answer_to_an_earlier_claim_of_the_room_is_ignored() -> None:
+    pair = Pair()
+    prompt = list(range(1, 14))
+    pair.submit("a", rid="first", prompt=prompt, to_prefill=False)
+    pair.step(deliver=False)
+    pair.decode.abort("first")
+    del pair.decode.answers["first"]
+    pair.collect()
+    pair.submit("a", rid="second", prompt=prompt, to_prefill=False)
+    pair.step(deliver=False)
+
+    pair.tell(pair.decode, FromPeer(PREFILL, Prefilled("a", 1, 3, b"\7\0\0\0")))
+
+    assert not pair.decode.answers["second"].rows
+    pair.submit("a", rid="second", prompt=prompt, to_decode=False)
+    pair.run()
+
+
+def test_running_requests_keep_the_memory_that_they_will_need() -> None:
+    pair = Pair(num_pages=32)
+    pair.decode.submit("running", prompt_len=40, max_new_tokens=60)  # 25 pages in the end
+    pair.decode.step()
+    rid = pair.submit("a", prompt_len=44, max_new_tokens=4)
+    pair.step()
+
+    assert events(pair, rid) == []  # 21 pages are free, of which it would take 11
+    pair.run()
+    assert pair.decode.scheduler.report(0.0).retracted_reqs_total == 0
+
+
+def test_the_last_request_waits_for_incoming_pages_instead_of_failing() -> None:
+    pair = Pair(num_pages=32, admission_estimator="none")
+    pair.decode.submit("running", prompt_len=40, max_new_tokens=60)
+    pair.decode.step()
+    rid = pair.submit("a", prompt_len=60, max_new_tokens=4)
+    for _ in range(40):
+        pair.step(deliver=False)
+    assert events(pair, rid) == ["claimed"]
+    assert pair.decode.answers["running"].finish is None
+
+    pair.run()  # both get their answers
+
+
+def test_bad_kv_leaves_the_cache_with_its_transfer() -> None:
+    pair = Pair(prefill={"chunked_prefill_size": 8})
+    rid = pair.submit("a", prompt_len=20, max_new_tokens=4)
+    for _ in range(2):
+        pair.step()
+    pair.prefill.runner.fail_next.add(rid)
+    while pair.prefill.answers[rid].finish is None:
+        pair.step()
+
+    assert pair.prefill.answers[rid].finish.kind is FinishKind.ERROR  # type: ignore[union-attr]
+    assert pair.prefill.scheduler.report(0.0).kv_cached_tokens == 0
+    pair.run()
+    assert events(pair, rid) == ["claimed", "not received"]
