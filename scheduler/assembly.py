@@ -266,7 +266,7 @@ def _make_transfer(
                 timeout_s=timeout_s,
                 fallback=config.disaggregation_fallback,
             )
-        case "null":
+        case "null" | "both":  # of both, each replica has its own mode
             return NoTransfer()
 
 

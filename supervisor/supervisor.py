@@ -200,14 +200,14 @@ class Supervisor:
             ]
         settings = []
         for replica, addresses in enumerate(endpoints):
-            config = self._config_of(replica)
+            of_replica = self._config_of(replica)
             processes = [(Role.SCHEDULER, 0), (Role.DETOKENIZER, 0)]
             processes += [(Role.TOKENIZER_MANAGER, 0)] if replica == 0 else []
             processes += [(Role.MODEL_RUNNER, rank) for rank in ranks]
             settings += [
                 Settings(
                     role,
-                    config,
+                    self._config if role is Role.TOKENIZER_MANAGER else of_replica,
                     self._source,
                     self._spec,
                     addresses,
@@ -221,7 +221,10 @@ class Supervisor:
 
     def _config_of(self, replica: int) -> EngineConfig:
         log = dataclasses.replace(self._config.log, decision_log=self._config.log.decision_log_of(replica))
-        return dataclasses.replace(self._config, log=log)
+        scheduler = self._config.scheduler
+        if scheduler.disaggregation_mode == "both":
+            scheduler = dataclasses.replace(scheduler, disaggregation_mode="decode" if replica else "prefill")
+        return dataclasses.replace(self._config, log=log, scheduler=scheduler)
 
     def _drain(self, watch: ChildWatch, recovery: Recovery) -> Outcome:
         """Let the tokenizer manager finish running requests while the other processes run; then stop them."""

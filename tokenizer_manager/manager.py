@@ -46,6 +46,7 @@ from .admission.queue_limiter import QueueLimiter
 from .control import Control
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.handoffs import Handoffs
+from .dispatch.pair import Pair
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
@@ -99,6 +100,7 @@ class TokenizerManager:
         other_sends: Sequence[Callable[[SchedulerInput], None]] = (),
         dispatch_policy: DispatchPolicyName = "prefix-affinity",
         handoffs: Handoffs | None = None,
+        pair: Pair | None = None,
     ) -> None:
         """Make a manager without streams.
 
@@ -116,6 +118,7 @@ class TokenizerManager:
             other_sends: to the schedulers of further replicas.
             dispatch_policy: chooses among several replicas.
             handoffs: finds the other half of a request; None: no request has one.
+            pair: the first replica computes the prompts of the second one; None: all replicas are alike.
         """
         sends = [send, *other_sends]
         self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
@@ -123,7 +126,7 @@ class TokenizerManager:
         self._encoder = encoder
         self._handoffs = handoffs if handoffs is not None else Handoffs("null")
         policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
-        self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine)
+        self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine, pair)
         self._send = send = dispatcher.send
         self._metrics = metrics
         self._draw_seed = draw_seed

@@ -43,6 +43,7 @@ from .conversation.planner import Planner
 from .conversation.template_choice import load_chat_template
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .dispatch.handoffs import Handoffs
+from .dispatch.pair import Pair
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
 from .http.schema.tool_schemas import ToolSchemas
@@ -83,6 +84,14 @@ def main(child: Child) -> None:
                 keys, isolate=config.server.isolate_tenants, loopback=is_loopback(listener.getsockname()[0])
             )
             runner.run(_serve(child, listener, inbox, authorizer, tokenizer, chat_template, capacity, traces))
+
+
+def _pair_of(config: EngineConfig) -> Pair | None:
+    if config.scheduler.disaggregation_mode != "both":
+        return None
+    server = config.server
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "localhost") else server.host
+    return Pair(f"[{host}]:{server.bootstrap_port}" if ":" in host else f"{host}:{server.bootstrap_port}")
 
 
 async def _bind_inbox(endpoint: str) -> AsyncInbox[ManagerInput]:
@@ -135,6 +144,7 @@ async def _serve(
             port=settings.config.server.bootstrap_port,
             has_key=settings.config.parallel.cluster_key_file is not None,
         ),
+        pair=_pair_of(settings.config),
     )
     if settings.life:  # abandon the requests of the manager before this one
         for outbox in outboxes:

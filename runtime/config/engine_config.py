@@ -48,7 +48,7 @@ SchedulePolicyName = Literal[
 ]
 StepPhases = Literal["mixed", "prefill-first", "decode-first"]
 SpeculativeName = Literal["off", "ngram"]
-DisaggregationMode = Literal["null", "prefill", "decode"]
+DisaggregationMode = Literal["null", "prefill", "decode", "both"]
 PreemptionModeName = Literal["cost", "recompute", "swap"]
 EstimatorName = Literal["ratio", "beta", "full", "none"]
 LengthEstimate = Literal["max-tokens", "tenant-average"]
@@ -342,8 +342,8 @@ class SchedulerConfig:
     ] = "auto"
     disaggregation_mode: Annotated[
         DisaggregationMode,
-        "Prefill/decode disaggregation: compute prompts for other engines (prefill), or decode prompts that other "
-        "engines compute (decode). A router sends each request to one of both.",
+        "Prefill/decode disaggregation: compute prompts for other engines (prefill), decode prompts that other engines "
+        "compute (decode), behind a router; or a pair of both in one server, for a machine with two devices (both).",
     ] = "null"
     disaggregation_timeout: Annotated[
         float,
@@ -475,17 +475,15 @@ class EngineConfig:
         mode = self.scheduler.disaggregation_mode
         if mode == "null":
             return
-        parallel = self.parallel
-        for name, value in (("tp", parallel.tp), ("dp", parallel.dp)):
-            if value > 1:
-                raise ConfigError(
-                    f"disaggregation_mode is {mode} with {name} {value}, but a {mode} engine has one KV pool in one "
-                    f"process; leave --{name} out, and start several {mode} engines behind a router"
-                )
+        if self.parallel.tp > 1:
+            raise ConfigError(
+                f"disaggregation_mode is {mode} with tp {self.parallel.tp}, but such an engine has one KV pool in one "
+                "process; leave --tp out, and start several engines behind a router"
+            )
         if not self.cache.radix_cache:
             raise ConfigError(
                 f"disaggregation_mode is {mode} without the prefix cache, but KV is handed over from one prefix cache "
                 "to another; leave --no-radix-cache out"
             )
-        if mode == "prefill" and self.server.bootstrap_port == 0:
+        if mode != "decode" and self.server.bootstrap_port == 0:
             raise ConfigError("bootstrap_port is 0, but decode engines must know it; set it to a free port")

@@ -22,6 +22,7 @@ from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource
 from ..sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
+from .disaggregation import pair_settings
 from .host_facts import HostFacts, read_host_facts
 from .model_resolution import find_model, read_model, text_only
 from .resolve import resolve
@@ -85,7 +86,7 @@ def prepare(
     if what := text_only(spec, found.weights):
         logger.info("serves %s", what)
     adapters = resolve_adapters(config, spec, config.model.name_in_api(source.name))
-    config = dataclasses.replace(config, adapters=adapters.config)
+    config = pair_settings(dataclasses.replace(config, adapters=adapters.config), spec)
     resolved = resolve(config, spec, host or read_host_facts())
     model = resolved.config.model
     spec = with_quantization(spec, model.quantization)

@@ -71,6 +71,7 @@ from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
+from engine.tokenizer_manager.dispatch.pair import Pair
 from engine.tokenizer_manager.grammar_proofs import GrammarProver
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
@@ -348,6 +349,7 @@ def make_services(
     lora: dict[str, Any] | None = None,
     others: Sequence[FakeEngine] = (),
     dispatch_policy: DispatchPolicyName = "prefix-affinity",
+    pair: Pair | None = None,
     **server: Any,
 ) -> Services:
     """A manager on a fake engine, and what the HTTP side needs besides; the scheduler has reported once."""
@@ -375,6 +377,7 @@ def make_services(
         prover=prover,
         other_sends=[other.receive for other in others],
         dispatch_policy=dispatch_policy,
+        pair=pair,
     )
     template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
     for replica, each in enumerate((engine, *others)):

@@ -13,6 +13,7 @@ from typing import Final
 from ...runtime.messages import GenerateRequest, SchedulerInput
 from ..engine_state import EngineState
 from ..request_log import LoggedRequest
+from .pair import DECODE, PREFILL, Pair
 from .policies import DispatchPolicy, ReplicaLoad
 
 MAX_ANSWER: Final = 4096
@@ -31,6 +32,7 @@ class Dispatcher:
         sends: Sequence[Callable[[SchedulerInput], None]],
         policy: DispatchPolicy,
         engine: EngineState,
+        pair: Pair | None = None,
     ) -> None:
         """Send nothing yet.
 
@@ -38,10 +40,12 @@ class Dispatcher:
             sends: to the scheduler of each replica; must not block.
             policy: chooses among several replicas.
             engine: knows which of them run.
+            pair: with `--disaggregation-mode both`; there are two replicas.
         """
         self._sends = sends
         self._policy = policy
         self._engine = engine
+        self._pair = pair
         self.loads = [ReplicaLoad() for _ in sends]
         self._groups: dict[str, list[int]] = {}  # group of parallel samples -> [its replica, live members]
 
@@ -49,6 +53,8 @@ class Dispatcher:
         """Send a message that is no request to all replicas; a lost one's successor gets it, and knows its ids not."""
         for send in self._sends:
             send(message)
+        if self._pair is not None and (half := self._pair.mirrored(message)) is not None:
+            self._sends[PREFILL](half)
 
     def submit(self, logged: LoggedRequest) -> None:
         """Send the message of a request to one of the replicas that run; there is one."""
@@ -60,7 +66,12 @@ class Dispatcher:
         if message.group:
             self._groups.setdefault(message.group, [replica, 0])[1] += 1
         self._policy.sent(message, replica)
-        self._sends[replica](message)
+        halves = self._pair.halves(message) if self._pair is not None and replica == DECODE else None
+        if halves is None or PREFILL not in self._engine.running:
+            self._sends[replica](message)
+            return
+        for send, half in zip(self._sends, halves, strict=True):
+            send(half)
 
     def started(self, logged: LoggedRequest, cached_tokens: int) -> None:
         """The first token of a request has arrived."""
@@ -97,6 +108,8 @@ class Dispatcher:
         assert running, "no replica runs"
         if len(running) == 1:
             return running[0]
+        if self._pair is not None:
+            return DECODE
         if message.data_parallel_rank in running:
             assert message.data_parallel_rank is not None
             return message.data_parallel_rank

@@ -62,7 +62,7 @@ class Handoffs:
         Raises:
             RequestError: the fields are incomplete, or do not fit the prompts.
         """
-        if bootstrap is None or self._mode == "null":
+        if bootstrap is None or self._mode in ("null", "both"):
             return [None] * num_prompts
         if bootstrap.kv_transfer_params is not None:
             return self._serial(bootstrap.kv_transfer_params, num_prompts)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from ...runtime.messages import SchedulerReport
+from ...runtime.transport.kv_transfer import TransferFigures
 
 
 def only_totals(report: SchedulerReport) -> SchedulerReport:
@@ -41,7 +42,7 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         "stalled": next((report.stalled for report in reports if report.stalled), ""),
         "num_adapters": max(report.num_adapters for report in reports),
         "replica": 0,
-        "transfer": None,  # a disaggregated engine has one replica
+        "transfer": _both(report.transfer for report in reports),
     }
     sums = {
         field.name: sum(getattr(report, field.name) for report in reports)
@@ -49,3 +50,17 @@ def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerRepo
         if field.name not in others
     }
     return SchedulerReport(**others, **sums)
+
+
+def _both(figures: Iterable[TransferFigures | None]) -> TransferFigures | None:
+    """Of a prefill and a decode replica: what is sent by one is received by the other one, and its rooms are those."""
+    found = [each for each in figures if each is not None]
+    if not found:
+        return None
+    sent = max(found, key=lambda each: each.sent_pages)
+    received = max(found, key=lambda each: each.received_pages)
+    return msgspec.structs.replace(
+        received,
+        sent_pages=sent.sent_pages,
+        held_pages=sum(each.held_pages for each in found),
+    )

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
-from ..serving import DEADLINE_S, EngineServe
+from ..serving import DEADLINE_S, SLOW, EngineServe
 from .routing import ALL, ENGINE_ROUTE, Router, free_ports, kill, why_not
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
@@ -351,7 +351,7 @@ class TestFaults:
         wait_balanced(fresh.decode)
         if what == "scheduler":  # the next one is handed over again
             body = {**GREEDY, "prompt": PROMPT + "after"}
-            fresh.prefill.wait_for_log("peers restarted")
+            fresh.prefill.wait_for_log("recovered restart=1")
             before = fresh.received()
             fresh.both(body, room=2)
             fresh.wait_received(before + 1)
@@ -388,3 +388,52 @@ class TestFaults:
             for engine in (fresh.prefill, fresh.decode):
                 httpx.post(f"{engine.url}/abort_request", json={"abort_all": True}, timeout=DEADLINE_S)
         fresh.wait_balanced()
+
+
+class TestBoth:
+    """`--disaggregation-mode both`: a pair in one server."""
+
+    @pytest.fixture(scope="class")
+    def server(self, model: Path) -> Iterator[EngineServe]:
+        port = ("--bootstrap-port", str(free_ports(1)[0]))
+        with EngineServe(str(model), *COMMON, *SLOW, "--disaggregation-mode", "both", *port) as engine:
+            yield engine.wait_until_ready()
+            assert engine.stop() == 0, engine.log
+            assert engine.leftovers() == []
+
+    @pytest.fixture(scope="class")
+    def expected(self, model: Path) -> list[Any]:
+        with EngineServe(str(model), *COMMON) as engine:
+            return self.answers(engine.wait_until_ready())
+
+    def answers(self, engine: EngineServe) -> list[Any]:
+        bodies = [
+            {**GREEDY, "prompt": f"number {number} {PROMPT}", "n": 1 + number % 2} for number in range(4)
+        ]
+        with ThreadPoolExecutor(4) as pool:
+            url = f"{engine.url}/v1/completions"
+            return [
+                answer.json()["choices"]
+                for answer in pool.map(lambda body: httpx.post(url, json=body, timeout=DEADLINE_S), bodies)
+            ]
+
+    def test_the_answers_of_one_engine(self, server: EngineServe, expected: list[Any]) -> None:
+        assert self.answers(server) == expected
+        assert (
+            server.metrics_when(lambda metrics: metrics["transfers_total"] >= 4)["transfer_failures_total"]
+            == 0
+        )
+
+    @pytest.mark.parametrize("lost", ["scheduler_of_replica_0", "scheduler_of_replica_1"])
+    def test_one_half_is_killed(self, server: EngineServe, expected: list[Any], lost: str) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(self.answers, server)
+            server.wait_for_requests(6)
+            os.kill(server.pids[lost], signal.SIGKILL)
+            assert answers.result() == expected
+        server.metrics_when(
+            lambda metrics: (
+                metrics['replica_healthy{replica="0"}'] == metrics['replica_healthy{replica="1"}'] == 1
+            )
+        )
+        server.idle_metrics()

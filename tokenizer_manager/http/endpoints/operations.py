@@ -119,8 +119,8 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             tokenizer_path=await tokenizer_path(services),
             served_model_name=services.served_model,
             tp_size=services.config.parallel.tp,
-            dp_size=services.config.parallel.dp,
-            disaggregation_mode=mode,
+            dp_size=1 if mode == "both" else services.config.parallel.dp,
+            disaggregation_mode="null" if mode == "both" else mode,
             disaggregation_bootstrap_port=services.config.server.bootstrap_port
             if mode == "prefill"
             else None,
@@ -137,7 +137,12 @@ async def server_info(exchange: Exchange, services: Services) -> None:
     )
 
 
-_OWNERS: Final[dict[DisaggregationMode, str]] = {"null": "engine", "prefill": "sglang", "decode": "sglang"}
+_OWNERS: Final[dict[DisaggregationMode, str]] = {
+    "null": "engine",
+    "both": "engine",
+    "prefill": "sglang",
+    "decode": "sglang",
+}
 """smg takes an engine's kind from it, and names a room to those of SGLang alone."""
 
 
