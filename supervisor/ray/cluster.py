@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
 
@@ -52,19 +52,30 @@ class RayCluster:
         return [node for node in self.ray.nodes() if node["Alive"]]
 
 
+class RayUse(NamedTuple):
+    """What asked for Ray, for messages: the setting with its value, and how to do without."""
+
+    setting: str = "executor is ray"
+    instead: str = "--executor local"
+
+
+_EXECUTOR: Final = RayUse()
+
+
 @contextmanager
-def ray_cluster(folder: str) -> Iterator[RayCluster]:
+def ray_cluster(folder: str, use: RayUse = _EXECUTOR) -> Iterator[RayCluster]:
     """Connect, or start Ray on this machine; at the end disconnect, and stop a Ray that was started here.
 
     Changes the environment of this process for the Ray that it starts.
 
     Args:
         folder: for all files of a Ray that is started here; the caller removes it.
+        use: what asked for it.
 
     Raises:
         ConfigError: Ray is not installed, does not start, or does not answer at the address in RAY_ADDRESS.
     """
-    ray = _import_ray()
+    ray = _import_ray(use)
     try:
         is_own = not _join(ray)
         if is_own:
@@ -79,13 +90,12 @@ def ray_cluster(folder: str) -> Iterator[RayCluster]:
         ray.shutdown()
 
 
-def _import_ray() -> Any:
+def _import_ray(use: RayUse) -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            f"executor is ray, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use --executor "
-            "local"
+            f"{use.setting}, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use {use.instead}"
         ) from None
 
 
