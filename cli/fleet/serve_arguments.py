@@ -129,7 +129,10 @@ def parse_serve(
     """
     words = [*([] if model is None else [_absolute(model)]), *options]
     context = get_command(app).make_context("engine serve", list(words))
-    values: dict[str, Any] = dict(context.params)
+    # An option that may be repeated and is not given: typer passes None to the command.
+    values: dict[str, Any] = {
+        name: None if value in ((), []) else value for name, value in context.params.items()
+    }
     model_argument = values.pop("model_argument")
     config_file, print_config = values.pop("config_file"), values.pop("print_config")
     if print_config:
