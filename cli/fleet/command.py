@@ -16,6 +16,7 @@ from ..port import check_address
 
 DEFAULT_PORT: Final = 30_090
 DEFAULT_METRICS_PORT: Final = 29_000
+_MAX_FIRST_PORT: Final = 65_024  # with the ports of 512 replicas
 _SERVER: Final = ServerConfig()
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -199,6 +200,8 @@ def fleet(
     )
     if route_policy not in tuple(Policy):
         raise ConfigError(f"--route-policy is {route_policy!r}, but it must be one of {', '.join(Policy)}")
+    if not 0 <= first_port <= _MAX_FIRST_PORT:
+        raise ConfigError(f"first_port is {first_port}, but it must lie in [0, {_MAX_FIRST_PORT}]")
     serve = parse_serve(model, options, read_host_facts(), first_port)
     settings = FleetSettings(
         replicas=replicas,

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
+from ...runtime.config.setting_declaration import check_at_least, check_finite
 from ...runtime.counted import counted
-from ...runtime.errors import RequestError
+from ...runtime.errors import ConfigError, RequestError
 from ..child_watch import STOP_GRACE_S
 from .replica import Phase, Replica
 from .restarts import WINDOW_S
@@ -54,6 +55,16 @@ class FleetSettings:
     max_restarts: int = 5
     silence_s: float = 60.0
     drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_at_least("max_restarts", self.max_restarts, 0)
+        check_finite("silence", self.silence_s, 0.0, open_end=True)
+        low, high = self.bounds.min_replicas, self.bounds.max_replicas
+        if not low <= self.replicas <= high:
+            raise ConfigError(
+                f"--replicas is {self.replicas}, but it must lie in [{low}, {high}], from --min-replicas to "
+                "--max-replicas"
+            )
 
 
 class Ask(NamedTuple):
