@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -36,7 +36,7 @@ class EngineFleet:
         list_path: its list of workers.
     """
 
-    def __init__(self, *arguments: str, serve: tuple[str, ...], env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, *arguments: str, serve: tuple[str, ...]) -> None:
         self.tmp = Path(tempfile.mkdtemp(prefix="e2e-"))
         port, route_port, metrics_port = free_ports(3)
         self.url, self.router_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{route_port}"
@@ -58,9 +58,7 @@ class EngineFleet:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(self.tmp)
-                | {"PATH": f"{FOLDER / 'smg' / 'bin'}:{os.environ['PATH']}"}
-                | dict(env or {}),
+                env=engine_environment(self.tmp) | {"PATH": f"{FOLDER / 'smg' / 'bin'}:{os.environ['PATH']}"},
                 cwd=self.tmp,
                 start_new_session=True,
             )
@@ -114,7 +112,9 @@ class EngineFleet:
     def wait_until_ready(self, count: int) -> Self:
         """Wait until so many serve and none is on its way, and the list says the same."""
         self.wait_for(
-            lambda: len(self.ready()) == len(self.replicas().get("replicas", ())) == len(self.listed()) == count
+            lambda: (
+                len(self.ready()) == len(self.replicas().get("replicas", ())) == len(self.listed()) == count
+            )
         )
         return self
 

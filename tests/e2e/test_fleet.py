@@ -15,7 +15,7 @@ import pytest
 from .fleets import DEADLINE_S, EngineFleet, num_started
 from .routers.routing import ENGINE_ROUTE, why_not
 
-pytestmark = [pytest.mark.real_process, pytest.mark.slow]
+pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TINY = ("--dtype", "float32", "--served-model-name", "tiny", "--chaos", "slow=0.02")
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 200, "min_tokens": 200, "stream": True}
@@ -177,10 +177,9 @@ def test_clients_of_the_router_notice_nothing(routed: EngineFleet):
     fleet.wait_until_nothing_is_left()
 
 
+@pytest.mark.usefixtures("real_ray")
 def test_on_ray_servers_are_actors_and_the_rest_is_the_same(model: Path):
-    pytest.importorskip("ray")
-    environment = {"RAY_raylet_start_wait_time_s": "90", "RAY_ADDRESS": "local"}
-    with EngineFleet(str(model), "--on", "ray", "--replicas", "1", serve=TINY, env=environment) as fleet:
+    with EngineFleet(str(model), "--on", "ray", "--replicas", "1", serve=TINY) as fleet:
         [first] = fleet.wait_until_ready(1).ready()
         body = SHORT | {"max_tokens": 2}
         assert httpx.post(f"{first['url']}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200

@@ -16,7 +16,6 @@ from engine.supervisor.fleet.scaling import Load, ScaleBounds
 from engine.supervisor.fleet.worker_list import NoWorkerList
 from engine.tokenizer_manager.http.guards.auth import Keys
 
-
 NO_KEYS = Keys()
 
 
