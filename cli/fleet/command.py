@@ -179,7 +179,7 @@ def fleet(
     from .serve_arguments import parse_serve
 
     if model is not None and model.startswith("-"):  # nothing before the --
-        model, serve_options = None, [model, *(serve_options or ())]
+        serve_options, model = [model, *(serve_options or ())], None
     options = list(serve_options or ())
     if options and not options[0].startswith("-"):
         raise ConfigError(

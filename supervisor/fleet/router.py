@@ -114,7 +114,7 @@ class FleetRouter:
             return
         if self._process is not None and self._process.exit_code is not None:
             self._on_end(self._process.describe_end(), now_s)
-        if self._process is None and not self.failure and now_s >= self._next_start_s:
+        elif self._process is None and now_s >= self._next_start_s:
             command = self._command()
             if command is not None:
                 self._process = TiedProcess(command, {}, is_silent=False)

@@ -102,7 +102,7 @@ def run(monkeypatch):
 
     def fleet(*arguments: str) -> FleetPlan | int:
         plans: list[FleetPlan] = []
-        monkeypatch.setattr(run_module, "run_fleet", lambda plan: plans.append(plan) or 0)
+        monkeypatch.setattr(run_module, "run_fleet", plans.append)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

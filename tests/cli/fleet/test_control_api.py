@@ -29,7 +29,7 @@ class Server:
 
 
 class Servers:
-    num_places = None
+    num_places: int | None = None
 
     def start(self, number: int, share: int) -> Server:
         return Server()

@@ -314,6 +314,6 @@ def test_the_load_of_a_server_is_that_of_its_ranks():
     other = rank | {"token_usage": 0.9}
     assert load_of({"loads": [rank]}) == Load(100, 0.25)
     assert load_of({"loads": [rank, other]}) == Load(200, 0.5)
-    for body in ({}, {"loads": []}, {"loads": "x"}):
-        assert load_of(body) is None
+    empty: list[dict[str, object]] = [{}, {"loads": []}, {"loads": "x"}]
+    assert [load_of(body) for body in empty] == [None] * 3
     assert load_of({"loads": ["x", {"token_usage": "y"}]}) == Load(0, 0.0)
