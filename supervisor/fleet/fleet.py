@@ -99,6 +99,7 @@ class Fleet:
         self._replicas: list[Replica] = []
         self._num_started = 0
         self._has_served = False
+        self._is_list_late = False
 
     # ------------------------------------------------------------ what others ask of it
 
@@ -187,7 +188,8 @@ class Fleet:
         """See what has ended, and do what is due."""
         if gone := self._servers.look():
             self.failure = self.failure or FleetOutcome(1, gone)
-            return
+            self._replicas.clear()  # out of reach; they drain by themselves
+            self.target = 0
         for each in list(self._replicas):
             self._look_at(each, now_s)
         if self.target:
@@ -208,6 +210,7 @@ class Fleet:
         elif each.phase is Phase.DRAINING and now_s - each.since_s >= settings.drain_s + END_GRACE_S:
             logger.warning("killing replica=%d: it has not ended after its drain", each.number)
             server.kill()
+            self._enter(each, Phase.DRAINING, now_s)  # where its machine does not answer, again later
         elif each.phase is Phase.READY and now_s - max(each.answered_s, each.since_s) >= settings.silence_s:
             logger.error("killing replica=%d: no answer for %g s", each.number, settings.silence_s)
             server.kill()
@@ -314,13 +317,21 @@ class Fleet:
             )
 
     def _write_list(self) -> None:
-        self._listing.write(
-            [
-                ListedWorker(f"{each.number}-{each.incarnation}", each.server.url, model_id=each.server.model)
-                for each in self.replicas
-                if each.phase is Phase.READY and each.server is not None and each.server.url is not None
-            ]
-        )
+        workers = [
+            ListedWorker(f"{each.number}-{each.incarnation}", each.server.url, model_id=each.server.model)
+            for each in self.replicas
+            if each.phase is Phase.READY and each.server is not None and each.server.url is not None
+        ]
+        try:
+            self._listing.write(workers)
+        except (
+            ConfigError
+        ) as error:  # a full disk is no reason to end servers; it is tried again in each pass
+            if not self._is_list_late:
+                logger.error("%s", error)
+            self._is_list_late = True
+        else:
+            self._is_list_late = False
 
     def _enter(self, each: Replica, phase: Phase, now_s: float) -> None:
         each.phase, each.since_s = phase, now_s

@@ -33,7 +33,7 @@ from .ray_messages import (
     ToBroker,
 )
 
-RAY_USE: Final = RayUse("--on is ray", "--on local")
+RAY_USE: Final = RayUse("--on is ray", "--on local", "the fleet")
 _LOOK_S: Final = 0.2
 _KILL_S: Final = 5.0
 _PLACE_S: Final = 0.05

@@ -61,7 +61,9 @@ class TiedProcess:
         code = self._process.returncode
         if code is None:
             return "runs"
-        if code >= 0:
+        if code == 0:
+            return "ended"
+        if code > 0:
             return f"exited with code {code}; its last lines above say why"
         try:
             name = signal.Signals(-code).name

@@ -6,6 +6,7 @@ same process. A file appears complete under its name, since it is renamed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -51,7 +52,8 @@ class WorkerList:
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
-        self.write([])
+        with contextlib.suppress(ConfigError):
+            self.write([])
 
     def write(self, workers: list[ListedWorker]) -> None:
         """Replace the file, if the list is another one.

@@ -53,10 +53,11 @@ class RayCluster:
 
 
 class RayUse(NamedTuple):
-    """What asked for Ray, for messages: the setting with its value, and how to do without."""
+    """What asked for Ray, for messages: the setting with its value, how to do without, and what is not on Ray."""
 
     setting: str = "executor is ray"
     instead: str = "--executor local"
+    here: str = "rank 0"
 
 
 _EXECUTOR: Final = RayUse()
@@ -77,7 +78,7 @@ def ray_cluster(folder: str, use: RayUse = _EXECUTOR) -> Iterator[RayCluster]:
     """
     ray = _import_ray(use)
     try:
-        is_own = not _join(ray)
+        is_own = not _join(ray, use)
         if is_own:
             logger.info("no Ray cluster found, starting Ray on this machine for this engine")
             _start(ray, folder)
@@ -99,14 +100,14 @@ def _import_ray(use: RayUse) -> Any:
         ) from None
 
 
-def _join(ray: Any) -> bool:
+def _join(ray: Any, use: RayUse) -> bool:
     """Connect to the cluster that this machine belongs to; False: there is none, or RAY_ADDRESS asks for a new one."""
     address = os.environ.get(_ADDRESS_VARIABLE, "")
     if address == "local":
         return False
     if address.startswith(_CLIENT_SCHEME):
         raise ConfigError(
-            f"{_ADDRESS_VARIABLE} is {address}, but rank 0 runs on this machine, so it must belong to the cluster: "
+            f"{_ADDRESS_VARIABLE} is {address}, but {use.here} runs on this machine, so it must belong to the cluster: "
             "`ray start --address=HOST:PORT` here, and unset the variable"
         )
     try:

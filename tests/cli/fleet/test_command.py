@@ -83,6 +83,7 @@ def test_each_server_has_its_own_gpus(monkeypatch):
         (["--kv-events", "tcp://127.0.0.1:5557"], "share its address"),
         (["--decision-log", "x"], "share its file"),
         (["--executor", "ray", "--tp", "2"], "use --on ray"),
+        (["--disaggregation-mode", "decode"], "answer whole requests"),
     ],
 )
 def test_what_several_servers_cannot_share_is_refused(options, fix):

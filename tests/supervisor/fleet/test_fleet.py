@@ -95,6 +95,10 @@ class World:
         return [(each.number, each.phase) for each in self.fleet.replicas]
 
 
+def refuse(_workers: list[ListedWorker]) -> None:
+    raise ConfigError("the disk is full")
+
+
 def test_servers_are_started_and_listed_when_they_answer():
     world = World(3).run()
     assert [(server.number, server.share) for server in world.started] == [(0, 3), (1, 3), (2, 3)]
@@ -278,6 +282,20 @@ def test_the_end_of_ray_is_the_end():
     world = World().ready()
     world.gone = "the connection to Ray has ended"
     assert world.run().fleet.failure == (1, "the connection to Ray has ended")
+    assert world.fleet.is_gone
+    assert world.lists[-1] == []
+
+
+def test_a_list_that_cannot_be_written_ends_nothing_and_is_tried_again(caplog):
+    world = World(1)
+    written, world.write = world.write, refuse  # type: ignore[method-assign]
+    world.ready(5.0)
+    assert world.fleet.num_ready == 1
+    assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        "the disk is full"
+    ]
+    world.write = written  # type: ignore[method-assign]
+    assert world.run().listed == ["http://s1"]
 
 
 def test_the_list_is_a_whole_file_of_the_fields_that_smg_knows(tmp_path):
