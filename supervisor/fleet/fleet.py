@@ -222,7 +222,7 @@ class Fleet:
             self._replicas.remove(each)
             return
         if end.exit_code == _USER and not self._has_served:
-            self.failure = FleetOutcome(_USER, f"{each.name} {end.cause}")
+            self.failure = self.failure or FleetOutcome(_USER, f"{each.name} {end.cause}")
         self._fail(each, end.cause, now_s)
 
     def _fail(self, each: Replica, cause: str, now_s: float) -> None:
