@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...runtime.config.engine_config import LogConfig
-from ...runtime.messages import Message
+from ...runtime.transport.message_base import Message
 
 
 class JoinRay(Message, frozen=True):
