@@ -21,11 +21,13 @@ PIP := $(RUN) $(INSTALL)
 # own, which stays.
 TRITON := triton==3.6.0
 ROUTERS := smg==1.13.0 sglang-router==0.3.2 vllm-router==0.1.17
+RAY := ray==2.60.0
+VALIDATOR := kubernetes-validate==1.37.0
 # One worker per core, tests that belong together on one, in the order of tests/conftest.py. To see them one by one:
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow routers chaos soak check lint typecheck package-check docs \
+.PHONY: help venv test-env dev-env serve test test-slow routers ray validator chaos soak check lint typecheck package-check docs \
   screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -39,7 +41,7 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env routers ## run the slow tests and those that need the default model, which is fetched once
+test-slow: test-env routers ray validator ## run the slow tests and those that need the default model, which is fetched once
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
@@ -53,6 +55,22 @@ routers: $(VENV)/.created ## install the routers that the slow tests put in fron
 	  { $(RUN) -m venv --clear "$$folder" && "$$folder/bin/python" $(INSTALL) "$$pin" && touch "$$stamp"; } || \
 	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; \
 	done
+
+# In a folder of its own, which only the tests of Ray have on their path: the engine must work without it. Half a minute and
+# 260 MB. Without it (no package index) those tests are skipped.
+ray: $(VENV)/.created ## install the Ray that the slow tests start, into build/ray
+	@stamp="build/ray/.$(RAY)"; test -e "$$stamp" && exit; \
+	  echo 'Installing $(RAY) into build/ray ...'; rm -rf build/ray; \
+	  { $(PIP) --target build/ray $(RAY) && touch "$$stamp"; } || \
+	    { rm -rf build/ray; echo 'make: $(RAY) could not be installed; its tests are skipped' >&2; }
+
+# The schemas of all versions are 108 MB, which no other test needs. Without it one test is skipped.
+validator: $(VENV)/.created ## install what checks the Kubernetes manifests, into build/kubernetes-validate
+	@folder=build/kubernetes-validate; stamp="$$folder/.$(VALIDATOR)"; test -e "$$stamp" && exit; \
+	  echo "Installing $(VALIDATOR) into $$folder ..."; \
+	  { $(RUN) -m venv --clear "$$folder" && "$$folder/bin/python" -m pip install --quiet --disable-pip-version-check \
+	    $(PIP_ARGS) $(VALIDATOR) && touch "$$stamp"; } || \
+	    { rm -rf "$$folder"; echo 'make: $(VALIDATOR) could not be installed; its test is skipped' >&2; }
 
 chaos: test-env ## kill, crash, freeze random processes for ten minutes under 200 streams; ARGS="--minutes 1 --clients 8"
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'

@@ -28,6 +28,7 @@ from .options import CONTEXT_SETTINGS
 PROG_NAME: Final = "engine"
 COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
+    "fleet": (".fleet.command", "Run many servers of one model: heal, scale and drain them."),
     "route": (".route.command", "Route requests to several servers of one model."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
@@ -162,6 +163,7 @@ def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
     """What to use instead of an option of another engine; "" if the error is another one."""
     if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in (
         "serve",
+        "fleet",
         "chat",
         "doctor",
         "embed",

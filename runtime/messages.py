@@ -406,6 +406,7 @@ class SchedulerReport(Message, frozen=True):
     kv_event_replays_total: int = 0  # requests of subscribers that had missed some
     replica: int = 0  # the scheduler's number, with --dp
     transfer: TransferFigures | None = None  # with --disaggregation-mode
+    num_queue_tokens: int = 0  # of the waiting requests, those with their KV on the host left out
 
 
 class FlushCacheDone(Message, frozen=True):

@@ -562,6 +562,7 @@ class Scheduler:
             num_adapters=len(self._parts.adapters),
             num_adapter_slots_used=self._parts.adapter_slots.num_in_use,
             transfer=self._transfer_figures(),
+            num_queue_tokens=self._requests.num_waiting_tokens,
         )
 
     def _transfer_figures(self) -> TransferFigures | None:

@@ -35,6 +35,8 @@ MAY_IMPORT = {
 }
 ALSO = {
     "scheduler/process.py": {"model_runner"},  # rank 0 lives in the scheduler's process
+    # `engine fleet` loads them when it runs: the fleet is of the supervisor, its endpoint has the guards of the API.
+    "cli/fleet/": {"supervisor", "tokenizer_manager"},
     "cli/trace/": {"scheduler"},  # reads the scheduler's records; the command line loads it when it is used
 }
 WITHOUT_TORCH = (

@@ -37,15 +37,18 @@ class RouterAddress(NamedTuple):
     metrics_port: int
 
 
-def find_smg() -> str:
+def find_smg(starter: str = "`engine route`") -> str:
     """The executable: beside this interpreter, or in PATH.
+
+    Args:
+        starter: the command that starts it, for messages.
 
     Raises:
         ConfigError: there is none, or it is another program of this name.
     """
     path = shutil.which(_NAME, path=str(Path(sys.executable).parent)) or shutil.which(_NAME)
     if path is None:
-        raise ConfigError(f"smg is not installed, and `engine route` starts it as the router; {INSTALL}")
+        raise ConfigError(f"smg is not installed, and {starter} starts it as the router; {INSTALL}")
     try:
         answer = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S, check=False
@@ -64,7 +67,7 @@ def find_smg() -> str:
 
 def smg_command(
     path: str,
-    workers: Sequence[Worker],
+    workers: Sequence[Worker] | Path,
     address: RouterAddress,
     *,
     policy: str,
@@ -76,7 +79,7 @@ def smg_command(
 
     Args:
         path: of smg.
-        workers: all of them.
+        workers: all of them, or the file that lists them at each moment.
         address: of the router.
         policy: how it chooses a worker.
         tokenizer_path: a folder on the machine of the first worker; it is used if it is here, too.
@@ -91,6 +94,9 @@ def smg_command(
         command += ["--disable-tokenizer-autoload"]
     if api_key:
         command += ["--api-key", api_key]
+    if isinstance(workers, Path):
+        command += ["--discovery-provider", "file", "--discovery-file", str(workers)]
+        return [*command, "--discovery-check-interval-secs", "1", *more]
     replicas = [worker.url for worker in workers if worker.role == "worker"]
     if replicas:
         command += ["--worker-urls", *replicas]

@@ -133,6 +133,11 @@ class Requests:
         return len(self.waiting) + len(self.swapped) + len(self.grammar)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the waiting requests that must be computed, or found in the cache."""
+        return self.waiting.num_tokens + sum(req.fill_len for req in self.grammar.values())
+
+    @property
     def with_row(self) -> list[Req]:
         """The requests that have a row and pages."""
         return self.running.reqs + self.partial

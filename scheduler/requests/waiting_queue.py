@@ -27,11 +27,16 @@ class QueueObserver(Protocol):
 
 
 class WaitingQueue:
-    """A set of requests in order of arrival."""
+    """A set of requests in order of arrival.
 
-    __slots__ = ("_observer", "_reqs")
+    Attributes:
+        num_tokens: of all of them, prompts and what retracted ones have generated.
+    """
+
+    __slots__ = ("_observer", "_reqs", "num_tokens")
 
     def __init__(self, observer: QueueObserver) -> None:
+        self.num_tokens = 0
         self._observer = observer
         # An OrderedDict instead of a dict: iterating a dict that has lost its first entries skips over the holes.
         self._reqs: OrderedDict[int, Req] = OrderedDict()
@@ -46,6 +51,7 @@ class WaitingQueue:
     def append(self, req: Req) -> None:
         """Add a request that arrived after all others."""
         self._reqs[req.seq] = req
+        self.num_tokens += req.fill_len
         self._observer.enqueued(req)
 
     def requeue(self, req: Req) -> None:
@@ -67,9 +73,11 @@ class WaitingQueue:
             seqs[seq] = req
             for other in reversed(behind):
                 seqs.move_to_end(other)
+        self.num_tokens += req.fill_len
         self._observer.enqueued(req)
 
     def remove(self, req: Req) -> None:
         """Remove a request from any position."""
         del self._reqs[req.seq]
+        self.num_tokens -= req.fill_len
         self._observer.dequeued(req)

@@ -11,7 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
 
@@ -52,21 +52,33 @@ class RayCluster:
         return [node for node in self.ray.nodes() if node["Alive"]]
 
 
+class RayUse(NamedTuple):
+    """What asked for Ray, for messages: the setting with its value, how to do without, and what is not on Ray."""
+
+    setting: str = "executor is ray"
+    instead: str = "--executor local"
+    here: str = "rank 0"
+
+
+_EXECUTOR: Final = RayUse()
+
+
 @contextmanager
-def ray_cluster(folder: str) -> Iterator[RayCluster]:
+def ray_cluster(folder: str, use: RayUse = _EXECUTOR) -> Iterator[RayCluster]:
     """Connect, or start Ray on this machine; at the end disconnect, and stop a Ray that was started here.
 
     Changes the environment of this process for the Ray that it starts.
 
     Args:
         folder: for all files of a Ray that is started here; the caller removes it.
+        use: what asked for it.
 
     Raises:
         ConfigError: Ray is not installed, does not start, or does not answer at the address in RAY_ADDRESS.
     """
-    ray = _import_ray()
+    ray = _import_ray(use)
     try:
-        is_own = not _join(ray)
+        is_own = not _join(ray, use)
         if is_own:
             logger.info("no Ray cluster found, starting Ray on this machine for this engine")
             _start(ray, folder)
@@ -79,24 +91,23 @@ def ray_cluster(folder: str) -> Iterator[RayCluster]:
         ray.shutdown()
 
 
-def _import_ray() -> Any:
+def _import_ray(use: RayUse) -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
         raise ConfigError(
-            f"executor is ray, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use --executor "
-            "local"
+            f"{use.setting}, but Ray cannot be imported ({error}); pip install 'engine[ray]', or use {use.instead}"
         ) from None
 
 
-def _join(ray: Any) -> bool:
+def _join(ray: Any, use: RayUse) -> bool:
     """Connect to the cluster that this machine belongs to; False: there is none, or RAY_ADDRESS asks for a new one."""
     address = os.environ.get(_ADDRESS_VARIABLE, "")
     if address == "local":
         return False
     if address.startswith(_CLIENT_SCHEME):
         raise ConfigError(
-            f"{_ADDRESS_VARIABLE} is {address}, but rank 0 runs on this machine, so it must belong to the cluster: "
+            f"{_ADDRESS_VARIABLE} is {address}, but {use.here} runs on this machine, so it must belong to the cluster: "
             "`ray start --address=HOST:PORT` here, and unset the variable"
         )
     try:

@@ -23,6 +23,7 @@ NO_SERVER = "http://127.0.0.1:9"
 LINES = f"{__file__} --skip-empty"
 COMMANDS = (
     "serve",
+    "fleet",
     "route",
     "chat",
     "embed",
@@ -106,6 +107,8 @@ CASES = [
     ("bench serve", f"--url {NO_SERVER} --ready-check-timeout-sec 0 --tokenizer TINY", ExitCode.SERVER),
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
     ("route", "--worker nowhere", ExitCode.USER),
+    ("fleet", "--replicas 0", ExitCode.USER),
+    ("fleet", "-- --no-such-option", ExitCode.USER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),
 ]
 

@@ -24,7 +24,8 @@ def exported() -> dict[str, set[str]]:
     metrics = Metrics("m", {"version": "1", "commit": ""})
     metrics.http_responses.add("200")
     metrics.finished_reqs.add("stop")
-    page = metrics.render(SchedulerReport(sent_s=1.0, policy="fcfs", waiting_by_reason={"no_kv": 1}))
+    report = SchedulerReport(sent_s=1.0, policy="fcfs", waiting_by_reason={"no_kv": 1})
+    page = metrics.render(report, replicas=[(report, True)] * 2)
     samples = [each for family in text_string_to_metric_families(page) for each in family.samples]
     return {each.name: set(each.labels) for each in samples}
 

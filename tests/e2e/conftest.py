@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Final
 
 import openai
 import pytest
@@ -13,6 +16,7 @@ from .model import make_model
 from .serving import DEADLINE_S, EngineServe
 
 StartServe = Callable[..., EngineServe]
+RAY_FOLDER: Final = Path(__file__).parents[2] / "build" / "ray"
 
 
 @pytest.fixture(scope="session")
@@ -49,6 +53,20 @@ def start_serve() -> Iterator[StartServe]:
     yield start
     for engine in started:
         engine.__exit__()
+
+
+@pytest.fixture
+def real_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray, for the processes that a test starts; skips the test where `make ray` has not installed it."""
+    if importlib.util.find_spec("ray") is None:
+        if not (RAY_FOLDER / "ray").is_dir():
+            pytest.skip(
+                f"Ray is not installed in {RAY_FOLDER}: `make ray` installs it, from the package index"
+            )
+        paths = filter(None, (os.environ.get("PYTHONPATH"), str(RAY_FOLDER)))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "90")  # on a busy machine a start takes a minute
 
 
 @pytest.fixture(scope="session")

@@ -103,18 +103,18 @@ class EngineServe:
 
     # ------------------------------------------------------------ what it says
 
-    def wait_until_ready(self) -> Self:
+    def wait_until_ready(self, within_s: float = DEADLINE_S) -> Self:
         """Read standard output up to the block that says where it is."""
-        output = self._read_until(_LAST_READY_LINE)
+        output = self._read_until(_LAST_READY_LINE, within_s)
         match = _READY.search(output)
         assert match, output
         self.model, self.url = match[1], match[2]
         return self
 
-    def _read_until(self, text: str) -> str:
+    def _read_until(self, text: str, within_s: float) -> str:
         assert self.process.stdout is not None
         fd = self.process.stdout.fileno()
-        deadline_s = time.monotonic() + DEADLINE_S
+        deadline_s = time.monotonic() + within_s
         output = b""
         with selectors.DefaultSelector() as selector:
             selector.register(fd, selectors.EVENT_READ)

@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
+from engine.runtime.model_files.cache_dir import cache_dir
+
 from .serving import EngineServe
 from .test_tensor_parallel import answers
 
-pytest.importorskip("ray")
-
-pytestmark = [pytest.mark.real_process, pytest.mark.slow]
+pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.usefixtures("real_ray")]
 
 ARGUMENTS = ("--dtype", "float32", "--tp", "2", "--executor", "ray")
-
-
-@pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+START_S = 180.0  # Ray's own processes begin first
 
 
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A home without Ray's files, and with the compiled kernels."""
     with tempfile.TemporaryDirectory(prefix="home-") as home:
+        cache = Path(home, ".cache", "engine")
+        cache.mkdir(parents=True)
+        (cache / "kernels").symlink_to(cache_dir() / "kernels")
         monkeypatch.setenv("HOME", home)
         yield Path(home)
 
@@ -67,7 +67,7 @@ def actor_pid(engine: EngineServe) -> int:
 
 
 def test_ranks_on_ray_answer_as_one_rank_and_leave_nothing(serve, start_serve, model, home):
-    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready()
+    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready(START_S)
     assert set(engine.pids) == {"scheduler", "detokenizer", "tokenizer_manager", "model_runner_1"}
     assert "starting Ray on this machine" in engine.log
 
@@ -82,7 +82,7 @@ def test_ranks_on_ray_answer_as_one_rank_and_leave_nothing(serve, start_serve, m
 
 
 def test_an_actor_that_dies_ends_the_engine_and_is_named(start_serve, model):
-    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready()
+    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready(START_S)
 
     os.kill(actor_pid(engine), signal.SIGKILL)
 
@@ -95,7 +95,7 @@ def test_an_actor_that_dies_ends_the_engine_and_is_named(start_serve, model):
 
 
 def test_a_rank_that_dies_is_named_through_its_actor(start_serve, model):
-    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready()
+    engine = start_serve(str(model), *ARGUMENTS).wait_until_ready(START_S)
 
     os.kill(engine.pids["model_runner_1"], signal.SIGKILL)
 

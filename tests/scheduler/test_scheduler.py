@@ -490,9 +490,11 @@ def test_the_report_adds_up(make_scheduler):
 
     report = harness.scheduler.report(7.0)
     assert (report.sent_s, report.num_running_reqs, report.num_queue_reqs) == (7.0, 2, 2)
+    assert report.num_queue_tokens == 16
     assert (report.prompt_tokens_total, report.generation_tokens_total, report.num_steps_total) == (16, 2, 1)
     assert report.step_s_total == pytest.approx(0.01)
 
     harness.run_until_idle()
     report = harness.scheduler.report(8.0)
+    assert report.num_queue_tokens == 0
     assert report.generation_tokens_total == 12 and report.kv_total_tokens == 256

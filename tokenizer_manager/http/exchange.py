@@ -25,6 +25,7 @@ from .schema.json_body import encoded_body
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _REQUEST_ID: Final = re.compile(rb"[\x21-\x7e]{1,128}")
 _JSON: Final = (b"content-type", b"application/json")

@@ -15,8 +15,8 @@ import uvicorn
 
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
-from .app import App
 from .connection import Connection
+from .exchange import AsgiApp
 from .guards.auth import refuse_pipe
 
 BACKLOG: Final = 2048
@@ -93,7 +93,7 @@ def _no_password() -> str:
 class HttpServer(uvicorn.Server):
     """uvicorn without signal handlers: the supervisor decides when to stop, and in what order."""
 
-    def __init__(self, app: App, config: ServerConfig) -> None:
+    def __init__(self, app: AsgiApp, config: ServerConfig) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

@@ -29,7 +29,7 @@ def test_keeps_the_order_of_arrival():
     queue.remove(reqs[2])
 
     assert seqs(queue) == [1, 2, 4, 5]
-    assert len(queue) == 4
+    assert len(queue) == queue.num_tokens == 4
 
 
 @given(st.lists(st.integers(1, 12), unique=True))
@@ -44,3 +44,4 @@ def test_a_request_put_back_gets_its_old_place(back):
         queue.requeue(reqs[seq])
 
     assert seqs(queue) == list(range(1, 13))
+    assert queue.num_tokens == 12

@@ -45,7 +45,7 @@ class LoadBody(msgspec.Struct, kw_only=True):
     """The load of one rank.
 
     Attributes:
-        num_waiting_uncached_tokens: of `num_waiting_reqs`; unknown, so 0.
+        num_waiting_uncached_tokens: of `num_waiting_reqs`; also those that the cache may have: it is asked later.
         num_used_tokens: KV memory that requests hold, in tokens.
         token_usage: of `max_total_num_tokens`, 0 to 1; `utilization` is the same.
         cache_hit_rate: prompt tokens from the prefix cache among all since the scheduler began.
@@ -153,6 +153,7 @@ def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> L
         num_running_reqs=running,
         num_waiting_reqs=waiting,
         num_total_reqs=running + waiting,
+        num_waiting_uncached_tokens=0 if report is None else report.num_queue_tokens,
         num_used_tokens=used,
         max_total_num_tokens=total,
         max_running_requests=capacity.max_running_requests,

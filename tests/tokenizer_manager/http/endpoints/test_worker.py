@@ -50,6 +50,7 @@ def test_loads_are_those_of_the_latest_report(serve: Serve):
             cached_tokens_total=50,
             generation_tokens_total=30,
             step_s_total=1.5,
+            num_queue_tokens=700,
         )
     )
 
@@ -60,6 +61,7 @@ def test_loads_are_those_of_the_latest_report(serve: Serve):
     total = load["max_total_num_tokens"]
     assert (body["dp_rank_count"], load["dp_rank"]) == (1, 0)
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_total_reqs"]) == (3, 2, 5)
+    assert load["num_waiting_uncached_tokens"] == 700
     assert (load["num_used_tokens"], load["token_usage"]) == (64, round(64 / total, 4))
     assert (load["cache_hit_rate"], load["gen_throughput"]) == (0.25, 20.0)
     assert served.client.get("/loads").json()["loads"] == [load]

@@ -1,0 +1,1 @@
+"""`engine fleet`: servers of one model, started, healed and scaled by one command."""

@@ -1,0 +1,177 @@
+"""`engine fleet`: what it makes of its options, and the one line for those that cannot be."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+
+import pytest
+
+from engine.cli import main as cli
+from engine.cli.exit_codes import ExitCode
+from engine.cli.fleet import run as run_module
+from engine.cli.fleet.run import FleetPlan, ready_text
+from engine.cli.fleet.serve_arguments import ServeArguments, parse_serve
+from engine.runtime.errors import ConfigError
+from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
+
+
+def host(num_gpus: int = 0) -> HostFacts:
+    gpus = tuple(GpuFacts(name="H100", total_bytes=80 << 30, free_bytes=79 << 30) for _ in range(num_gpus))
+    return HostFacts(
+        num_cpus=8,
+        num_cores=8,
+        cpu_quota=None,
+        cpu_flags=frozenset(),
+        mem_available_bytes=32 << 30,
+        cgroup_free_bytes=None,
+        gpus=gpus,
+        torch_version="2.13.0+cu130" if num_gpus else "2.13.0+cpu",
+    )
+
+
+def serve(*options: str, num_gpus: int = 0, first_port: int = 0) -> ServeArguments:
+    return parse_serve("default", options, host(num_gpus), first_port)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """As it was, afterwards."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def test_servers_share_the_cores_and_the_memory():
+    found = serve("--max-model-len", "64")
+    assert found.command(1, 4) == [
+        *("serve", "default", "--max-model-len", "64", "--port", "0"),
+        *("--num-threads", "2", "--mem-fraction", "0.1000"),
+    ]
+    assert found.num_places() is None
+    assert found.needs(4) == {"CPU": 2.0}
+    assert found.threads(100) == 1
+
+
+def test_what_is_given_is_not_divided():
+    found = serve("--num-threads", "3", "--max-total-tokens", "4096", first_port=31_000)
+    arguments = ("--num-threads", "3", "--max-total-tokens", "4096", "--port", "31002")
+    assert found.command(2, 4) == ["serve", "default", *arguments]
+    assert found.needs(4) == {"CPU": 3.0}
+
+
+def test_each_server_has_its_own_gpus(monkeypatch):
+    found = serve("--tp", "2", num_gpus=5)
+    assert (found.device, found.num_places(), found.needs(2)) == ("cuda", 2, {"CPU": 1.0, "GPU": 2.0})
+    assert [found.env_here(number) for number in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
+    assert found.command(0, 2) == ["serve", "default", "--tp", "2", "--port", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
+    assert found.env_here(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
+    assert serve("--device", "cpu", num_gpus=2).env_here(0) == {}
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(tp \* dp\), but this machine has 2"):
+        serve("--tp", "4", num_gpus=2).num_places()
+
+
+@pytest.mark.parametrize(
+    ("options", "fix"),
+    [
+        (["--port", "1"], "use --first-port"),
+        (["--ssl-certfile", "x.pem"], "end TLS before the router"),
+        (["--kv-events", "tcp://127.0.0.1:5557"], "share its address"),
+        (["--decision-log", "x"], "share its file"),
+        (["--executor", "ray", "--tp", "2"], "use --on ray"),
+        (["--disaggregation-mode", "decode"], "answer whole requests"),
+    ],
+)
+def test_what_several_servers_cannot_share_is_refused(options, fix):
+    with pytest.raises(ConfigError, match=fix):
+        serve(*options)
+
+
+def test_a_port_that_is_written_elsewhere_is_replaced(tmp_path):
+    path = tmp_path / "engine.yaml"
+    path.write_text("port: 4000\n")
+    assert serve("--config", str(path)).command(0, 1)[-6:-4] == ["--port", "0"]
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs `engine fleet` up to the start."""
+
+    def fleet(*arguments: str) -> FleetPlan | int:
+        plans: list[FleetPlan] = []
+        monkeypatch.setattr(run_module, "run_fleet", plans.append)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        code = cli.run(["fleet", "--port", str(port), *arguments])
+        return plans[0] if plans else code
+
+    return fleet
+
+
+def test_the_command_line(run):
+    plan = run("default", "--replicas", "3", "--max-restarts", "7", "--", "--drain-timeout", "5")
+    assert isinstance(plan, FleetPlan)
+    assert (plan.settings.replicas, plan.settings.max_restarts, plan.settings.drain_s) == (3, 7, 5.0)
+    assert plan.settings.bounds.is_fixed
+    assert plan.serve.arguments == ("default", "--drain-timeout", "5")
+    assert (plan.on_ray, plan.router, plan.worker_list) == (False, None, None)
+
+    scaled = run("--min-replicas", "1", "--max-replicas", "4", "--scale-queue-tokens", "99", "--", "--strict")
+    assert isinstance(scaled, FleetPlan)
+    assert scaled.serve.arguments == ("--strict",)
+    assert (scaled.settings.bounds.max_replicas, scaled.settings.bounds.queue_tokens) == (4, 99)
+
+
+def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
+    plan = run("default", "--api-key", "sk")
+    assert isinstance(plan, FleetPlan)
+    assert plan.serve.merged.config.server.api_key == ("sk",)
+    assert "sk" not in plan.serve.command(0, 1)
+    assert plan.serve.env_elsewhere(0)["ENGINE_API_KEY"] == "sk"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replicas", "0"], "min_replicas is 0, but it must be at least 1"),
+        (["--replicas", "513"], "max_replicas is 513, but it must lie in [513, 512]"),
+        (["--min-replicas", "1"], "give both --min-replicas and --max-replicas"),
+        (["--min-replicas", "3", "--max-replicas", "4"], "--replicas is 2, but it must lie in [3, 4]"),
+        (
+            ["m", "--route", "--route-policy", "best"],
+            "--route-policy is 'best', but it must be one of cache_aware, ",
+        ),
+        (["m", "other"], "the argument 'other' is no option; name one MODEL"),
+        (["--max-restarts", "-1"], "max_restarts is -1, but it must be at least 0"),
+        (["--silence", "0"], "silence is 0.0, but it must be above 0"),
+        (["--first-port", "70000"], "first_port is 70000, but it must lie in [0, 65024]"),
+        (["--", "--nonsense"], "No such option: --nonsense"),
+        (["--", "--print-config"], "use `engine serve --print-config`"),
+        (["--", "--gpu-memory-utilisation", "1"], "No such option"),
+    ],
+)
+def test_what_cannot_be_is_one_line(run, capsys, arguments, message):
+    assert run(*arguments) == ExitCode.USER
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_a_missing_router_is_found_at_once(run, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert run("--route") == ExitCode.USER
+    assert "smg is not installed, and `engine fleet --route` starts it as the router; pip install smg==" in (
+        capsys.readouterr().err
+    )
+
+
+def test_the_ready_text_names_the_addresses():
+    text = ready_text("tiny", 2, "http://127.0.0.1:30090", "http://127.0.0.1:30000")
+    assert "Ready: 2 servers of tiny" in text
+    assert "curl http://127.0.0.1:30000/v1/chat/completions" in text
+    assert "curl http://127.0.0.1:30090/scale -d '{\"replicas\": 3}'" in text
