@@ -22,12 +22,13 @@ PIP := $(RUN) $(INSTALL)
 TRITON := triton==3.6.0
 ROUTERS := smg==1.13.0 sglang-router==0.3.2 vllm-router==0.1.17
 RAY := ray==2.60.0
+TRANSFER := nixl:nixl-cu12==1.5.1 mooncake:mooncake-transfer-engine-non-cuda==0.3.13.post1
 VALIDATOR := kubernetes-validate==1.37.0
 # One worker per core, tests that belong together on one, in the order of tests/conftest.py. To see them one by one:
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow routers ray validator chaos soak check lint typecheck package-check docs \
+.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries ray validator chaos soak check lint typecheck package-check docs \
   screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
@@ -41,7 +42,7 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env routers ray validator ## run the slow tests and those that need the default model, which is fetched once
+test-slow: test-env routers ray validator transfer-libraries ## run the slow tests and those that need the default model, which is fetched once
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model" $(ARGS)
 
@@ -63,6 +64,10 @@ ray: $(VENV)/.created ## install the Ray that the slow tests start, into build/r
 	  echo 'Installing $(RAY) into build/ray ...'; rm -rf build/ray; \
 	  { $(PIP) --target build/ray $(RAY) && touch "$$stamp"; } || \
 	    { rm -rf build/ray; echo 'make: $(RAY) could not be installed; its tests are skipped' >&2; }
+
+# Without their dependencies, which are for GPUs (NIXL) or for tools (Mooncake). Mooncake also needs Debian's libibverbs1.
+transfer-libraries: $(VENV)/.created ## install NIXL and Mooncake for the slow tests of KV transfers, into build/transfer
+	@for entry in $(TRANSFER); do 	  folder="build/transfer/$${entry%%:*}"; pin="$${entry#*:}"; stamp="$$folder/.$${pin##*==}"; 	  test -e "$$stamp" && continue; 	  echo "Installing $$pin into $$folder ..."; rm -rf "$$folder"; 	  { $(PIP) --no-deps --target "$$folder" "$$pin" && touch "$$stamp"; } || 	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; 	done
 
 # The schemas of all versions are 108 MB, which no other test needs. Without it one test is skipped.
 validator: $(VENV)/.created ## install what checks the Kubernetes manifests, into build/kubernetes-validate

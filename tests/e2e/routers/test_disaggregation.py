@@ -6,6 +6,7 @@ ask the decode engine how many prompts it has received.
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
 import json
 import os
@@ -41,6 +42,8 @@ def why_not_backend(name: str) -> str:
         return ""
     if not (LIBRARIES / name / modules[name]).is_dir():
         return f"{name} is not installed in {LIBRARIES / name}: `make transfer-libraries` installs it"
+    if name == "mooncake" and ctypes.util.find_library("ibverbs") is None:
+        return "mooncake needs libibverbs, which this machine does not have: apt install libibverbs1"
     return ""
 
 
