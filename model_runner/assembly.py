@@ -12,10 +12,12 @@ import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from ..runtime.kv_size import KV_SCALE_BYTES
+from ..runtime.resolve.stages import WHOLE_MODEL
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
 from .batch_builder import BatchBuilder
+from .distributed.pp_link import NO_LINK
 from .memory.host_kv_pool import HostKVPool, NoHostKVPool
 from .memory.io_buffers import InputBuffers, OutputBuffers
 from .memory.kv_pool import KVPool
@@ -41,9 +43,11 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
+    from ..runtime.resolve.stages import Stage
     from .adapter_runs import AdapterRuns
     from .adapters.adapter_slots import AdapterSlots
     from .attention.backend import AttentionBackend
+    from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .models.registry import CausalLM
     from .pooling.head import PoolingHead
@@ -65,6 +69,8 @@ class LoadedModel:
         pooling_head: the model's layers after pooling; None if it has none.
         adapters: the slots of adapters; None: the server has none.
         max_drafts: of one request in a step.
+        link: to other pipeline stages.
+        stage: the pipeline stage of this rank; `spec` is that of its layers.
     """
 
     model: CausalLM
@@ -78,6 +84,8 @@ class LoadedModel:
     pooling_head: PoolingHead | None = None
     adapters: AdapterSlots | None = None
     max_drafts: int = 0
+    link: StageLink = NO_LINK
+    stage: Stage = WHOLE_MODEL
 
     def page_bytes(self, page_size: int) -> int:
         """Memory of one page on this rank."""
@@ -148,7 +156,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         outputs=OutputBuffers(device),
         capacity=capacity,
         sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
-        drops_steps=group.size == 1,
+        drops_steps=group.size == 1 and loaded.stage.count == 1,
         attention_backend=attention.name,
         adapters=loaded.adapters,
     )
@@ -241,6 +249,7 @@ def _make_executor(
         relay=relay,
         buffers=buffers,
         state_pool=state_pool,
+        link=loaded.link,
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes

@@ -21,6 +21,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class StageStates:
+    """What a pipeline stage gives to the next one, or takes from the one before; see `Layer`.
+
+    Attributes:
+        x: [T, hidden] output of the last block, not yet added to the residual stream.
+        residual: [T, hidden] the residual stream.
+    """
+
+    x: Tensor
+    residual: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardBatch:
     """One step on the device.
 
@@ -34,6 +47,7 @@ class ForwardBatch:
         token_types: [T] int64, for models with a table of them; None: all are 0.
         adapters: the adapters of the tokens; None: all tokens use the base model.
         states: the states of the requests; None: the model has no state layers.
+        incoming: from the pipeline stage before; None: this is the first one. May be overwritten.
     """
 
     input_ids: Tensor
@@ -45,3 +59,4 @@ class ForwardBatch:
     token_types: Tensor | None = None
     adapters: AdapterBatch | None = None
     states: StateBatch | None = None
+    incoming: StageStates | None = None

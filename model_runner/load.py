@@ -16,8 +16,9 @@ from ..runtime.errors import ConfigError
 from ..runtime.kv_size import kv_dtype_of
 from ..runtime.resolve.adapters import adapted_names
 from ..runtime.resolve.measured_pool import fit_pool
-from ..runtime.resolve.pool_size import largest_step_of
+from ..runtime.resolve.pool_size import largest_step, largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
+from ..runtime.resolve.stages import is_of_other_stages, stage_spec
 from ..runtime.state_size import max_drafts_of
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
@@ -25,6 +26,7 @@ from .adapters.adapter_slots import AdapterSlots, SlotSizes
 from .adapters.adapter_store import AdapterStore
 from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
+from .distributed.pp_link import NO_LINK, WiredLink
 from .fixed_order import PROVIDERS_IN_FIXED_ORDER, check_fixed_order
 from .hf_backend.transformers_load import load_transformers_model
 from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
@@ -35,6 +37,7 @@ from .models.registry import build_model
 from .op_selection import Target, select_ops
 from .pooling.head import PoolingHead, load_pooling_head
 from .recording.cuda_graph_executor import sizes_to_record
+from .recording.program_planes import MAX_TOKENS
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -50,6 +53,8 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
     from ..runtime.model_files.source import ModelSource
+    from ..runtime.resolve.stages import Stage
+    from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
@@ -101,6 +106,8 @@ def load_model_runner(
     if config.kernels.deterministic:
         check_fixed_order(spec, device, dtype, kv_dtype)
     memory = make_device_memory(device)
+    whole_spec, stage = spec, place.stage
+    spec = stage_spec(whole_spec, stage)
     started_s = time.perf_counter()
     slot_sizes = adapter_slots or _slot_sizes(config, spec, capacity.num_adapter_slots)
     layers = None
@@ -110,7 +117,9 @@ def load_model_runner(
             spec, max_slots=max_slots, max_rank=max_rank, dtype=dtype, device=device, targets=targets
         )
     with explained("the weights", memory, "lower --max-model-len, quantize the model, or shard it with --tp"):
-        model, pooling_head = _load_model(config, source, spec, capacity, group, dtype, device, layers)
+        model, pooling_head = _load_model(
+            config, source, whole_spec, capacity, group, dtype, device, layers, stage
+        )
     if device.type == "cpu":
         collapse_resident_memory()  # now, while the process holds little other memory
     logger.info(
@@ -130,6 +139,8 @@ def load_model_runner(
         pooling_head=pooling_head,
         adapters=None if layers is None else AdapterSlots(layers, AdapterStore(layers)),
         max_drafts=max_drafts_of(config.scheduler),
+        link=_make_link(config, place, spec, capacity, dtype, device),
+        stage=stage,
     )
     sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
     if memory is not None:
@@ -137,6 +148,24 @@ def load_model_runner(
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
     with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
+
+
+def _make_link(
+    config: EngineConfig,
+    place: Place,
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StageLink:
+    if place.wire is None:
+        return NO_LINK
+    chunk = config.scheduler.chunked_prefill_size
+    assert chunk != "auto", "the configuration is not resolved"
+    most_tokens = largest_step(config, chunk, capacity.max_running_requests, capacity.max_model_len)
+    if device.type == "cpu":
+        most_tokens = max(most_tokens, MAX_TOKENS)  # for which programs are traced
+    return WiredLink(place.wire, most_tokens, spec.hidden_size, dtype, device)
 
 
 def _slot_sizes(config: EngineConfig, spec: ModelSpec, num_slots: int) -> SlotSizes | None:
@@ -186,10 +215,11 @@ def _load_model(
     dtype: torch.dtype,
     device: torch.device,
     layers: AdapterLayers | None,
+    stage: Stage,
 ) -> tuple[CausalLM, PoolingHead | None]:
-    """The model, and its layers after pooling; None if it has none."""
+    """The model, and its layers after pooling; None if it has none. `spec`: of the whole model."""
     if config.model.model_impl != "transformers":
-        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers)
+        return _load_own_model(config, source, spec, capacity, group, dtype, device, layers, stage)
     model = load_transformers_model(
         config.model,
         source,
@@ -213,8 +243,12 @@ def _load_own_model(
     dtype: torch.dtype,
     device: torch.device,
     layers: AdapterLayers | None,
+    stage: Stage,
 ) -> tuple[CausalLM, PoolingHead | None]:
     weights = WeightReader(_open_store(config.model, source, spec), dtype, device)
+    spec = stage_spec(spec, stage)
+    if stage.count > 1:
+        weights.ignore_where(is_of_other_stages(spec, stage))
     target = Target(rank_spec(spec, group.size), device, dtype)
     ops = select_ops(target, PROVIDERS_IN_FIXED_ORDER) if config.kernels.deterministic else select_ops(target)
     report = PackReport(ops.pack_linear)
@@ -230,6 +264,7 @@ def _load_own_model(
         device=device,
         group=group,
         adapters=layers,
+        stage=stage,
     )
     model = build_model(context)
     pooling_head = _load_pooling_head(config, source, spec, weights, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..runtime.resolve.stages import WHOLE_MODEL, Stage
 from .distributed.tp_group import SINGLE_RANK
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ModelContext:
     """The parts from which a model is built.
 
     Attributes:
-        spec: spec of the whole model.
+        spec: spec of the whole model, or of a pipeline stage as `stage_spec` makes it.
         weights: reads its tensors by name.
         linear_format: how the weights of linear layers are stored.
         ops: the functions with which layers compute.
@@ -31,6 +32,7 @@ class ModelContext:
         device: the device of the tensors.
         group: the ranks that share the model; layers take this rank's part of their weights.
         adapters: collects the layers that adapters can change; None: the server has no adapters.
+        stage: the pipeline stage that is built; its layers are those of `spec`.
     """
 
     spec: ModelSpec
@@ -41,6 +43,7 @@ class ModelContext:
     device: torch.device
     group: TPGroup = SINGLE_RANK
     adapters: AdapterLayers | None = None
+    stage: Stage = WHOLE_MODEL
 
     @property
     def dtype(self) -> torch.dtype:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.feasibility import Capacity
-    from ..runtime.step_plan import GetMasks, GoOn, Pending
+    from ..runtime.step_plan import GetMasks, GoOn, Pending, RowTokens
     from .adapters.adapter_slots import AdapterSlots
     from .batch_builder import BatchBuilder
     from .input_batch import InputBatch, PromptSpan
@@ -203,6 +203,16 @@ class ModelRunner:
                 further = self._further_rounds(plan, fetched, go_on, masks)
         pending = PendingStep(plan.step_id, timer, swap_timer, fetched)
         return PendingMultiStep(pending, further) if further else pending
+
+    def store_tokens(self, sampled: RowTokens) -> None:
+        """Store tokens that were sampled by another pipeline stage; later steps read them as input."""
+        rows = np.frombuffer(sampled.rows, dtype=np.int32).astype(np.int64)
+        # Of a row that occurs twice the later token counts, which an indexed copy on a device does not promise.
+        _, lasts = np.unique(rows[::-1], return_index=True)
+        keep = len(rows) - 1 - lasts
+        if len(rows):
+            token_ids = np.frombuffer(sampled.token_ids, dtype=np.int32).astype(np.int64)
+            self._relay.store(self._buffers.put(rows[keep]), self._buffers.put(token_ids[keep]))
 
     def _further_rounds(self, plan: StepPlan, first: Fetched, go_on: GoOn, masks: GetMasks) -> list[Sampled]:
         """Run the rounds of a multi-step decode after its first; it also ends if logits are not finite."""

@@ -1,6 +1,7 @@
-"""The process of a rank other than 0 of a tensor-parallel group: another part of the weights, the same steps.
+"""The process of a rank other than 0 of a model with several ranks: another part of the weights, the same steps.
 
-It makes no decisions and sends no results; its part of each layer enters the sums over ranks.
+It makes no decisions. With tensor parallelism its part of each layer enters the sums over ranks; a pipeline stage
+sends what its layers return to the next one, and results to rank 0.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ..runtime.transport.ipc import Inbox
 from .distributed.join_group import join_group
 from .distributed.rank_loop import RankLoop
 from .distributed.ranked_runner import rank_name
+from .distributed.staged_runner import StageRank
 from .load import load_model_runner
 
 
@@ -38,7 +40,10 @@ def main(child: Child) -> None:
 
     assert config.scheduler.overlap != "auto", "the configuration is not resolved"
     adapters = None if runner.adapters is None else runner.adapters.store
-    loop = RankLoop(runner, inbox, child, group, overlap=config.scheduler.overlap, adapters=adapters)
+    stage = None if place.wire is None else StageRank(runner, place.wire, group)
+    loop = RankLoop(
+        runner, inbox, child, group, overlap=config.scheduler.overlap, adapters=adapters, stage=stage
+    )
     group.meet("loaded")
     child.ready()
     loop.run()

@@ -33,6 +33,8 @@ class Capacity(Record, frozen=True):
         num_adapter_slots: LoRA adapters that may run at the same time; 0 without adapters.
         num_checkpoints: states that the prefix cache may keep; 0: the model has no state layers, or nothing is cached.
         checkpoint_pages: pages from one of them within a prompt or an answer to the next; 0 without state layers.
+        num_stages: pipeline stages of the runner: as many steps may be in flight. With more than 1 a request must not
+            be in a step before the token of its last step is settled, because the first stage does not know it.
     """
 
     max_model_len: int
@@ -45,6 +47,7 @@ class Capacity(Record, frozen=True):
     num_adapter_slots: int = 0
     num_checkpoints: int = 0
     checkpoint_pages: int = 0
+    num_stages: int = 1
 
     @property
     def max_total_tokens(self) -> int:
@@ -78,6 +81,7 @@ def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
             else 0
         ),
         checkpoint_pages=checkpoint_pages(spec, dtype, token_bytes, page_size),
+        num_stages=config.parallel.pp,
     )
 
 

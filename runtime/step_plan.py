@@ -291,10 +291,46 @@ class Runner(Protocol):
         ...
 
 
+class RowTokens(Record, frozen=True):
+    """Sampled tokens of rows, [n] int32 each; of a row that occurs twice the later one counts."""
+
+    rows: bytes = b""
+    token_ids: bytes = b""
+
+
+class PackedMasks(Record, frozen=True):
+    """`TokenMasks` as bytes; `num_words`: of a mask."""
+
+    indices: bytes
+    bits: bytes
+    num_words: int
+
+
 class LaunchStep(Message, frozen=True):
-    """Execute this step, after all steps sent before; rank 0 does the same. There is no answer."""
+    """Execute this step, after all steps sent before; rank 0 does the same.
+
+    Without pipeline stages there is no answer. With stages the first rank of each stage after the first answers with a
+    `StageResult`.
+
+    Attributes:
+        sampled: with stages the tokens of the steps that were settled since the last launch: those of the last stage
+            are not known to the first one otherwise.
+        masks: with stages the masks of all constrained rows, for the last stage.
+    """
 
     plan: StepPlan
+    sampled: RowTokens = RowTokens()
+    masks: PackedMasks | None = None
+
+
+class StageResult(Record, frozen=True):
+    """What one pipeline stage says of a step; only the last one has tokens.
+
+    `unmasked`: [n] int64, the likeliest token without its mask, of each row with one; see `GetMasks`.
+    """
+
+    result: StepResult
+    unmasked: bytes = b""
 
 
 class ReadAdapter(Message, frozen=True):

@@ -32,6 +32,7 @@ from .memory.req_to_token_pool import ReqToTokenPool
 from .memory.row_memory import RowMemory
 from .memory.state_slots import CheckpointSlots, NoStateSlots, StateSlots
 from .memory.swap_pool import SwapPool
+from .micro_batches import make_micro_batches
 from .phases import StepPhases, make_phases
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
@@ -179,6 +180,7 @@ def assemble(
         chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
         policy=policy,
+        micro_batches=make_micro_batches(states, capacity.num_stages),
     )
     stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
     multi_step = MultiStepDecode(

@@ -11,6 +11,7 @@ from .arrays import EMPTY, IntArray
 from .estimator.base import OutputEstimator
 from .memory.incoming_pages import IncomingPages
 from .memory.row_memory import RowMemory
+from .micro_batches import ONE_MICRO_BATCH, MicroBatches
 from .pass_state import PassState
 from .policy.base import SchedulePolicy
 from .preemption.chaos import Chaos
@@ -32,6 +33,7 @@ class Decodes:
         "_estimator",
         "_incoming",
         "_kv",
+        "_micro_batches",
         "_policy",
         "_preemption",
         "_requests",
@@ -49,8 +51,15 @@ class Decodes:
         chaos: Chaos,
         answers: Answers,
         policy: SchedulePolicy,
+        micro_batches: MicroBatches = ONE_MICRO_BATCH,
     ) -> None:
-        """`policy`: its `by_priority` says whether requests of the lowest priority are retracted first."""
+        """Take the parts.
+
+        Args:
+            policy: its `by_priority` says whether requests of the lowest priority are retracted first.
+            micro_batches: divides the running requests among the steps in flight.
+        """
+        self._micro_batches = micro_batches
         self._requests = requests
         self._preemption = preemption
         self._states, self._kv, self._incoming = memory.states, memory.kv, incoming
@@ -72,6 +81,7 @@ class Decodes:
             self._kv,
             lambda victim: state.add_retraction(self._preemption.retract(victim, "memory")),
             by_priority=self._policy.by_priority,
+            micro_batches=self._micro_batches,
         )
         if with_pages.retracted or with_pages.starved:
             if with_pages.starved and not self._incoming.num_pages:  # else those pages will come free

@@ -17,6 +17,14 @@ The masks of grammars depend on the tokens of the step before. So a step with gr
 between the forward pass of step 2, which the device computes meanwhile, and its sampler:
 
     overlapped  plan 1  launch 1 | plan 2  launch 2 (forward  settle 1  masks  sampler) | plan 3 ...
+
+With n pipeline stages n - 1 steps are left in flight, each with other requests: a request that samples is not planned
+again before its token is settled (`micro_batches.py`). Chunks of one prompt follow each other, because they sample
+nothing. So no token is surplus, and masks need not wait:
+
+    2 stages    plan 1  launch 1 | plan 2  launch 2  settle 1 | plan 3  launch 3  settle 2 | plan 4 ...
+    stage 0             [ step 1 ]         [ step 2 ]                   [ step 3 ]
+    stage 1                       [ step 1 ]         [ step 2 ]                   [ step 3 ]
 """
 
 from __future__ import annotations
@@ -74,7 +82,7 @@ class Pipeline:
         self._runner = runner
         self._recorder = recorder
         self._clock = clock
-        self._max_left_in_flight = 1 if overlap else 0
+        self._max_left_in_flight = max(int(overlap), scheduler.num_stages - 1)
         self._grammars = grammars if grammars is not None else NoGrammars()
         self._adapters = adapters if adapters is not None else NoAdapterReader()
         self._num_reads = 0  # of adapters, that have not ended
@@ -166,7 +174,11 @@ class Pipeline:
 
         masks = None
         if batch.has_grammar:
-            masks = StepMasks(self._scheduler.masks, batch, self._settle_all, self._mask_meter)
+            filler, settle_earlier = self._scheduler.masks, self._settle_all
+            if self._scheduler.num_stages > 1:
+                # A request is in no other step that samples, and the steps before go on while the masks are filled.
+                filler, settle_earlier = self._scheduler.new_masks(), _nothing
+            masks = StepMasks(filler, batch, settle_earlier, self._mask_meter)
         get_masks: GetMasks = no_masks if masks is None else masks
         return InFlight(batch, self._runner.launch(batch.plan, may_continue, get_masks), masks)
 
@@ -200,3 +212,7 @@ class Pipeline:
         result = pending.wait()
         self._scheduler.settle(batch, result, self._clock(), () if masks is None else masks.refused)
         self._recorder.settled()
+
+
+def _nothing() -> None:
+    return

@@ -17,6 +17,7 @@ import msgspec
 from ..model_runner.build_facts import build_facts
 from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
+from ..model_runner.distributed.staged_runner import StagedRunner
 from ..model_runner.load import load_model_runner
 from ..runtime.child.child import Child
 from ..runtime.config.engine_config import EngineConfig
@@ -84,10 +85,12 @@ def main(child: Child) -> None:
         recorder = FlightRecorder(recorder, scheduler.decisions, Path(settings.endpoints.black_box))
     runner: Runner = own_runner
     adapters: AdapterReader | None = None if own_runner.adapters is None else own_runner.adapters.store
-    if group.size > 1:
+    if config.parallel.num_ranks > 1:
         others = OtherRanks(settings.endpoints.model_runners, config.parallel)
         others.wait(config.server.startup_timeout)
         runner = RankedRunner(own_runner, others, group)
+        if place.wire is not None:
+            runner = StagedRunner(own_runner, others, place.wire)
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)

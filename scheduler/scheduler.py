@@ -152,6 +152,15 @@ class Scheduler:
         """The highest page id of the KV pool that was ever allocated; 0 if none was."""
         return self._kv.highest_used_page
 
+    @property
+    def num_stages(self) -> int:
+        """See `Capacity`."""
+        return self._capacity.num_stages
+
+    def new_masks(self) -> MaskFiller:
+        """Like `masks`, for a step whose masks must outlive those of later steps."""
+        return MaskFiller(self._capacity.vocab_size, self._parts.memory.pool)
+
     def handle(self, message: SchedulerInput, now_s: float) -> None:
         """Take a message. `take_outputs` returns the answers, if there are any."""
         match message:

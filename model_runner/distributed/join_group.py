@@ -14,21 +14,37 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ...runtime.errors import ConfigError
+from ...runtime.resolve.stages import WHOLE_MODEL, Stage, stage_of
 from ...runtime.transport.cluster_ipc import STORE, parse_address
 from ..weights.fingerprint import weights_fingerprint
+from .pp_link import TorchWire
+from .stage_group import StageGroup
 from .tp_group import SINGLE_RANK, Rendezvous, TorchGroup, TPGroup
 
 if TYPE_CHECKING:
+    from .pp_link import StageWire
     from ...runtime.child.child import Child
 
 logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """A rank's group and device (None: the device of the configuration)."""
+    """Where a rank is.
+
+    Attributes:
+        group: the ranks that share its layers.
+        device: None: the device of the configuration.
+        wire: connects it to the ranks of other pipeline stages; None: there are none.
+    """
 
     group: TPGroup
     device: torch.device | None
+    wire: StageWire | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The pipeline stage of the rank."""
+        return WHOLE_MODEL if self.wire is None else self.wire.stage
 
 
 ALONE: Final = Place(SINGLE_RANK, None)
@@ -45,30 +61,35 @@ def join_group(child: Child) -> Place:
     """
     settings = child.settings
     config, parallel = settings.config, settings.config.parallel
-    if parallel.tp == 1 and settings.replica == 0:
+    if parallel.num_ranks == 1 and settings.replica == 0:
         return ALONE
     local_rank = settings.replica * parallel.ranks_per_node + settings.rank % parallel.ranks_per_node
     device = torch.device("cpu")
     if config.model.device == "cuda":
         device = torch.device("cuda", local_rank)
-    if parallel.tp == 1:
+    if parallel.num_ranks == 1:
         return Place(SINGLE_RANK, device)
     group = TorchGroup(
         Rendezvous(
             rank=settings.rank,
-            size=parallel.tp,
+            size=parallel.num_ranks,
             device=device,
             file=Path(settings.endpoints.rank_store),
             address=store_address(parallel.dist_init_addr) if parallel.nnodes > 1 else None,
             step_timeout_s=parallel.dist_timeout,
             start_timeout_s=config.server.startup_timeout,
+            sends_host_memory=parallel.pp > 1,
         )
     )
     child.beat_while(lambda: group.waiting)
-    logger.info("joined rank=%d of=%d device=%s", settings.rank, parallel.tp, device)
+    logger.info("joined rank=%d of=%d device=%s", settings.rank, parallel.num_ranks, device)
     if parallel.nnodes > 1:
         check_weights(group, Path(settings.source.path), config.model.load_format)
-    return Place(group, device)
+    if parallel.pp == 1:
+        return Place(group, device)
+    stage = stage_of(settings.spec, parallel, settings.rank)
+    logger.info("pipeline stage=%d of=%d layers=%d..%d", stage.index, stage.count, stage.first, stage.end - 1)
+    return Place(StageGroup(group, parallel.tp), device, TorchWire(group, stage))
 
 
 def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:

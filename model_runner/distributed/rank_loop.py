@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ...runtime.transport.cluster_ipc import ClusterClient
     from ...runtime.transport.ipc import Inbox
     from ..adapters.adapter_store import AdapterStore
+    from .staged_runner import StageRank
     from .tp_group import TPGroup
 
 
@@ -35,8 +36,15 @@ class RankLoop:
         *,
         overlap: bool,
         adapters: AdapterStore | None = None,
+        stage: StageRank | None = None,
     ) -> None:
-        """Take the parts; `adapters`: the store of the runner's adapters, None: it has none."""
+        """Take the parts.
+
+        Args:
+            adapters: the store of the runner's adapters; None: it has none.
+            stage: launches the runner's steps if the model has pipeline stages; None: it has none.
+        """
+        self._stage = stage
         self._runner = runner
         self._adapters = adapters
         self._inbox = inbox
@@ -84,6 +92,7 @@ class RankLoop:
         if plan.step_id != self._last_step_id + 1:
             raise RuntimeError(f"step {plan.step_id} came after step {self._last_step_id}: a plan was lost")
         self._last_step_id = plan.step_id
-        self._in_flight.append(WaitingPending(self._runner.launch(plan), self._group))
+        pending = self._runner.launch(plan) if self._stage is None else self._stage.launch(message)
+        self._in_flight.append(WaitingPending(pending, self._group))
         while len(self._in_flight) > self._max_left_in_flight:
             self._in_flight.popleft().wait()

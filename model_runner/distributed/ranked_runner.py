@@ -98,7 +98,7 @@ class OtherRanks:
         """
         self._local = FanOutbox(endpoints)
         self._remote: ClusterServer[RankInput] | None = None
-        self._names = [rank_name(rank) for rank in range(parallel.ranks_per_node, parallel.tp)]
+        self._names = [rank_name(rank) for rank in range(parallel.ranks_per_node, parallel.num_ranks)]
         if parallel.nnodes > 1:
             assert parallel.dist_init_addr is not None
             key = load_cluster_key(parallel.cluster_key_file)

@@ -124,6 +124,7 @@ class Rendezvous:
         address: host and port of the store that rank 0 opens, for ranks of several machines.
         step_timeout_s: longest wait of an operation for the other ranks.
         start_timeout_s: longest wait for the other ranks before and after loading.
+        sends_host_memory: ranks on GPUs also send tensors of the host.
     """
 
     rank: int
@@ -133,6 +134,7 @@ class Rendezvous:
     address: tuple[str, int] | None = None
     step_timeout_s: float
     start_timeout_s: float
+    sends_host_memory: bool = False
 
 
 class TorchGroup:
@@ -152,6 +154,7 @@ class TorchGroup:
         """
         self.rank, self.size = rendezvous.rank, rendezvous.size
         self.device = rendezvous.device
+        self._step_timeout_s = rendezvous.step_timeout_s
         self._start_timeout_s = rendezvous.start_timeout_s
         self.waiting = False
         # The second name is deprecated since torch 2.13; the first does not exist in 2.11.
@@ -174,7 +177,7 @@ class TorchGroup:
             # The operations' timeout also bounds how long ranks wait for each other while they connect.
             self.meet("start")
             dist.init_process_group(
-                "nccl" if on_gpu else "gloo",
+                "cpu:gloo,cuda:nccl" if on_gpu and rendezvous.sends_host_memory else "nccl" if on_gpu else "gloo",
                 store=c10d.PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=self.size,
@@ -195,7 +198,7 @@ class TorchGroup:
         Raises:
             RankLostError: another rank is gone, or silent for longer than the group's timeout.
         """
-        self._run(dist.all_reduce, x)
+        self.run(dist.all_reduce, x)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
@@ -204,10 +207,14 @@ class TorchGroup:
         Raises:
             RankLostError: as `all_reduce`.
         """
+        return self.gather(x, self.size)
+
+    def gather(self, x: Tensor, size: int, **options: Any) -> Tensor:
+        """`all_gather` of a part of the ranks, `size` of them; `options`: of torch's operation."""
         num_rows, width = x.shape
-        gathered = x.new_empty((self.size * num_rows, width))
-        self._run(self._gather, gathered, x.contiguous())
-        return gathered.view(self.size, num_rows, width).transpose(0, 1).reshape(num_rows, self.size * width)
+        gathered = x.new_empty((size * num_rows, width))
+        self.run(self._gather, gathered, x.contiguous(), **options)
+        return gathered.view(size, num_rows, width).transpose(0, 1).reshape(num_rows, size * width)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """See `TPGroup`.
@@ -215,8 +222,22 @@ class TorchGroup:
         Raises:
             RankLostError: as `all_reduce`.
         """
-        self._run(dist.broadcast, x, 0)
+        self.run(dist.broadcast, x, 0)
         return x
+
+    def divide(self, size: int) -> Any:
+        """Divide the ranks into groups of `size` neighbors; returns torch's group with this rank. All ranks call it.
+
+        Raises:
+            RankLostError: as `all_reduce`.
+        """
+        timeout = timedelta(seconds=self._step_timeout_s)
+        own = None
+        for start in range(0, self.size, size):
+            group = self.run(dist.new_group, list(range(start, start + size)), timeout=timeout)
+            if start <= self.rank < start + size:
+                own = group
+        return own
 
     def min_over_ranks(self, value: int) -> int:
         """See `TPGroup`.
@@ -225,7 +246,7 @@ class TorchGroup:
             RankLostError: as `all_reduce`.
         """
         values = torch.tensor([value], dtype=torch.int64, device=self.device)
-        self._run(dist.all_reduce, values, dist.ReduceOp.MIN)
+        self.run(dist.all_reduce, values, dist.ReduceOp.MIN)
         return int(values.item())
 
     def meet(self, place: str) -> None:
@@ -267,10 +288,15 @@ class TorchGroup:
         except RuntimeError as error:
             raise RankLostError(f"{self._name} lost the store of rank 0: {_cause(error)}") from error
 
-    def _run(self, operation: Any, *arguments: Any) -> None:
+    def run(self, operation: Any, *arguments: Any, **options: Any) -> Any:
+        """Call an operation of torch that may wait for other ranks.
+
+        Raises:
+            RankLostError: as `all_reduce`.
+        """
         self.waiting = True
         try:
-            operation(*arguments)
+            return operation(*arguments, **options)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

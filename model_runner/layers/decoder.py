@@ -7,15 +7,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from ..forward_batch import StageStates
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
 from .rotary import RotaryEmbedding
 from .row_selection import SelectRows, all_rows, kept_adapters
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
@@ -99,46 +102,73 @@ class PreNormLayer:
         return self.mlp(x, kept_adapters(batch, select_rows)), residual
 
 
+class DecoderEnds(NamedTuple):
+    """What is before the layers, on the first pipeline stage, and after them, on the last; None on the others."""
+
+    embedding: Embedding | None
+    norm: Norm | None
+    head: OutputHead | None
+
+    @classmethod
+    def of(
+        cls, context: ModelContext, make_embedding: Callable[[], Embedding], make_norm: Callable[[], Norm]
+    ) -> DecoderEnds:
+        """Build the ends that the context's stage has."""
+        embedding = make_embedding() if context.stage.is_first else None
+        if not context.stage.is_last:
+            return cls(embedding, None, None)
+        return cls(embedding, make_norm(), build_head(context, embedding))
+
+
 class Decoder:
-    """Token ids to hidden states to logits; see `CausalLM`."""
+    """Token ids to hidden states to logits; see `CausalLM`. A pipeline stage has some of the layers, see `forward`."""
 
     def __init__(
         self,
-        embedding: Embedding,
+        ends: DecoderEnds,
         rotary: LayerRotary,
         layers: Sequence[Layer],
-        norm: Norm,
-        head: OutputHead,
         add: AddOp,
         take_rows: TakeRows,
     ) -> None:
-        self.embedding = embedding
+        self.embedding = ends.embedding
         self.rotary = rotary
         self.layers = layers
-        self.norm = norm
-        self.head = head
+        self.norm = ends.norm
+        self.head = ends.head
         self.add = add
         self.take_rows = take_rows
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed."""
-        adapters = batch.adapters
-        residual = self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
+    def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
+        """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed.
+
+        A pipeline stage starts from `batch.incoming`, and all but the last one return what the next one starts from.
+        """
+        x, residual = self._begin(batch)
         angles = self.rotary.at(batch.positions)
-        row_selections = select_last(len(self.layers), batch, self.take_rows)
-        x = None
+        selects = select_last(len(self.layers), batch, self.take_rows)
+        row_selections = selects if self.head is not None else repeat(all_rows, len(self.layers))
         for layer, (cos, sin), select_rows in zip(self.layers, angles, row_selections, strict=True):
             x, residual = layer(x, residual, cos, sin, batch, select_rows)
         assert x is not None, "a model has layers"
-        return self.add(x, residual)
+        return StageStates(x, residual) if self.head is None else self.add(x, residual)
+
+    def _begin(self, batch: ForwardBatch) -> tuple[Tensor | None, Tensor]:
+        if self.embedding is None:
+            assert batch.incoming is not None, "the stage before has sent nothing"
+            return batch.incoming.x, batch.incoming.residual
+        adapters = batch.adapters
+        return None, self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
 
     def final_states(self, hidden: Tensor) -> Tensor:
         """See `CausalLM`."""
+        assert self.norm is not None, "only the last pipeline stage has a norm after its layers"
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """See `CausalLM`."""
-        return self.head(self.norm(hidden), adapters)
+        assert self.head is not None, "only the last pipeline stage has a head"
+        return self.head(self.final_states(hidden), adapters)
 
 
 def select_last(num_layers: int, batch: ForwardBatch, take_rows: TakeRows) -> Iterator[SelectRows]:
@@ -175,13 +205,18 @@ class LayerRotary:
         ]
 
 
-def build_head(context: ModelContext, embedding: Embedding) -> OutputHead:
-    """Build the output head from the checkpoint, or from the embedding if they are tied."""
-    spec, weights = context.spec, context.weights
+def build_head(context: ModelContext, embedding: Embedding | None) -> OutputHead:
+    """Build the output head from the checkpoint, or from the embedding if they are tied.
+
+    `embedding`: None on a pipeline stage without one; then a tied head reads the table itself.
+    """
+    spec, weights, name = context.spec, context.weights, "lm_head"
     if spec.tie_word_embeddings:
         weights.ignore("lm_head.weight")  # some checkpoints store the tied weight twice
-        assert embedding.head is not None
-        return OutputHead(context, embedding.head)
+        if embedding is not None:
+            assert embedding.head is not None
+            return OutputHead(context, embedding.head)
+        name = "model.embed_tokens"
     size = spec.hidden_size
-    rows = partial(vocabulary_rows, context, "lm_head.weight", spec.vocab_size, size)
-    return OutputHead(context, head_weight(context, "lm_head", size, rows))
+    rows = partial(vocabulary_rows, context, f"{name}.weight", spec.vocab_size, size)
+    return OutputHead(context, head_weight(context, name, size, rows))

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .attention import SelfAttention
-from .decoder import Decoder, LayerRotary, PreNormLayer, build_head
+from .decoder import Decoder, DecoderEnds, LayerRotary, PreNormLayer
 from .embedding import Embedding
 from .experts import build_mlp
 from .layer_norm import LayerNorm
@@ -50,11 +50,11 @@ class DecoderParts:
 
     def layer_norm(self, layer_id: int, index: int) -> Norm:
         """One of the layer's norms in the order of `LayerForm.norms`."""
-        return self.norm(f"model.layers.{layer_id}.{self._form.norms[index]}")
+        return self.norm(f"{self._spec.layer_name(layer_id)}.{self._form.norms[index]}")
 
     def attention(self, layer_id: int) -> SelfAttention:
         """The attention of a layer."""
-        spec, name = self._spec, f"model.layers.{layer_id}.self_attn"
+        spec, name = self._spec, f"{self._spec.layer_name(layer_id)}.self_attn"
         factors, qk_norms = self._query_factors, None
         if spec.qk_norm and not self._form.qk_norm_over_heads:
             head_norm = partial(self._rms_norm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
@@ -74,7 +74,7 @@ class DecoderParts:
         spec = self._spec
         return GatedMLP(
             self.context,
-            f"model.layers.{layer_id}.{self._form.names.mlp}",
+            f"{spec.layer_name(layer_id)}.{self._form.names.mlp}",
             spec.hidden_size,
             spec.intermediate_size,
             bias=spec.mlp_bias,
@@ -86,11 +86,11 @@ class DecoderParts:
         """The MLP of a layer of Llama's structure, which may be a mixture of experts."""
         if self._spec.experts is None:
             return self.gated_mlp(layer_id)
-        return build_mlp(self.context, f"model.layers.{layer_id}", layer_id)
+        return build_mlp(self.context, self._spec.layer_name(layer_id), layer_id)
 
     def plain_mlp(self, layer_id: int, activation: ActivationKind) -> MLP:
         """The MLP of a layer without a gate."""
-        spec, prefix = self._spec, f"model.layers.{layer_id}.mlp."
+        spec, prefix = self._spec, f"{self._spec.layer_name(layer_id)}.mlp."
         up, down = (prefix + name for name in self._form.mlp_names)
         return PlainMLP(
             self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, activation
@@ -113,7 +113,7 @@ class DecoderParts:
         for layer_id in range(self._spec.num_layers):
             mixer = None
             if not self._spec.attends(layer_id):
-                mixer = state_layer(self.context, f"model.layers.{layer_id}.{module}", layer_id)
+                mixer = state_layer(self.context, f"{self._spec.layer_name(layer_id)}.{module}", layer_id)
             layers.append(self.pre_norm_layer(layer_id, mixer))
         return self.decoder(layers)
 
@@ -121,19 +121,21 @@ class DecoderParts:
         """The whole model around its layers."""
         context, form = self.context, self._form
         scale = form.embedding_scale / form.residual_scale
-        embedding = Embedding(
+        ends = DecoderEnds.of(
             context,
-            "model.embed_tokens",
-            self._spec.vocab_size,
-            self._spec.hidden_size,
-            scale=None if scale == 1.0 else scale,
+            lambda: Embedding(
+                context,
+                "model.embed_tokens",
+                self._spec.vocab_size,
+                self._spec.hidden_size,
+                scale=None if scale == 1.0 else scale,
+            ),
+            lambda: self.norm(f"model.{self._form.names.final_norm}"),
         )
         return Decoder(
-            embedding,
+            ends,
             LayerRotary(context),
             layers,
-            self.norm(f"model.{self._form.names.final_norm}"),
-            build_head(context, embedding),
             context.ops.add,
             context.ops.take_rows,
         )

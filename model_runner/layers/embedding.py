@@ -37,15 +37,17 @@ class Embedding:
 
         Args:
             scale: a factor of the looked-up vectors. The table itself is not scaled, because a tied head shares it.
-            has_head: the head may be tied to this table. If not, the table may stay in blocks.
+            has_head: the head may be tied to this table. If not, or if the head is on another pipeline stage, the
+                table may stay in blocks.
         """
         table = functools.cache(lambda: vocabulary_rows(context, f"{name}.weight", vocab_size, size))
         self.head: LinearWeight | None = None
         blocks: LinearWithRows | None = None
-        if not has_head:
+        is_tied = context.spec.tie_word_embeddings
+        if not has_head or (is_tied and not context.stage.is_last):
             rows = range(*padded_span(vocab_size, context.group))
             blocks = context.linear_format.table(context.weights, name, (vocab_size, size), rows)
-        elif context.spec.tie_word_embeddings:
+        elif is_tied:
             self.head = head_weight(context, name, size, table)
             blocks = self.head if isinstance(self.head, LinearWithRows) else None
         self._take: Callable[[Tensor], Tensor]

@@ -22,7 +22,7 @@ def build(context: ModelContext) -> Decoder:
     layers = [
         PreNormLayer(
             parts.layer_norm(layer_id, 0),
-            LatentAttention(context, f"model.layers.{layer_id}.self_attn", layer_id),
+            LatentAttention(context, f"{context.spec.layer_name(layer_id)}.self_attn", layer_id),
             parts.layer_norm(layer_id, 1),
             parts.mlp(layer_id),
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..layers.attention import SelfAttention
-from ..layers.decoder import Decoder, LayerRotary, build_head
+from ..layers.decoder import Decoder, DecoderEnds, LayerRotary
 from ..layers.embedding import Embedding
 from ..layers.layer_structures import SandwichLayer
 from ..layers.mlp import GatedMLP
@@ -27,13 +27,15 @@ def build(context: ModelContext) -> Decoder:
     spec = context.spec
     # Rounded to the serving dtype, as in training.
     scale = torch.tensor(spec.hidden_size**0.5, dtype=context.dtype).item()
-    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=scale)
+    ends = DecoderEnds.of(
+        context,
+        lambda: Embedding(context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=scale),
+        lambda: UnitOffsetRMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
+    )
     return Decoder(
-        embedding,
+        ends,
         LayerRotary(context),
         [_layer(context, layer_id) for layer_id in range(spec.num_layers)],
-        UnitOffsetRMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
-        build_head(context, embedding),
         context.ops.add,
         context.ops.take_rows,
     )
@@ -41,7 +43,7 @@ def build(context: ModelContext) -> Decoder:
 
 def _layer(context: ModelContext, layer_id: int) -> SandwichLayer:
     spec = context.spec
-    name = f"model.layers.{layer_id}"
+    name = spec.layer_name(layer_id)
 
     def norm(part: str, size: int = spec.hidden_size) -> UnitOffsetRMSNorm:
         return UnitOffsetRMSNorm(context, f"{name}.{part}", size, spec.rms_norm_eps)

@@ -27,6 +27,6 @@ def build(context: ModelContext) -> Decoder:
             return MLPLayer(norm, parts.plain_mlp(layer_id, "relu2") if dense else parts.mlp(layer_id))
         if spec.attends(layer_id):
             return MixerLayer(norm, parts.attention(layer_id))
-        return MixerLayer(norm, Mamba2(context, f"model.layers.{layer_id}.mamba", layer_id))
+        return MixerLayer(norm, Mamba2(context, f"{spec.layer_name(layer_id)}.mamba", layer_id))
 
     return parts.decoder([layer(layer_id) for layer_id in range(spec.num_layers)])

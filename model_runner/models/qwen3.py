@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.attention import SelfAttention
-from ..layers.decoder import Decoder, LayerRotary, PreNormLayer, build_head
+from ..layers.decoder import Decoder, DecoderEnds, LayerRotary, PreNormLayer
 from ..layers.embedding import Embedding
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
@@ -30,10 +30,14 @@ def build_decoder(context: ModelContext, mlp: Callable[[str, int], MLP]) -> Deco
     """Build Qwen3's decoder; `mlp` makes the MLP of a layer from the layer's name and id."""
     spec = context.spec
     size, eps = spec.hidden_size, spec.rms_norm_eps
-    embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, size)
+    ends = DecoderEnds.of(
+        context,
+        lambda: Embedding(context, "model.embed_tokens", spec.vocab_size, size),
+        lambda: RMSNorm(context, "model.norm", size, eps),
+    )
     layers = []
     for layer_id in range(spec.num_layers):
-        name = f"model.layers.{layer_id}"
+        name = spec.layer_name(layer_id)
         qk_norms = (
             RMSNorm(context, f"{name}.self_attn.q_norm", spec.head_dim, eps),
             RMSNorm(context, f"{name}.self_attn.k_norm", spec.head_dim, eps),
@@ -47,11 +51,9 @@ def build_decoder(context: ModelContext, mlp: Callable[[str, int], MLP]) -> Deco
             )
         )
     return Decoder(
-        embedding,
+        ends,
         LayerRotary(context),
         layers,
-        RMSNorm(context, "model.norm", size, eps),
-        build_head(context, embedding),
         context.ops.add,
         context.ops.take_rows,
     )

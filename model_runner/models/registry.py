@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
-    from ..forward_batch import ForwardBatch
+    from ..forward_batch import ForwardBatch, StageStates
     from ..model_context import ModelContext
 
 
@@ -22,8 +22,11 @@ class CausalLM(Protocol):
     Encoders have the same form, and no logits.
     """
 
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm."""
+    def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
+        """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm.
+
+        Of a pipeline stage that is not the last one: all tokens after its own layers.
+        """
         ...
 
     def final_states(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from ..adapter_runs import batch_of
-from ..forward_batch import ForwardBatch
+from ..distributed.pp_link import NO_LINK, StageLink
+from ..forward_batch import ForwardBatch, StageStates
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
 from ..memory.state_pool import StateBatch, StatePool
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ..models.registry import CausalLM
     from ..token_relay import TokenRelay
 
-Forward = Callable[[ForwardBatch], Tensor]
+Forward = Callable[[ForwardBatch], Tensor | StageStates]
 
 
 class EagerExecutor:
@@ -39,6 +40,7 @@ class EagerExecutor:
     Attributes:
         forward: the model's own `forward`, or a `ProgrammedForward`. The result is valid until the next step.
         attention: plans the attention of its steps.
+        link: to other pipeline stages.
     """
 
     recorded_bytes = ()
@@ -54,6 +56,7 @@ class EagerExecutor:
         relay: TokenRelay,
         buffers: InputBuffers,
         state_pool: StatePool | None = None,
+        link: StageLink = NO_LINK,
     ) -> None:
         self.forward = forward
         self.attention = attention
@@ -63,13 +66,18 @@ class EagerExecutor:
         self._relay = relay
         self._buffers = buffers
         self._state_pool = state_pool
+        self.link = link
 
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Uploads are retried once if the device has no memory for them; the rest is not."""
         inputs, sample_rows, sample_indices, cut_indices = retry_after_oom(
             self._buffers.device, partial(self._upload, batch)
         )
+        self.link.receive(batch.num_tokens)
         hidden, adapters = self.forward(inputs), inputs.adapters
+        if isinstance(hidden, StageStates):
+            self.link.send(hidden)
+            return StepOutput(None, sample_rows)
         logits = None
         if len(batch.sampled_idx):
             # In most steps these are all tokens that need logits, and no selection is needed.
@@ -125,6 +133,7 @@ class EagerExecutor:
             token_types=None if batch.token_types is None else token_types,
             adapters=self._adapters(batch),
             states=self._states(batch, state_plan),
+            incoming=self.link.incoming(batch.num_tokens),
         )
         return inputs, sample_rows, sample_indices, cut_indices
 

@@ -58,6 +58,17 @@ class ParallelConfig:
         Alias("tensor_parallel_size"),
         Alias("tp_size"),
     ] = 1
+    pp: Annotated[
+        int,
+        "Pipeline parallel size: stages that each compute a part of the layers, one after the other, with --tp devices "
+        "each.",
+        Alias("pipeline_parallel_size"),
+        Alias("pp_size"),
+    ] = 1
+    pp_layers: Annotated[
+        str | None,
+        "Layers of each stage, as in 10,12,8 (default: stages of about equal weights, counting the output head).",
+    ] = None
     dp: Annotated[
         int,
         "Replicas of the model behind one address, each with its own scheduler, KV pool and prefix cache, and on GPUs "
@@ -89,7 +100,7 @@ class ParallelConfig:
     ] = "local"
 
     def __post_init__(self) -> None:
-        for name in ("tp", "dp", "nnodes"):
+        for name in ("tp", "pp", "dp", "nnodes"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("node_rank", self.node_rank, 0)
         check_finite("dist_timeout", self.dist_timeout, 0.0, open_end=True)
@@ -97,8 +108,10 @@ class ParallelConfig:
             raise ConfigError(
                 f"node_rank is {self.node_rank}, but with nnodes {self.nnodes} it must lie in [0, {self.nnodes - 1}]"
             )
-        if self.tp % self.nnodes:
-            raise ConfigError(f"tp is {self.tp}, but it must be a multiple of nnodes ({self.nnodes})")
+        self._check_stages()
+        if self.num_ranks % self.nnodes:
+            ranks = f"tp is {self.tp}" if self.pp == 1 else f"tp is {self.tp} and pp is {self.pp}: {self.num_ranks} ranks"
+            raise ConfigError(f"{ranks}, but it must be a multiple of nnodes ({self.nnodes})")
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ConfigError(
                 f"nnodes is {self.nnodes}, but the address of machine 0 is not set; set --dist-init-addr HOST:PORT"
@@ -114,25 +127,59 @@ class ParallelConfig:
                 f"dp is {self.dp} with {where}, but the replicas of a server are on one machine; start a server for "
                 "each replica, and a router before them"
             )
-        if self.nnodes > 1 and self.tp == 1:
+        if self.nnodes > 1 and self.num_ranks == 1:
             raise ConfigError(
-                f"nnodes is {self.nnodes}, but tp is 1, so there is no rank for another machine; raise --tp"
+                f"nnodes is {self.nnodes}, but tp is 1, so there is no rank for another machine; raise --tp or --pp"
             )
+
+    def _check_stages(self) -> None:
+        if self.pp > 1 and self.executor == "ray":
+            raise ConfigError(
+                f"pp is {self.pp} with executor ray, but Ray starts tensor-parallel ranks only; use --executor local, "
+                "with --nnodes for several machines"
+            )
+        layers = parse_pp_layers(self.pp_layers)
+        if layers is not None and len(layers) != self.pp:
+            raise ConfigError(
+                f"pp_layers is {self.pp_layers!r}, which is {len(layers)} stages, but pp is {self.pp}; give a number of "
+                "layers for each stage"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that share a model: rank r is rank r % tp of stage r // tp."""
+        return self.tp * self.pp
 
     @property
     def ranks_per_node(self) -> int:
         """Ranks on each machine."""
-        return self.tp // self.nnodes
+        return self.num_ranks // self.nnodes
 
     @property
     def ranks_on_one_host(self) -> int:
         """Ranks that may share one machine's cores and memory, of all replicas; with Ray all of them."""
-        return self.tp if self.executor == "ray" else self.dp * self.ranks_per_node
+        return self.num_ranks if self.executor == "ray" else self.dp * self.ranks_per_node
 
     @property
     def local_ranks(self) -> range:
         """The ranks of this machine."""
         return range(self.node_rank * self.ranks_per_node, (self.node_rank + 1) * self.ranks_per_node)
+
+
+def parse_pp_layers(text: str | None) -> tuple[int, ...] | None:
+    """Parse `--pp-layers`: the layers of each stage; None if it is not set.
+
+    Raises:
+        ConfigError: not numbers of 1 or more.
+    """
+    if text is None:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(
+            f"pp_layers is {text!r}, but it must be the number of layers of each stage, 1 or more: --pp-layers 10,12,8"
+        )
+    return tuple(map(int, parts))
 
 
 def parse_attention_backend(text: str | None) -> tuple[AttentionBackendName, AttentionBackendName] | None:

@@ -170,6 +170,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     encoder: EncoderSpec | None = (
         None  # of a model in which tokens attend to later ones, too; None: a decoder
     )
+    first_layer: int = 0  # of a pipeline stage: the whole model's number of its layer 0, see `stage_spec`
+
+    def layer_name(self, layer_id: int) -> str:
+        """The module of a layer in the whole model."""
+        return f"model.layers.{self.first_layer + layer_id}"
 
     @property
     def causal(self) -> bool:

@@ -87,7 +87,7 @@ def _saved_by_quantization(spec: ModelSpec, dtype_bytes: int) -> int:
         return 0
     linears = [("", linear) for linear in _linears_beside_layers(spec)]
     for layer in range(spec.num_layers):
-        linears += [(f"model.layers.{layer}.", linear) for linear in _linears(spec, layer)]
+        linears += [(f"{spec.layer_name(layer)}.", linear) for linear in _linears(spec, layer)]
     saved = 0
     for prefix, linear in linears:
         modules = [(prefix + name, rows) for name, rows in linear.rows.items()]

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..arrays import IntArray
 from ..memory.kv_memory import KVMemory
+from ..micro_batches import ONE_MICRO_BATCH, MicroBatches
 from ..requests.req import Req
 from ..requests.requests import RunningBatch
 from ..requests.row_states import RowStates
@@ -40,6 +41,7 @@ def find_pages(
     retract: Callable[[Req], None],
     *,
     by_priority: bool = False,
+    micro_batches: MicroBatches = ONE_MICRO_BATCH,
 ) -> DecodesWithPages:
     """Find the requests that decode in the next step and give each a page where it needs one.
 
@@ -48,6 +50,7 @@ def find_pages(
         partial: partial prefills; they hold memory, so they can be victims.
         retract: releases a victim's memory.
         by_priority: requests of the lowest priority are retracted first.
+        micro_batches: chooses those that decode in this step; the others may be retracted, too.
 
     Victims are those with the least work to lose: shortest output, then longest input. One request always stays.
     """
@@ -58,6 +61,8 @@ def find_pages(
     if landing:
         rows = rows[to_decode]
         reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
+    decoding = reqs
+    rows, reqs = micro_batches.choose(rows, reqs)
     full = kv.rows_without_room(rows)
     if full.size <= kv.available_pages:
         kv.grow_by_a_page(full)
@@ -66,7 +71,7 @@ def find_pages(
         return _sit_out(rows, reqs, full, kv)
 
     retracted: list[Req] = []
-    for victim in _by_work_lost(reqs + partial, states, by_priority=by_priority)[:-1]:
+    for victim in _by_work_lost(decoding + partial, states, by_priority=by_priority)[:-1]:
         row = victim.row
         retracted.append(victim)
         retract(victim)

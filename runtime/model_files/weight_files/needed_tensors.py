@@ -69,7 +69,7 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
         yield Module("lm_head", table[:1], part="bias")
     yield from modules_beside_layers(spec)
     for layer in range(spec.num_layers):
-        prefix = f"model.layers.{layer}."
+        prefix = f"{spec.layer_name(layer)}."
         blocks: list[Iterable[Module]] = []
         if spec.attends(layer):
             blocks += _head_norms(spec, layer), attention_modules(spec, layer)

@@ -1,0 +1,196 @@
+"""The connections of pipeline stages: what layers return goes to the next stage, results go to rank 0.
+
+    rank 0   plan ──────────────► all ranks (messages, see `ranked_runner`)
+    stage 0  embedding, layers ──[2, T, hidden]──► stage 1  layers ──► ... ──► last stage  layers, head, sampler
+       ▲                                              │                            │
+       └──────────── results (tokens, times, errors) ─┴────────────────────────────┘
+
+`StageLink` is what a `StepExecutor` uses: it has the memory of what arrives. A `StageWire` moves the bytes: `TorchWire`
+by torch.distributed (gloo for memory of the host, NCCL for that of GPUs). Ranks with the same number in their stages
+are connected with each other. All stages execute the same plans in the same order, so both sides know all shapes.
+"""
+
+# Shapes: T new tokens in the batch, K hidden size.
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..forward_batch import StageStates
+
+if TYPE_CHECKING:
+    from ...runtime.resolve.stages import Stage
+    from .tp_group import TorchGroup
+
+GetResults = Callable[[], list[bytes]]
+"""Waits for the results of a step; one of each stage after the first, in order."""
+
+_LEN_BYTES: Final = 8
+_FIRST_BYTES: Final = 4096
+"""A result's first message, with its length; most results fit. It has a fixed size, so rank 0 can wait for it early."""
+_FIRST_TAG, _REST_TAG = 1, 2
+
+
+class StageWire(Protocol):
+    """The connections of one rank of a stage.
+
+    Attributes:
+        stage: of this rank.
+        waited_s: seconds that this rank has waited for the stage before, in total; 0 on devices that wait themselves.
+    """
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def waited_s(self) -> float: ...
+
+    def send(self, states: Tensor) -> None:
+        """Send to the next stage; does not wait until it has arrived. `states` must not change any more."""
+        ...
+
+    def receive(self, out: Tensor) -> None:
+        """Fill `out` with what the stage before sends."""
+        ...
+
+    def send_result(self, result: bytes) -> None:
+        """Send the result of a step to rank 0. Only for the first rank of a stage after the first."""
+        ...
+
+    def expect_results(self) -> GetResults:
+        """Prepare for the results of the step that is launched; on rank 0, once per step, in order."""
+        ...
+
+
+class StageLink(Protocol):
+    """How the steps of a stage begin and end."""
+
+    def incoming(self, num_tokens: int) -> StageStates | None:
+        """The memory that `receive` fills; None on the first stage. It is the same in each call."""
+        ...
+
+    def receive(self, num_tokens: int) -> None:
+        """Fill this memory with what the stage before has computed of a step; nothing on the first stage."""
+        ...
+
+    def send(self, states: StageStates) -> None:
+        """Send the result of this stage to the next one; it may be overwritten afterwards."""
+        ...
+
+
+class NoLink:
+    """The link of a model that is not divided into stages."""
+
+    def incoming(self, num_tokens: int) -> StageStates | None:
+        """See `StageLink`."""
+
+    def receive(self, num_tokens: int) -> None:
+        """See `StageLink`."""
+
+    def send(self, states: StageStates) -> None:
+        """See `StageLink`."""
+        raise AssertionError("there is no next stage")
+
+
+NO_LINK: Final = NoLink()
+
+
+class WiredLink:
+    """The link of one stage of several.
+
+    What arrives for T tokens is [2, T, K] from the first byte of one memory. So addresses are linear in T, as
+    `ForwardProgram` needs it.
+    """
+
+    def __init__(
+        self, wire: StageWire, max_tokens: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Reserve memory for steps of up to `max_tokens`."""
+        self._wire = wire
+        num = 0 if wire.stage.is_first else 2 * max_tokens * hidden_size
+        self._memory = torch.empty(num, dtype=dtype, device=device)
+        self._hidden_size = hidden_size
+
+    def incoming(self, num_tokens: int) -> StageStates | None:
+        """See `StageLink`."""
+        if self._wire.stage.is_first:
+            return None
+        x, residual = self._both(num_tokens)
+        return StageStates(x, residual)
+
+    def receive(self, num_tokens: int) -> None:
+        """See `StageLink`."""
+        if not self._wire.stage.is_first:
+            self._wire.receive(self._both(num_tokens))
+
+    def send(self, states: StageStates) -> None:
+        """See `StageLink`."""
+        self._wire.send(torch.stack((states.x, states.residual)))
+
+    def _both(self, num_tokens: int) -> Tensor:
+        return self._memory[: 2 * num_tokens * self._hidden_size].view(2, num_tokens, self._hidden_size)
+
+
+class TorchWire:
+    """A `StageWire` over torch.distributed."""
+
+    def __init__(self, world: TorchGroup, stage: Stage) -> None:
+        """Take the group of all ranks of the model."""
+        self.stage = stage
+        self.waited_s = 0.0
+        self._world = world
+        self._stage_size = world.size // stage.count
+        self._sending: deque[tuple[Any, Tensor]] = deque()
+
+    def send(self, states: Tensor) -> None:
+        """See `StageWire`."""
+        self._send_later(states, self._world.rank + self._stage_size)
+
+    def receive(self, out: Tensor) -> None:
+        """See `StageWire`."""
+        started_s = time.perf_counter()
+        self._world.run(dist.recv, out, self._world.rank - self._stage_size)
+        if out.device.type == "cpu":
+            self.waited_s += time.perf_counter() - started_s
+
+    def send_result(self, result: bytes) -> None:
+        """See `StageWire`."""
+        data = torch.frombuffer(bytearray(len(result).to_bytes(_LEN_BYTES, "little") + result), dtype=torch.uint8)
+        first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
+        first[: len(data)] = data[:_FIRST_BYTES]
+        self._send_later(first, 0, _FIRST_TAG)
+        if len(data) > _FIRST_BYTES:
+            self._send_later(data[_FIRST_BYTES:].clone(), 0, _REST_TAG)
+
+    def expect_results(self) -> GetResults:
+        """See `StageWire`."""
+        waiting = []
+        for stage in range(1, self.stage.count):
+            rank = stage * self._stage_size
+            first = torch.empty(_FIRST_BYTES, dtype=torch.uint8)
+            waiting.append((rank, first, self._world.run(dist.irecv, first, rank, tag=_FIRST_TAG)))
+        return lambda: [self._take_result(*each) for each in waiting]
+
+    def _take_result(self, rank: int, first: Tensor, work: Any) -> bytes:
+        self._world.run(work.wait)
+        data = first.numpy().tobytes()
+        num_bytes = int.from_bytes(data[:_LEN_BYTES], "little") + _LEN_BYTES
+        if num_bytes > len(data):
+            rest = torch.empty(num_bytes - len(data), dtype=torch.uint8)
+            self._world.run(dist.recv, rest, rank, tag=_REST_TAG)
+            data += rest.numpy().tobytes()
+        return data[_LEN_BYTES:num_bytes]
+
+    def _send_later(self, data: Tensor, rank: int, tag: int = 0) -> None:
+        """Start sending. No more messages are on their way than steps can be in flight."""
+        self._sending.append((self._world.run(dist.isend, data, rank, tag=tag), data))
+        while len(self._sending) > 2 * self.stage.count:
+            work, _ = self._sending.popleft()
+            self._world.run(work.wait)
