@@ -239,6 +239,7 @@ def _make_executor(
             has_token_types=_has_token_types(loaded.spec),
             has_adapters=loaded.adapters is not None,
             state_pool=state_pool,
+            link=loaded.link,
         )
     eager = EagerExecutor(
         model=model,

@@ -103,10 +103,9 @@ NO_LINK: Final = NoLink()
 
 
 class WiredLink:
-    """The link of one stage of several.
+    """The link of one stage of several. A message is [2, T, K]; what arrives is copied to memory with fixed addresses.
 
-    What arrives for T tokens is [2, T, K] from the first byte of one memory. So addresses are linear in T, as
-    `ForwardProgram` needs it.
+    Recordings need them: they read what has arrived, and layers may return the same memory.
     """
 
     def __init__(
@@ -114,28 +113,28 @@ class WiredLink:
     ) -> None:
         """Reserve memory for steps of up to `max_tokens`."""
         self._wire = wire
-        num = 0 if wire.stage.is_first else 2 * max_tokens * hidden_size
-        self._memory = torch.empty(num, dtype=dtype, device=device)
-        self._hidden_size = hidden_size
+        num = 0 if wire.stage.is_first else max_tokens
+        # Zeros, because recordings also compute rows of padding.
+        self._memory = torch.zeros((2, num, hidden_size), dtype=dtype, device=device)
 
     def incoming(self, num_tokens: int) -> StageStates | None:
         """See `StageLink`."""
         if self._wire.stage.is_first:
             return None
-        x, residual = self._both(num_tokens)
+        x, residual = self._memory[:, :num_tokens]
         return StageStates(x, residual)
 
     def receive(self, num_tokens: int) -> None:
         """See `StageLink`."""
         if not self._wire.stage.is_first:
-            self._wire.receive(self._both(num_tokens))
+            memory = self._memory[:, :num_tokens]
+            arrived = torch.empty_like(memory, memory_format=torch.contiguous_format)
+            self._wire.receive(arrived)
+            memory.copy_(arrived)
 
     def send(self, states: StageStates) -> None:
         """See `StageLink`."""
         self._wire.send(torch.stack((states.x, states.residual)))
-
-    def _both(self, num_tokens: int) -> Tensor:
-        return self._memory[: 2 * num_tokens * self._hidden_size].view(2, num_tokens, self._hidden_size)
 
 
 class TorchWire:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..forward_batch import StageStates
+
 _ALIGNMENT: Final = 64  # bytes, a cache line
 _CHUNK_BYTES: Final = 1 << 20
 
@@ -43,6 +45,16 @@ class Arena:
         block = self._take(max(_ALIGNMENT, -(-num_bytes // _ALIGNMENT) * _ALIGNMENT))
         numbers = torch.from_numpy(block).view(tensor.dtype)
         return numbers.as_strided(tensor.shape, tensor.stride())
+
+    def result(self, result: Tensor | StageStates) -> Tensor | StageStates:
+        """The same result without ownership of its blocks; a stage may return memory that is not of this arena."""
+        if isinstance(result, Tensor):
+            return self.borrowed(result)
+        return StageStates(*(self.borrowed(x) if self._holds(x) else x for x in (result.x, result.residual)))
+
+    def _holds(self, tensor: Tensor) -> bool:
+        starts = ((chunk.memory.ctypes.data, len(chunk.memory)) for chunk in self._chunks)
+        return any(0 <= tensor.data_ptr() - start < num_bytes for start, num_bytes in starts)
 
     def borrowed(self, tensor: Tensor) -> Tensor:
         """The same tensor without ownership of its block: later tensors may overwrite it."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
 from ..adapter_runs import AdapterBatch, AdapterRuns
-from ..forward_batch import ForwardBatch
+from ..forward_batch import ForwardBatch, StageStates
 from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
 from ..states.state_runs import StateRuns
@@ -60,11 +60,11 @@ def batch_sizes(max_batch_size: int) -> list[int]:
 
 
 class _Graph(NamedTuple):
-    """The recording of one batch size: its inputs, the call that queues it, and the logits that it writes."""
+    """The recording of one batch size: its inputs, the call that queues it, and the result that it writes."""
 
     inputs: DecodeInputs[Tensor]
     replay: Replay
-    logits: Tensor
+    result: Tensor | StageStates
 
 
 class CudaGraphExecutor:
@@ -140,10 +140,15 @@ class CudaGraphExecutor:
             slots,
             batch.state_plan,
         )
-        graph = self._graphs[size, slots is not None]
+        graph, link = self._graphs[size, slots is not None], self.eager.link
+        link.receive(num)
         graph.replay()
         self.num_replayed += 1
-        return StepOutput(graph.logits[:num], graph.inputs.rows[:num])
+        result = _first_rows(graph.result, num)
+        if isinstance(result, Tensor):
+            return StepOutput(result, graph.inputs.rows[:num])
+        link.send(result)
+        return StepOutput(None, graph.inputs.rows[:num])
 
     def _tell_of_larger_steps(self, num_rows: int) -> None:
         if not self._has_told:
@@ -160,14 +165,14 @@ class CudaGraphExecutor:
         free_bytes, started_s = [device.free_bytes()], time.perf_counter()
         largest = self._sizes[-1]
         # One result for all sizes: the other recordings could not reuse the memory of a recording's own result.
-        all_logits = torch.empty_like(self._compute(self._inputs.upload_padding(largest)))
+        all_results = _like(self._compute(self._inputs.upload_padding(largest)))
         graphs: dict[tuple[int, bool], _Graph] = {}
         for size in reversed(self._sizes):  # smaller recordings reuse the memory of the largest
-            logits = all_logits[:size]
+            result = _first_rows(all_results, size)
             for has_adapters in (True, False) if self._records_adapters else (False,):
                 inputs = self._inputs.upload_padding(size, has_adapters=has_adapters)
-                replay = device.capture(partial(self._fill, logits, inputs, has_adapters=has_adapters))
-                graphs[size, has_adapters] = _Graph(inputs, replay, logits)
+                replay = device.capture(partial(self._fill, result, inputs, has_adapters=has_adapters))
+                graphs[size, has_adapters] = _Graph(inputs, replay, result)
             free_bytes.append(device.free_bytes())
         recorded_bytes = [before - after for before, after in pairwise(free_bytes)]
         logger.info(
@@ -180,12 +185,21 @@ class CudaGraphExecutor:
         )
         return graphs, recorded_bytes
 
-    def _fill(self, logits: Tensor, inputs: DecodeInputs[Tensor], *, has_adapters: bool) -> None:
+    def _fill(
+        self, result: Tensor | StageStates, inputs: DecodeInputs[Tensor], *, has_adapters: bool
+    ) -> None:
         """The recorded computation."""
-        logits.copy_(self._compute(inputs, has_adapters=has_adapters))
+        computed = self._compute(inputs, has_adapters=has_adapters)
+        for to, values in zip(_tensors(result), _tensors(computed), strict=True):
+            to.copy_(values)
 
-    def _compute(self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False) -> Tensor:
-        """[n, V] logits of a step. The recording depends only on the shapes of the host's arrays."""
+    def _compute(
+        self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False
+    ) -> Tensor | StageStates:
+        """[n, V] logits of a step, or what the next pipeline stage gets.
+
+        The recording depends only on the shapes of the host's arrays.
+        """
         self._slot_table.index_copy_(0, inputs.table_indices, inputs.slots)
         adapters = None
         if has_adapters:
@@ -201,9 +215,28 @@ class CudaGraphExecutor:
             states=None
             if self._state_pool is None
             else StateBatch(self._state_pool, StateRuns(inputs.state_plan)),
+            incoming=self.eager.link.incoming(len(inputs.rows)),
         )
         hidden = self._model.forward(batch)
+        if isinstance(hidden, StageStates):
+            return hidden
         return logits_of(self._model, hidden, None if adapters is None else adapters.sampled)
+
+
+def _tensors(result: Tensor | StageStates) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else [result.x, result.residual]
+
+
+def _first_rows(result: Tensor | StageStates, num: int) -> Tensor | StageStates:
+    if isinstance(result, Tensor):
+        return result[:num]
+    return StageStates(result.x[:num], result.residual[:num])
+
+
+def _like(result: Tensor | StageStates) -> Tensor | StageStates:
+    if isinstance(result, Tensor):
+        return torch.empty_like(result)
+    return StageStates(torch.empty_like(result.x), torch.empty_like(result.residual))
 
 
 def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
 from ..attention.backend import BatchLayout, PlannedAttention
-from ..forward_batch import ForwardBatch
+from ..distributed.pp_link import NO_LINK, StageLink
+from ..forward_batch import ForwardBatch, StageStates
 from ..kernels.cpu.library import load_library
 from ..memory.state_pool import StateBatch, StatePool
 from ..states.state_runs import StateRuns, recorded_state_plan
@@ -83,7 +84,7 @@ class ProgrammedForward:
         self.arena = arena
         self._model = model
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
+    def __call__(self, batch: ForwardBatch) -> Tensor | StageStates:
         """See `CausalLM.forward`."""
         attention = batch.attention
         num_tokens = len(batch.input_ids)
@@ -110,7 +111,7 @@ class ForwardProgram:
         planes: Planes,
         *,
         numbers: Tensor,
-        hidden: Tensor,
+        result: Tensor | StageStates,
         plan_words: list[Words],
         adapters: AdapterBatch | None,
         states: StateBatch | None = None,
@@ -120,7 +121,7 @@ class ForwardProgram:
         Args:
             numbers: [5, MAX_TOKENS] int64: the memory of the input tokens, positions, slots, logits indices and token
                 types.
-            hidden: [W, K] of the largest step: the memory to which the result is written.
+            result: of the largest step: the memory to which results are written.
             plan_words: for each attention plan of the step, the indices of the arguments that hold its address.
             adapters: the memory of the plans of adapters; None: the program is for steps without.
             states: the memory of the plan of state layers; None: the model has none.
@@ -132,13 +133,15 @@ class ForwardProgram:
         self._changing = planes.changing()
         self._planes = planes.of(self._changing)
         self._numbers = numbers.numpy()
-        self._hidden = hidden
+        self._result = result
         self._plan_words = plan_words
         self._adapters = adapters
         self._states = states
 
-    def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor:
-        """Compute a step: [W, K], valid until the next run; `plan_addresses`: see `PlannedAttention`."""
+    def run(
+        self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]
+    ) -> Tensor | StageStates:
+        """Compute a step; the result is valid until the next run. `plan_addresses`: see `PlannedAttention`."""
         *numbers, logits_indices, token_types = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
         for row, column in zip(numbers, columns, strict=True):
@@ -158,7 +161,10 @@ class ForwardProgram:
         for words, address in zip(self._plan_words, plan_addresses, strict=True):
             self._words[words] = address
         self.program.run()
-        return self._hidden[: size.num_logits]
+        if isinstance(self._result, StageStates):
+            x, residual = self._result.x, self._result.residual
+            return StageStates(x[: size.tokens], residual[: size.tokens])
+        return self._result[: size.num_logits]
 
 
 def _copy_plan(to: AdapterRuns, runs: AdapterRuns) -> None:
@@ -202,9 +208,9 @@ class _Blocks:
             return tensor
         return self._blocks[index][:num_bytes].view(tensor.dtype).view(tensor.shape)
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        """The same tensor without ownership of its block."""
-        return self._arena.borrowed(tensor)
+    def whole(self, result: Tensor | StageStates) -> Tensor | StageStates:
+        """The same result without ownership of its blocks."""
+        return self._arena.result(result)
 
 
 class _Tracer:
@@ -221,7 +227,9 @@ class _Tracer:
         has_adapters: bool,
         has_token_types: bool,
         state_pool: StatePool | None,
+        link: StageLink,
     ) -> None:
+        self._link = link
         self._has_token_types = has_token_types
         self._model = model
         self._kv_pool = kv_pool
@@ -260,6 +268,7 @@ class _Tracer:
             token_types=self.numbers[4, : size.tokens] if self._has_token_types else None,
             adapters=self.adapters,
             states=self.states,
+            incoming=self._link.incoming(size.tokens),
         )
         traced = trace(self._library, blocks, lambda: self._model.forward(batch))
         if reasons := [*traced.reasons, *filter(None, [blocks.reason])]:
@@ -271,6 +280,11 @@ def _words(traced: Traced) -> Words:
     return np.array([word for call in traced.calls for word in call.words], dtype=np.uint64).view(np.int64)
 
 
+def _addresses(result: Tensor | StageStates) -> list[int]:
+    tensors = [result] if isinstance(result, Tensor) else [result.x, result.residual]
+    return [tensor.data_ptr() for tensor in tensors]
+
+
 def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> ForwardProgram:
     """The program of these steps.
 
@@ -279,7 +293,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
     """
     blocks = _Blocks(tracer.arena)
     largest = tracer.trace(steps.largest, blocks)  # lays the blocks out
-    hidden = blocks.whole(largest.result)
+    result = blocks.whole(largest.result)
     functions = [call.function for call in largest.calls]
 
     def words_of(size: StepSize) -> Words:
@@ -289,7 +303,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         traced = tracer.trace(size, blocks)
         if [call.function for call in traced.calls] != functions:
             raise NoProgramError(f"it calls other functions for {size}")
-        if traced.result.data_ptr() != hidden.data_ptr():
+        if _addresses(traced.result) != _addresses(result):
             raise NoProgramError(f"its result has another address for {size}")
         return _words(traced)
 
@@ -308,7 +322,7 @@ def _make_program(tracer: _Tracer, library: ctypes.CDLL, steps: Steps) -> Forwar
         NativeProgram(library, largest.calls),
         planes,
         numbers=tracer.numbers,
-        hidden=hidden,
+        result=result,
         plan_words=plan_words,
         adapters=tracer.adapters,
         states=tracer.states,
@@ -341,6 +355,7 @@ def _make_forward(
     has_adapters: bool,
     has_token_types: bool,
     state_pool: StatePool | None,
+    link: StageLink,
 ) -> ProgrammedForward:
     if num_ranks > 1:
         raise NoProgramError("tensor-parallel ranks wait for each other within a step")
@@ -357,6 +372,7 @@ def _make_forward(
         arena,
         has_token_types=has_token_types,
         state_pool=state_pool,
+        link=link,
     )
     programs = _make_programs(make_tracer(has_adapters=False), library)
     with_adapters: Sequence[ForwardProgram] = ()
@@ -378,10 +394,13 @@ def programmed_forward(
     has_token_types: bool = False,
     has_adapters: bool = False,
     state_pool: StatePool | None = None,
+    link: StageLink = NO_LINK,
 ) -> Forward:
     """The model's forward pass; as a program if the configuration enables recorded steps and there is a program.
 
-    `has_token_types`: the model has a table of them, so steps may bring some.
+    Args:
+        has_token_types: the model has a table of them, so steps may bring some.
+        link: has the memory of what arrives from another pipeline stage.
     """
     if kernels.record_steps is False:
         return model.forward
@@ -395,6 +414,7 @@ def programmed_forward(
             has_adapters=has_adapters,
             has_token_types=has_token_types,
             state_pool=state_pool,
+            link=link,
         )
     except NoProgramError as error:
         logger.info("forward_program=none: %s", error)

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
-from ..forward_batch import ForwardBatch
+from ..distributed.pp_link import NO_LINK
+from ..forward_batch import ForwardBatch, StageStates
 from ..kernels.cpu.library import load_library
 from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from ...runtime.config.device_config import KernelConfig
     from ..attention.backend import RepeatableAttention
+    from ..distributed.pp_link import StageLink
     from ..input_batch import InputBatch, Int64s
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
@@ -70,6 +72,7 @@ class NativeExecutor:
         max_tokens: int,
         library: ctypes.CDLL,
         state_pool: StatePool | None = None,
+        link: StageLink = NO_LINK,
     ) -> None:
         """Take the parts; steps of more than `max_tokens` are not recorded."""
         self.eager = eager
@@ -85,6 +88,7 @@ class NativeExecutor:
         self._max_tokens = max_tokens
         self._library = library
         self._state_pool = state_pool
+        self._link = link
         self._recordings: dict[tuple[int, bool], _Recording] = {}
 
     @property
@@ -105,9 +109,18 @@ class NativeExecutor:
         if recording is None:
             return self._record(batch, input_ids)
         recording.numbers.take(batch, input_ids)
+        self._link.receive(batch.num_tokens)
         recording.program.run()
         self.num_replayed += 1
-        return recording.numbers.output(batch, recording.logits)
+        return self._output(recording.numbers, batch, recording.result)
+
+    def _output(self, numbers: _Numbers, batch: InputBatch, result: Tensor | StageStates) -> StepOutput:
+        """The output of a step in which every request samples."""
+        rows = numbers.rows_of(batch)
+        if isinstance(result, Tensor):
+            return StepOutput(result, rows)
+        self._link.send(result)
+        return StepOutput(None, rows)
 
     def _record(self, batch: InputBatch, input_ids: Int64s) -> StepOutput:
         """Compute the step and keep its recording, if there is one."""
@@ -115,8 +128,9 @@ class NativeExecutor:
         has_adapters = batch.adapter_slots is not None
         numbers = _Numbers(size, has_adapters=has_adapters, state_pool=self._state_pool)
         numbers.take(batch, input_ids)
+        self._link.receive(size)
         recorded = record(self._library, self.arena, lambda: self._compute(numbers))
-        program, logits = recorded.program, recorded.result
+        program, result = recorded.program, recorded.result
         if program is None:
             if has_adapters:
                 self.reason_against_adapters = recorded.reason_against
@@ -124,7 +138,7 @@ class NativeExecutor:
                 self.reason_against = recorded.reason_against
             what = " of steps with adapters" if has_adapters else ""
             logger.info("decode_recordings=none%s: not recordable: %s", what, recorded.reason_against)
-            return numbers.output(batch, logits)
+            return self._output(numbers, batch, result)
         if not self._recordings:
             logger.debug(
                 "decode_recordings=native calls=%d tokens=%d arena_mib=%.1f record_ms=%.0f "
@@ -134,11 +148,11 @@ class NativeExecutor:
                 self.arena.num_bytes / (1 << 20),
                 (time.perf_counter() - started_s) * 1e3,
             )
-        self._recordings[size, has_adapters] = _Recording(numbers, program, logits)
-        return numbers.output(batch, logits)
+        self._recordings[size, has_adapters] = _Recording(numbers, program, result)
+        return self._output(numbers, batch, result)
 
-    def _compute(self, numbers: _Numbers) -> Tensor:
-        """[T, V] logits; this is recorded, including the planning of attention."""
+    def _compute(self, numbers: _Numbers) -> Tensor | StageStates:
+        """[T, V] logits, or what the next stage gets; this is recorded, including the planning of attention."""
         batch = ForwardBatch(
             input_ids=numbers.input_ids,
             positions=numbers.positions,
@@ -147,8 +161,11 @@ class NativeExecutor:
             attention=self._attention.repeatable_step(numbers.rows, numbers.prefix_lens, numbers.extend_lens),
             adapters=numbers.adapters,
             states=numbers.states,
+            incoming=self._link.incoming(len(numbers.rows)),
         )
         hidden = self._model.forward(batch)
+        if isinstance(hidden, StageStates):
+            return hidden
         return logits_of(self._model, hidden, None if batch.adapters is None else batch.adapters.sampled)
 
 
@@ -193,10 +210,10 @@ class _Numbers:
             assert batch.state_plan is not None
             self.states.runs.plan.numpy()[: len(batch.state_plan)] = batch.state_plan
 
-    def output(self, batch: InputBatch, logits: Tensor) -> StepOutput:
-        """The output of a step with these inputs, in which every request samples."""
+    def rows_of(self, batch: InputBatch) -> Tensor:
+        """[B] int64, the rows of the step's requests."""
         num = len(batch.layout.rows)
-        return StepOutput(logits, self.rows if num == len(self.rows) else self.rows[:num])
+        return self.rows if num == len(self.rows) else self.rows[:num]
 
 
 class _Recording(NamedTuple):
@@ -204,12 +221,13 @@ class _Recording(NamedTuple):
 
     Attributes:
         numbers: the inputs that the program reads.
-        logits: [T, V] float32, to which the program writes; valid until the next run of any recording.
+        result: the memory to which the program writes, [T, V] float32 logits or what the next pipeline stage gets;
+            valid until the next run of any recording.
     """
 
     numbers: _Numbers
     program: NativeProgram
-    logits: Tensor
+    result: Tensor | StageStates
 
 
 def native_executor(
@@ -244,4 +262,5 @@ def native_executor(
         max_tokens=len(slot_table.req_to_token) if largest == "auto" else largest,
         library=load_library(),
         state_pool=state_pool,
+        link=eager.link,
     )

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
+    from ..forward_batch import StageStates
     from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
@@ -41,6 +42,7 @@ _ALLOCATIONS: Final = frozenset(
 )
 _FROM_HOST: Final = frozenset({torch.ops.aten.lift_fresh.default})
 """Operations with values of this step, which a replay would not update."""
+Compute = Callable[[], "Tensor | StageStates"]
 _WORD_MASK: Final = (1 << 64) - 1
 
 
@@ -91,7 +93,7 @@ class RecordedProgram(NamedTuple):
         reason_against: the operations that cannot be recorded.
     """
 
-    result: Tensor
+    result: Tensor | StageStates
     program: NativeProgram | None
     reason_against: str = ""
 
@@ -113,21 +115,21 @@ class Traced(NamedTuple):
         reasons: the operations that cannot be recorded; empty if all can.
     """
 
-    result: Tensor
+    result: Tensor | StageStates
     calls: list[Call]
     reasons: list[str]
 
 
-def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Tensor]) -> RecordedProgram:
+def record(library: ctypes.CDLL, arena: Arena, compute: Compute) -> RecordedProgram:
     """Compute once and record it; all memory that `compute` allocates comes from the arena."""
     result, calls, reasons = trace(library, arena, compute, dry_run=False)
     if reasons:
         return RecordedProgram(result, None, ", ".join(dict.fromkeys(reasons)))
-    return RecordedProgram(arena.borrowed(result), NativeProgram(library, calls))
+    return RecordedProgram(arena.result(result), NativeProgram(library, calls))
 
 
 def trace(
-    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Tensor], *, dry_run: bool = True
+    library: ctypes.CDLL, memory: Memory, compute: Compute, *, dry_run: bool = True
 ) -> Traced:
     """Note the library calls of a computation.
 
@@ -148,7 +150,7 @@ def trace(
         words = [_word(*pair) for pair in zip(function.arguments, arguments, strict=True)]
         calls.append(Call(function, function.recorded_form, words))
 
-    result = torch.empty(0)
+    result: Tensor | StageStates = torch.empty(0)
     with suppress(_NotRecordableError), traced_calls(library, on_call, dry_run=dry_run), watch:
         result = compute()
     return Traced(result, calls, watch.reasons)

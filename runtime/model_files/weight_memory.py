@@ -135,6 +135,24 @@ def tied_head_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = Fa
     return _head_bytes(spec, "model.embed_tokens", dtype_bytes)
 
 
+class EndBytes(NamedTuple):
+    """Memory of the embedding and of the output head: what `weight_bytes` counts, and what stages with one of them have."""
+
+    counted: int
+    first: int
+    last: int
+
+
+def end_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> EndBytes:
+    """See `EndBytes`."""
+    table = head = spec.vocab_size * spec.hidden_size * dtype_bytes
+    if spec.quantization is not None and not dequantized:
+        head = _head_bytes(spec, "model.embed_tokens" if spec.tie_word_embeddings else "lm_head", dtype_bytes)
+    if not spec.tie_word_embeddings:
+        return EndBytes(table + head, table, head)
+    return EndBytes(0 if head < table else table, min(head, table), head)
+
+
 def _head_bytes(spec: ModelSpec, name: str, dtype_bytes: int) -> int:
     assert spec.quantization is not None
     held = spec.quantization.bytes_of(name, spec.vocab_size, spec.hidden_size)

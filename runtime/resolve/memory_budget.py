@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ..kv_size import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
-from ..model_files.weight_memory import tied_head_bytes, weight_bytes
 from .rank_spec import rank_spec
+from .stages import WHOLE_MODEL, stage_weight_bytes
 
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
+    from .stages import Stage
 
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
@@ -95,6 +96,7 @@ def plan_memory(
     on_cpu: bool,
     tp: int = 1,
     kv_cache_dtype: str = "auto",
+    stage: Stage = WHOLE_MODEL,
 ) -> MemoryBudget:
     """The budget for one model, with attention in plain torch: other backends need less.
 
@@ -108,13 +110,12 @@ def plan_memory(
         on_cpu: the output head is packed for its kernel, even if it is tied to the embedding.
         tp: ranks that share the model; the budget is that of one rank, which holds all of the logits.
         kv_cache_dtype: of the KV pool; "auto": as the model.
+        stage: the pipeline stage; `spec` is that of its layers.
     """
     width, vocab_size = BYTES_OF_DTYPE[dtype], spec.vocab_size
     spec = rank_spec(spec, tp)
     dequantized = spec.quantization is not None and not spec.quantization.is_kept(on_cpu=on_cpu)
-    weights = weight_bytes(spec, width, dequantized=dequantized)
-    if on_cpu:
-        weights += tied_head_bytes(spec, width, dequantized=dequantized)
+    weights = stage_weight_bytes(spec, stage, width, dequantized=dequantized, on_cpu=on_cpu)
     heads = [spec.heads_of(layer_id) for layer_id in range(spec.num_layers)]
     q_size = spec.num_heads * max(each.head_dim for each in heads)
     kv_size = max(each.num_kv_heads * each.head_dim for each in heads)
@@ -122,7 +123,7 @@ def plan_memory(
     activations = step_tokens * (4 * spec.hidden_size + mixer + spec.mlp_width + spec.stream_width) * 4
     block = min(step_tokens, _CPU_BF16_QUERY_BLOCK if on_cpu and dtype == "bfloat16" else _QUERY_BLOCK)
     scores = block * (spec.num_heads + _MASK_HEADS) * max_model_len * 4 * _SCORES_COPIES
-    logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES if spec.causal else 0
+    logits = max_running_requests * vocab_size * 4 * _LOGITS_COPIES if spec.causal and stage.is_last else 0
     return MemoryBudget(
         usable_bytes=usable_bytes,
         weights_bytes=weights,

@@ -7,6 +7,7 @@ than all running requests can fill is wasted. A value that the user has set is k
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..config.engine_config import EngineConfig
@@ -17,6 +18,7 @@ from ..model_files.weight_memory import weight_bytes
 from ..state_size import checkpoint_share, max_drafts_of, most_rows, row_states_bytes
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
+from .stages import stage_spec, stages_of
 from .swap_space import SwapSpace
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class PoolSize:
         self._fraction = fraction
         self._page_size = config.cache.page_size
         self._swap = SwapSpace(config, device.name, device.host_free_bytes)
+        self._stages = stages_of(spec, config.parallel)
         self._most_running = self._running_at_most()
         self._notes: dict[str, str] = {}
 
@@ -152,9 +155,12 @@ class PoolSize:
     # ---------------------------------------------------------------- memory
 
     def _budget(self, max_model_len: int) -> MemoryBudget:
-        """The budget for the largest step that the scheduler can make with contexts of this length."""
-        budget = plan_memory(
-            self._spec,
+        """The budget for the largest step that the scheduler can make with contexts of this length.
+
+        Of pipeline stages the one with the least room counts: their pools have the same pages.
+        """
+        plan = partial(
+            plan_memory,
             usable_bytes=self._device.free_bytes,
             dtype=self._device.dtype,
             fraction=self._fraction,
@@ -165,6 +171,8 @@ class PoolSize:
             tp=self._config.parallel.tp,
             kv_cache_dtype=self._config.cache.kv_cache_dtype,
         )
+        budgets = [plan(stage_spec(self._spec, each), stage=each) for each in self._stages]
+        budget = min(budgets, key=lambda each: each.tokens)
         adapters = adapter_bytes(self._config, self._spec, BYTES_OF_DTYPE[self._device.dtype])
         budget = replace(budget, weights_bytes=budget.weights_bytes + adapters)
         if self._spec.state is not None:

@@ -24,6 +24,7 @@ from .encoder_settings import encoder_settings, encoder_step_tokens
 from .host_facts import HostFacts, usable_threads
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
+from .stages import check_stages
 from .state_settings import state_settings
 from .step_settings import StepSettings
 
@@ -161,19 +162,36 @@ class _Resolver:
             check_ray(parallel)
         if parallel.tp > 1:
             check_tp(self.spec, parallel.tp)
+        if parallel.pp > 1:
+            check_stages(self.spec, parallel)
+            self.check_beside_stages()
         num_gpus, needed = (
             len(self.host.gpus),
             1 if parallel.executor == "ray" else parallel.ranks_on_one_host,
         )
         if device == "cuda" and needed > num_gpus and parallel.dp > 1:
             raise ConfigError(
-                f"dp is {parallel.dp} and tp is {parallel.tp}, so {needed} GPUs are needed, but this machine has "
-                f"{num_gpus}; lower --dp or --tp"
+                f"dp is {parallel.dp} and {_ranks_text(parallel)}, so {needed} GPUs are needed, but this machine has "
+                f"{num_gpus}; lower --dp or {_ranks_flags(parallel)}"
             )
-        if device == "cuda" and needed > num_gpus and parallel.tp > 1:
+        if device == "cuda" and needed > num_gpus and parallel.num_ranks > 1:
             raise ConfigError(
-                f"tp is {parallel.tp}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; lower "
-                f"--tp, or share the model among several machines with --nnodes"
+                f"{_ranks_text(parallel)}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; "
+                f"lower {_ranks_flags(parallel)}, or share the model among several machines with --nnodes"
+            )
+
+    def check_beside_stages(self) -> None:
+        """Refuse settings that contradict pipeline stages."""
+        pp, scheduler = self.config.parallel.pp, self.config.scheduler
+        if scheduler.speculative != "off":
+            raise ConfigError(
+                f"pp is {pp} with speculative {scheduler.speculative}, but a step with drafts ends before the next one is "
+                "planned, and stages need several steps in flight; use --speculative off or --tp instead of --pp"
+            )
+        if self.config.adapters.is_enabled:
+            raise ConfigError(
+                f"pp is {pp} with lora, but adapters are not divided into stages; merge the adapter into the model "
+                "(peft: merge_and_unload) or use --tp instead of --pp"
             )
 
     def device(self) -> Any:
@@ -281,11 +299,13 @@ class _Resolver:
                 f"{', '.join(SUPPORTED_MODEL_TYPES)}; use --model-impl transformers"
             )
         chosen = asked if asked != "auto" else "engine" if is_known else "transformers"
-        if chosen == "transformers" and self.config.parallel.tp > 1:
-            raise ConfigError(
-                f"tp is {self.config.parallel.tp}, but {model_type} is computed by transformers, on one device only; "
-                "use --tp 1" + (" or --model-impl engine" if is_known else "")
-            )
+        parallel = self.config.parallel
+        for name, value in (("tp", parallel.tp), ("pp", parallel.pp)):
+            if chosen == "transformers" and value > 1:
+                raise ConfigError(
+                    f"{name} is {value}, but {model_type} is computed by transformers, on one device only; "
+                    f"use --{name} 1" + (" or --model-impl engine" if is_known else "")
+                )
         if chosen == "transformers" and self.spec.latent is not None:
             raise ConfigError(
                 f"model_impl is transformers, but {model_type} has latent attention, for which only the engine's own "
@@ -348,6 +368,14 @@ class _Resolver:
         if reason:
             self.notes[name] = reason
         return value
+
+
+def _ranks_text(parallel: ParallelConfig) -> str:
+    return f"tp is {parallel.tp}" + (f" and pp is {parallel.pp}" if parallel.pp > 1 else "")
+
+
+def _ranks_flags(parallel: ParallelConfig) -> str:
+    return "--tp" if parallel.pp == 1 else "--pp" if parallel.tp == 1 else "--tp or --pp"
 
 
 def check_ray(parallel: ParallelConfig) -> None:

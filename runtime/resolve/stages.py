@@ -14,6 +14,7 @@ import msgspec
 from ..config.device_config import parse_pp_layers
 from ..errors import ConfigError
 from ..model_files.weight_files.needed_tensors import needed_modules
+from ..model_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -181,3 +182,20 @@ def is_of_other_stages(spec: ModelSpec, stage: Stage) -> Callable[[str], bool]:
         return not stage.is_last  # the final norm and the head
 
     return is_other
+
+
+def stage_weight_bytes(
+    spec: ModelSpec, stage: Stage, dtype_bytes: int, *, dequantized: bool, on_cpu: bool
+) -> int:
+    """Memory of the weights of a stage; `spec` is that of its layers, or of the whole model.
+
+    Args:
+        dtype_bytes: of weights that are not quantized.
+        dequantized: quantized weights are kept in `dtype_bytes`, too.
+        on_cpu: a tied head is packed for its kernel, so it is a copy of the table.
+    """
+    num_bytes = weight_bytes(spec, dtype_bytes, dequantized=dequantized)
+    if stage.count == 1:
+        return num_bytes + (tied_head_bytes(spec, dtype_bytes, dequantized=dequantized) if on_cpu else 0)
+    counted, first, last = end_bytes(spec, dtype_bytes, dequantized=dequantized)
+    return num_bytes - counted + first * stage.is_first + last * stage.is_last

@@ -142,6 +142,8 @@ class StepSettings:
             reason = f"on {self._device} the host plans the next step while the device computes"
         elif self._config.parallel.tp > 1:
             reason = f"tp is {self._config.parallel.tp}, and the other ranks do not know when a multi-step decode ends"
+        elif self._config.parallel.pp > 1:
+            reason = f"pp is {self._config.parallel.pp}, and several steps are in flight"
         elif self._scheduler.overlap is True:
             reason = (
                 "overlap is on: the next step is planned before the number of tokens of this one is known"
