@@ -19,15 +19,21 @@ from .requests.row_states import RowStates
 class MicroBatches(Protocol):
     """Chooses the decodes of a step."""
 
-    def choose(self, rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]]:
-        """Those of the decoding requests, [B] rows and [B] requests, that decode in this step, in the same order."""
+    def choose(self, rows: IntArray, reqs: list[Req], num_running: int) -> tuple[IntArray, list[Req]]:
+        """Choose the requests that decode in this step, in the same order.
+
+        Args:
+            rows: [B] of the requests that have a token to compute, or will have when their last one is settled.
+            reqs: [B] the same requests.
+            num_running: B and the requests whose last token is in flight.
+        """
         ...
 
 
 class OneMicroBatch:
     """All requests decode in each step; their tokens are on the device before the step needs them."""
 
-    def choose(self, rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]]:
+    def choose(self, rows: IntArray, reqs: list[Req], num_running: int) -> tuple[IntArray, list[Req]]:
         """See `MicroBatches`."""
         return rows, reqs
 
@@ -44,9 +50,9 @@ class StageMicroBatches:
         self._num_chosen = 0
         self._turn_of_row = np.zeros(len(states.known_len), dtype=np.int64)  # when it was chosen last
 
-    def choose(self, rows: IntArray, reqs: list[Req]) -> tuple[IntArray, list[Req]]:
+    def choose(self, rows: IntArray, reqs: list[Req], num_running: int) -> tuple[IntArray, list[Req]]:
         """See `MicroBatches`."""
-        states, most = self._states, -(-len(rows) // self._num_stages)
+        states, most = self._states, -(-num_running // self._num_stages)
         ready = np.flatnonzero(states.num_computed[rows] < states.known_len[rows])
         if len(ready) > most:
             longest = np.argsort(self._turn_of_row[rows[ready]], kind="stable")[:most]

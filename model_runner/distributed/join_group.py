@@ -22,8 +22,8 @@ from .stage_group import StageGroup
 from .tp_group import SINGLE_RANK, Rendezvous, TorchGroup, TPGroup
 
 if TYPE_CHECKING:
-    from .pp_link import StageWire
     from ...runtime.child.child import Child
+    from .pp_link import StageWire
 
 logger = logging.getLogger(__name__)
 

@@ -161,7 +161,9 @@ class TorchWire:
 
     def send_result(self, result: bytes) -> None:
         """See `StageWire`."""
-        data = torch.frombuffer(bytearray(len(result).to_bytes(_LEN_BYTES, "little") + result), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(len(result).to_bytes(_LEN_BYTES, "little") + result), dtype=torch.uint8
+        )
         first = torch.zeros(_FIRST_BYTES, dtype=torch.uint8)
         first[: len(data)] = data[:_FIRST_BYTES]
         self._send_later(first, 0, _FIRST_TAG)

@@ -177,7 +177,11 @@ class TorchGroup:
             # The operations' timeout also bounds how long ranks wait for each other while they connect.
             self.meet("start")
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu and rendezvous.sends_host_memory else "nccl" if on_gpu else "gloo",
+                "cpu:gloo,cuda:nccl"
+                if on_gpu and rendezvous.sends_host_memory
+                else "nccl"
+                if on_gpu
+                else "gloo",
                 store=c10d.PrefixStore("group", self._store),
                 rank=self.rank,
                 world_size=self.size,

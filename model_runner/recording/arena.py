@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from bisect import insort
 from collections import deque
-from typing import Final
+from typing import Final, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,7 @@ from ..forward_batch import StageStates
 _ALIGNMENT: Final = 64  # bytes, a cache line
 _CHUNK_BYTES: Final = 1 << 20
 
+Result = TypeVar("Result", bound=Tensor | StageStates)
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -46,11 +47,14 @@ class Arena:
         numbers = torch.from_numpy(block).view(tensor.dtype)
         return numbers.as_strided(tensor.shape, tensor.stride())
 
-    def result(self, result: Tensor | StageStates) -> Tensor | StageStates:
+    def result(self, result: Result) -> Result:
         """The same result without ownership of its blocks; a stage may return memory that is not of this arena."""
         if isinstance(result, Tensor):
-            return self.borrowed(result)
-        return StageStates(*(self.borrowed(x) if self._holds(x) else x for x in (result.x, result.residual)))
+            return cast("Result", self.borrowed(result))
+        return cast(
+            "Result",
+            StageStates(*(self.borrowed(x) if self._holds(x) else x for x in (result.x, result.residual))),
+        )
 
     def _holds(self, tensor: Tensor) -> bool:
         starts = ((chunk.memory.ctypes.data, len(chunk.memory)) for chunk in self._chunks)

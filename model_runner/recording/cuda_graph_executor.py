@@ -193,9 +193,7 @@ class CudaGraphExecutor:
         for to, values in zip(_tensors(result), _tensors(computed), strict=True):
             to.copy_(values)
 
-    def _compute(
-        self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False
-    ) -> Tensor | StageStates:
+    def _compute(self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False) -> Tensor | StageStates:
         """[n, V] logits of a step, or what the next pipeline stage gets.
 
         The recording depends only on the shapes of the host's arrays.

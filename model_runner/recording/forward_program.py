@@ -138,9 +138,7 @@ class ForwardProgram:
         self._adapters = adapters
         self._states = states
 
-    def run(
-        self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]
-    ) -> Tensor | StageStates:
+    def run(self, batch: ForwardBatch, size: StepSize, plan_addresses: list[int]) -> Tensor | StageStates:
         """Compute a step; the result is valid until the next run. `plan_addresses`: see `PlannedAttention`."""
         *numbers, logits_indices, token_types = self._numbers
         columns = batch.input_ids, batch.positions, batch.out_cache_loc
@@ -246,7 +244,7 @@ class _Tracer:
         self.numbers = torch.zeros((5, MAX_TOKENS), dtype=torch.int64)
         self.plan_addresses: list[int] = []
 
-    def trace(self, size: StepSize, blocks: _Blocks) -> Traced:
+    def trace(self, size: StepSize, blocks: _Blocks) -> Traced[Tensor | StageStates]:
         """The calls of a step of this size.
 
         Raises:
@@ -276,7 +274,7 @@ class _Tracer:
         return traced
 
 
-def _words(traced: Traced) -> Words:
+def _words(traced: Traced[Tensor | StageStates]) -> Words:
     return np.array([word for call in traced.calls for word in call.words], dtype=np.uint64).view(np.int64)
 
 

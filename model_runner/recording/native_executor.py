@@ -213,7 +213,8 @@ class _Numbers:
     def rows_of(self, batch: InputBatch) -> Tensor:
         """[B] int64, the rows of the step's requests."""
         num = len(batch.layout.rows)
-        return self.rows if num == len(self.rows) else self.rows[:num]
+        rows: Tensor = self.rows
+        return rows if num == len(rows) else rows[:num]
 
 
 class _Recording(NamedTuple):

@@ -16,7 +16,7 @@ import ctypes
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..forward_batch import StageStates
 from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
-    from ..forward_batch import StageStates
     from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
@@ -42,8 +42,9 @@ _ALLOCATIONS: Final = frozenset(
 )
 _FROM_HOST: Final = frozenset({torch.ops.aten.lift_fresh.default})
 """Operations with values of this step, which a replay would not update."""
-Compute = Callable[[], "Tensor | StageStates"]
 _WORD_MASK: Final = (1 << 64) - 1
+
+Result = TypeVar("Result", bound=Tensor | StageStates)
 
 
 class Call(NamedTuple):
@@ -83,7 +84,7 @@ class NativeProgram:
         self._run(self._address, self.num_calls)
 
 
-class RecordedProgram(NamedTuple):
+class RecordedProgram(NamedTuple, Generic[Result]):
     """A computation that was made and, if possible, recorded.
 
     Attributes:
@@ -93,7 +94,7 @@ class RecordedProgram(NamedTuple):
         reason_against: the operations that cannot be recorded.
     """
 
-    result: Tensor | StageStates
+    result: Result
     program: NativeProgram | None
     reason_against: str = ""
 
@@ -106,7 +107,7 @@ class Memory(Protocol):
         ...
 
 
-class Traced(NamedTuple):
+class Traced(NamedTuple, Generic[Result]):
     """The library calls of a computation.
 
     Attributes:
@@ -115,12 +116,12 @@ class Traced(NamedTuple):
         reasons: the operations that cannot be recorded; empty if all can.
     """
 
-    result: Tensor | StageStates
+    result: Result
     calls: list[Call]
     reasons: list[str]
 
 
-def record(library: ctypes.CDLL, arena: Arena, compute: Compute) -> RecordedProgram:
+def record(library: ctypes.CDLL, arena: Arena, compute: Callable[[], Result]) -> RecordedProgram[Result]:
     """Compute once and record it; all memory that `compute` allocates comes from the arena."""
     result, calls, reasons = trace(library, arena, compute, dry_run=False)
     if reasons:
@@ -129,8 +130,8 @@ def record(library: ctypes.CDLL, arena: Arena, compute: Compute) -> RecordedProg
 
 
 def trace(
-    library: ctypes.CDLL, memory: Memory, compute: Compute, *, dry_run: bool = True
-) -> Traced:
+    library: ctypes.CDLL, memory: Memory, compute: Callable[[], Result], *, dry_run: bool = True
+) -> Traced[Result]:
     """Note the library calls of a computation.
 
     Args:
@@ -150,7 +151,7 @@ def trace(
         words = [_word(*pair) for pair in zip(function.arguments, arguments, strict=True)]
         calls.append(Call(function, function.recorded_form, words))
 
-    result: Tensor | StageStates = torch.empty(0)
+    result: Any = torch.empty(0)
     with suppress(_NotRecordableError), traced_calls(library, on_call, dry_run=dry_run), watch:
         result = compute()
     return Traced(result, calls, watch.reasons)

@@ -62,7 +62,7 @@ def find_pages(
         rows = rows[to_decode]
         reqs = [reqs[idx] for idx in np.flatnonzero(to_decode)]
     decoding = reqs
-    rows, reqs = micro_batches.choose(rows, reqs)
+    rows, reqs = micro_batches.choose(rows, reqs, len(running))
     full = kv.rows_without_room(rows)
     if full.size <= kv.available_pages:
         kv.grow_by_a_page(full)

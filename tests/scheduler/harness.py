@@ -119,6 +119,7 @@ class Harness:
         num_host_pages: int = 0,
         num_checkpoints: int = 0,
         checkpoint_pages: int = 0,
+        num_stages: int = 1,
         radix_cache: bool = True,
         overlap: int = 0,
         memory: int | None = None,
@@ -140,6 +141,7 @@ class Harness:
             num_adapter_slots=config.get("max_loras_per_batch", 8),
             num_checkpoints=num_checkpoints,
             checkpoint_pages=checkpoint_pages,
+            num_stages=num_stages,
         )
         self.store_ids: dict[str, int] = {}  # of adapters, by fingerprint
         self._num_loaded = 0
@@ -166,7 +168,9 @@ class Harness:
         self._fake_runner = self.runner  # `runner` may become one around it
         self.runner.grammars = self.matchers.grammars
         self.mask_meter = MaskMeter(lambda: self.now_s)
-        self.scheduler.masks = NotingMasks(self.scheduler, self.runner)
+        core, runner = self.scheduler, self.runner
+        core.masks = NotingMasks(core, runner)
+        core.new_masks = lambda: NotingMasks(core, runner)  # type: ignore[method-assign]
         self.overlap = overlap  # steps that are launched ahead of the one being settled
         self.in_flight: list[tuple[ScheduleBatch, Launched]] = []
         self.answers: dict[str, Answer] = {}

@@ -5,23 +5,47 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.model_runner.layers.decoder import Decoder
+from engine.model_runner.model_runner import NOT_FINITE
+from engine.model_runner.recording.forward_program import ProgrammedForward
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.config.device_config import ParallelConfig
+from engine.runtime.feasibility import Capacity
+from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.step_plan import TokenMasks
 from tests.model_runner.conftest import Driver
-from tests.model_runner.distributed.test_tensor_parallel import GREEDY, PROMPTS, SEEDED
+from tests.model_runner.distributed.test_tensor_parallel import GREEDY, MOE, PROMPTS, SEEDED
+from tests.model_runner.distributed.thread_group import on_ranks
 from tests.model_runner.distributed.thread_wire import StageThreads, load_stages
 
 RECORDABLE = {"num_hidden_layers": 4, "head_dim": 16, "hidden_size": 96, "intermediate_size": 96}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tied": ("llama", {**RECORDABLE, "tie_word_embeddings": True}),
+    "norms of heads, experts, dense layers": (
+        "qwen3_moe",
+        {**MOE, "num_hidden_layers": 4, "mlp_only_layers": [2], "dtype": "bfloat16"},
+    ),
+    "windows, two rotary tables": (
+        "gemma3_text",
+        {"head_dim": 16, "num_hidden_layers": 6, "sliding_window": 16, "tie_word_embeddings": True},
+    ),
+    "norms after blocks": ("olmo2", {"num_hidden_layers": 3}),
+    "blocks in parallel": ("cohere2", {"num_hidden_layers": 3, "sliding_window": 9}),
+}
 
 
-def generate(staged: StageThreads, params: Any) -> tuple[list[list[int]], list[Any]]:
-    """What the prompts are continued with, in chunks and with log-probabilities; and all of the log-probabilities."""
-    runner = staged.runner if len(staged.runners) > 1 else staged.runners[0]
-    driver = Driver(runner, staged.runners[0].capacity)
-    logprobs = []
+def driver_of(staged: StageThreads) -> Driver:
+    return Driver(staged.runner, staged.runners[0].capacity)
+
+
+def generate(staged: StageThreads, params: SamplingParams, num: int = 6) -> tuple[list[list[int]], list[Any]]:
+    """What the prompts are continued with, in chunks, and the log-probabilities of all steps."""
+    driver, logprobs = driver_of(staged), []
 
     def step(*args: Any, **options: Any) -> Any:
         result = Driver.step(driver, *args, **options)
@@ -29,8 +53,9 @@ def generate(staged: StageThreads, params: Any) -> tuple[list[list[int]], list[A
         return result
 
     driver.step = step  # type: ignore[method-assign]
+    wanted = msgspec.structs.replace(params, logprobs=3, prompt_logprobs=2)
     try:
-        return driver.generate(PROMPTS, params, num=8, chunk=7), logprobs
+        return driver.generate(PROMPTS, wanted, num=num, chunk=7), logprobs
     finally:
         staged.close()
 
@@ -39,9 +64,181 @@ def generate(staged: StageThreads, params: Any) -> tuple[list[list[int]], list[A
 def test_recorded_stages_say_what_the_whole_model_says(make_tiny_model, pp):
     tiny = make_tiny_model("llama", dtype="bfloat16", **RECORDABLE)
     for params in (GREEDY, SEEDED):
-        wanted = [msgspec.structs.replace(params, logprobs=3, prompt_logprobs=2)] * 3
         staged = load_stages(tiny, ParallelConfig(pp=pp))
-        assert generate(staged, wanted) == generate(load_stages(tiny, ParallelConfig()), wanted)
+        assert generate(staged, params) == generate(load_stages(tiny, ParallelConfig()), params)
         if not reasons_against_library():
-            assert all(isinstance(runner.executor, NativeExecutor) for runner in staged.runners)
-            assert all(runner.executor.num_replayed for runner in staged.runners)
+            for runner in staged.runners:
+                assert isinstance(runner.executor, NativeExecutor) and runner.executor.num_replayed
+                assert isinstance(runner.executor.eager.forward, ProgrammedForward)
+
+
+@pytest.mark.parametrize(("model_type", "options"), MODELS.values(), ids=MODELS.keys())
+def test_models_of_all_kinds(make_tiny_model, model_type, options):
+    tiny = make_tiny_model(model_type, **options)
+    whole = generate(load_stages(tiny, ParallelConfig()), SEEDED)
+
+    assert generate(load_stages(tiny, ParallelConfig(pp=3)), SEEDED) == whole
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_while_loading(make_tiny_model, quantization):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    tiny = make_tiny_model("llama", **RECORDABLE, tie_word_embeddings=True)
+    whole = generate(load_stages(tiny, ParallelConfig(), quantization=quantization), GREEDY)
+
+    assert generate(load_stages(tiny, ParallelConfig(pp=2), quantization=quantization), GREEDY) == whole
+
+
+def test_two_stages_of_two_ranks_say_what_two_ranks_say(make_tiny_model):
+    tiny = make_tiny_model("llama", **RECORDABLE)
+
+    def tokens(group: Any) -> Any:
+        from engine.model_runner.distributed.join_group import Place
+        from engine.model_runner.load import load_model_runner
+        from engine.runtime.config.engine_config import ModelConfig
+        from engine.runtime.model_files.source import ModelSource
+        from tests.model_runner.conftest import engine_config
+
+        capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size)
+        config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=1, model_impl="engine")
+        source = ModelSource("hf", str(tiny.folder), "test")
+        runner = load_model_runner(engine_config(config), source, tiny.spec, capacity, Place(group, None))
+        return Driver(runner, capacity).generate(PROMPTS, SEEDED, num=6, chunk=7)
+
+    expected = on_ranks(2, tokens)[0]
+    staged = load_stages(tiny, ParallelConfig(pp=2, tp=2))
+
+    assert driver_of(staged).generate(PROMPTS, SEEDED, num=6, chunk=7) == expected
+    staged.close()
+
+
+def test_a_stage_has_only_its_part(make_tiny_model):
+    tiny = make_tiny_model("llama", **RECORDABLE)
+    staged = load_stages(tiny, ParallelConfig(pp=3, pp_layers="1,2,1"))
+    staged.close()
+
+    models = [runner.model for runner in staged.runners]
+    assert all(isinstance(model, Decoder) for model in models)
+    assert [len(model.layers) for model in models] == [1, 2, 1]
+    assert [model.embedding is not None for model in models] == [True, False, False]
+    assert [model.norm is not None and model.head is not None for model in models] == [False, False, True]
+    assert [len(runner.kv_pool.k) for runner in staged.runners] == [1, 2, 1]
+    assert len({runner.kv_pool.k[0].shape for runner in staged.runners}) == 1
+
+
+def test_a_tied_table_is_on_both_ends(make_tiny_model):
+    tiny = make_tiny_model("llama", **RECORDABLE, tie_word_embeddings=True)
+    staged = load_stages(tiny, ParallelConfig(pp=2))
+    staged.close()
+
+    first, last = (runner.model for runner in staged.runners)
+    assert first.head is None and last.embedding is None and last.head is not None
+
+
+def test_pages_move_on_every_stage(make_tiny_model):
+    """Copies of pages, and pages swapped to the host and back."""
+    tiny = make_tiny_model("llama", **RECORDABLE)
+    capacity = Capacity(256, 32, 4, 4, tiny.spec.vocab_size, num_host_pages=8)
+
+    def run(parallel: ParallelConfig) -> list[int]:
+        staged = load_stages(tiny, parallel, capacity=capacity)
+        driver = driver_of(staged)
+        req = driver.start(PROMPTS[0], GREEDY)
+        driver.step([(req, len(req.tokens))])
+        host_pages = range(len(req.pages))
+        driver.step([], swap_outs=list(zip(req.pages, host_pages, strict=True)))
+        for runner in staged.runners:
+            for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
+                pool.fill_(torch.nan)
+        moved, copied = ([driver.pages.pop() for _ in host_pages] for _ in range(2))
+        driver.step([], swap_ins=list(zip(host_pages, moved, strict=True)))
+        driver.step([], page_copies=list(zip(moved, copied, strict=True)))
+        req.pages[:] = copied
+        slots = np.array(driver.slots(copied, 0, req.computed), dtype=np.int32).tobytes()
+        from engine.runtime.step_plan import RowUpdate
+
+        driver.step([(req, 1)], row_updates=(RowUpdate(req.row, 0, slots),))
+        while len(req.output) < 8:
+            driver.step([(req, 1)])
+        staged.close()
+        return req.output
+
+    assert run(ParallelConfig(pp=2)) == run(ParallelConfig())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("chunk", [7, 1 << 30], ids=["a chunk", "a prompt"])
+def test_values_of_any_stage_that_are_not_finite_reach_the_result(make_tiny_model, stage, chunk):
+    tiny = make_tiny_model("llama", num_hidden_layers=3)
+    staged = load_stages(tiny, ParallelConfig(pp=3))
+    driver = driver_of(staged)
+    good, bad = (driver.start(prompt, GREEDY) for prompt in PROMPTS[:2])
+    for req in (good, bad):
+        driver.step([(req, len(req.tokens))])
+    driver.finish(bad)
+    for runner in staged.runners[stage : stage + 1]:
+        runner.model.layers[0].mlp_norm.weight.fill_(torch.nan)
+    damaged = driver.start(list(range(2, 40)), GREEDY)
+
+    result = driver.step([(damaged, min(chunk, len(damaged.tokens)))])
+
+    staged.close()
+    assert result.errors == {0: NOT_FINITE}
+
+
+def test_masks_of_grammars_are_those_of_the_last_stage(make_tiny_model):
+    tiny = make_tiny_model("llama", **RECORDABLE)
+    staged = load_stages(tiny, ParallelConfig(pp=2))
+    driver, told = driver_of(staged), []
+
+    class Masks:
+        """Allows two tokens in the second row of logits."""
+
+        def __call__(self) -> TokenMasks:
+            bits = np.zeros((1, -(-tiny.spec.vocab_size // 32)), dtype=np.int32)
+            bits[0, 0] = 1 << 5 | 1 << 7
+            return TokenMasks(np.array([1]), bits)
+
+        def unmasked(self, token_ids: Any) -> None:
+            told.extend(token_ids.tolist())
+
+    free, masked = driver.start(PROMPTS[0], GREEDY), driver.start(PROMPTS[1], GREEDY)
+    plan = driver.plan([(free, len(free.tokens)), (masked, len(masked.tokens))])
+    result = staged.runner.launch(plan, masks=Masks()).wait()  # type: ignore[arg-type]
+    staged.close()
+
+    alone = generate(load_stages(tiny, ParallelConfig()), GREEDY, num=1)[0]
+    free_token, token = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
+    assert token in (5, 7)
+    assert [[free_token], told] == alone[:2]
+
+
+def test_tokens_go_to_the_first_stage_with_a_later_plan(make_tiny_model):
+    """With two steps in flight the first stage of the second one does not wait for the first one's tokens."""
+    tiny = make_tiny_model("llama", **RECORDABLE)
+    staged = load_stages(tiny, ParallelConfig(pp=2))
+    driver = driver_of(staged)
+    one, other = driver.start(PROMPTS[0], GREEDY), driver.start(PROMPTS[1], GREEDY)
+
+    def launch(req: Any, count: int) -> Any:
+        pending = staged.runner.launch(driver.plan([(req, count)]))
+        req.computed += count
+        return pending
+
+    def settle(req: Any, pending: Any) -> None:
+        req.tokens += np.frombuffer(pending.wait().next_token_ids, dtype=np.int32).tolist()
+
+    first, second = launch(one, len(one.tokens)), launch(other, len(other.tokens))
+    for _ in range(5):
+        settle(one, first)
+        first = launch(one, 1)
+        settle(other, second)
+        second = launch(other, 1)
+    settle(one, first)
+    settle(other, second)
+    staged.close()
+
+    assert [one.output, other.output] == generate(load_stages(tiny, ParallelConfig()), GREEDY)[0][:2]
+    sent = [(message.sampled.rows, message.sampled.token_ids) for message in staged.launched]
+    assert [len(rows) // 4 for rows, _ in sent] == [0, 0, *[1] * 10]

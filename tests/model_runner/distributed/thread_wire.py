@@ -5,24 +5,28 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Literal
 
 import msgspec
+import torch
 from torch import Tensor
 
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.staged_runner import StagedRunner, StageRank
-from engine.model_runner.distributed.tp_group import SINGLE_RANK
+from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.model_runner import ModelRunner
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
+from engine.runtime.messages import Message
 from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.resolve.stages import Stage, stages_of
-from engine.runtime.step_plan import LaunchStep
+from engine.runtime.step_plan import LaunchStep, Runner
 from tests.model_runner.conftest import TinyModel, engine_config
+from tests.model_runner.distributed.thread_group import ThreadGroup
 
 TIMEOUT_S: Final = 60.0
 
@@ -60,26 +64,34 @@ class ThreadWire:
 
 
 class StageThreads:
-    """All stages of a model: the first one here, behind `runner`, the others on threads. Close it."""
+    """All ranks of a model: rank 0 here, in `runner`, the others on threads. Close it.
+
+    Attributes:
+        runners, wires: of all ranks.
+        launched: what was sent to the other ranks.
+    """
 
     def __init__(
-        self, runners: Sequence[ModelRunner], wires: Sequence[ThreadWire]
+        self, runners: Sequence[ModelRunner], wires: Sequence[ThreadWire], groups: Sequence[TPGroup]
     ) -> None:
-        """Take the runner and the wire of each stage."""
+        """Take the parts of each rank."""
         self.runners, self.wires = runners, wires
         self.launched: list[LaunchStep] = []
         self.errors: list[BaseException] = []
         self._inboxes: list[queue.Queue[LaunchStep | None]] = [queue.Queue() for _ in runners[1:]]
         self._threads = [
-            threading.Thread(target=self._run, args=(StageRank(runner, wire, SINGLE_RANK), inbox), daemon=True)
-            for runner, wire, inbox in zip(runners[1:], wires[1:], self._inboxes, strict=True)
+            threading.Thread(target=self._run, args=(StageRank(*parts), inbox), daemon=True)
+            for *parts, inbox in zip(runners[1:], wires[1:], groups[1:], self._inboxes, strict=True)
         ]
         for thread in self._threads:
             thread.start()
-        self.runner = StagedRunner(runners[0], self, wires[0])
+        self.runner: Runner = runners[0]
+        if wires[0].stage.count > 1:
+            self.runner = StagedRunner(runners[0], self, wires[0])
 
-    def send(self, message: LaunchStep) -> None:
+    def send(self, message: Message) -> None:
         """See `Sender`; encoded and decoded, as between processes."""
+        assert isinstance(message, LaunchStep)
         self.launched.append(message)
         for inbox in self._inboxes:
             inbox.put(msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=LaunchStep))
@@ -106,26 +118,32 @@ def load_stages(
     *,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     capacity: Capacity | None = None,
-    kernels: dict[str, Any] | None = None,
     quantization: Quantization | None = None,
-    kind: Literal["hf", "gguf"] = "hf",
+    **kernels: Any,
 ) -> StageThreads:
-    """The stages of a model on the CPU."""
+    """All ranks of a model on the CPU."""
     capacity = capacity or Capacity(256, 128, 4, 8, tiny.spec.vocab_size, num_stages=parallel.pp)
-    config = ModelConfig(
-        dtype=dtype,
-        device="cpu",
-        num_threads=1,
-        load_format="auto",
-        model_impl="engine",
-        quantization=quantization,
+    config = engine_config(
+        ModelConfig(dtype=dtype, device="cpu", num_threads=1, model_impl="engine", quantization=quantization),
+        **kernels,
     )
-    source = ModelSource(kind, str(tiny.folder), "test")
-    wires = Wires(parallel.pp)
-    runners, ends = [], []
-    for stage in stages_of(tiny.spec, parallel):
-        ends.append(ThreadWire(stage, wires))
-        place = Place(SINGLE_RANK, None, ends[-1])
-        settings = engine_config(config, **(kernels or {}))
-        runners.append(load_model_runner(settings, source, tiny.spec, capacity, place))
-    return StageThreads(runners, ends)
+    source = ModelSource("gguf" if tiny.folder.suffix == ".gguf" else "hf", str(tiny.folder), "test")
+    stages, tp = stages_of(tiny.spec, parallel), parallel.tp
+    connections = [Wires(parallel.pp) for _ in range(tp)]
+    barriers = [threading.Barrier(tp, timeout=TIMEOUT_S) for _ in stages]
+    boards = [[torch.empty(0)] * tp for _ in stages]
+    wires = [ThreadWire(stages[rank // tp], connections[rank % tp]) for rank in range(parallel.num_ranks)]
+    groups: list[TPGroup] = [SINGLE_RANK] * parallel.num_ranks
+    if tp > 1:
+        groups = [
+            ThreadGroup(rank % tp, tp, barriers[rank // tp], boards[rank // tp])
+            for rank in range(parallel.num_ranks)
+        ]
+
+    def load(rank: int) -> ModelRunner:
+        place = Place(groups[rank], None, wires[rank] if parallel.pp > 1 else None)
+        return load_model_runner(config, source, tiny.spec, capacity, place)
+
+    with ThreadPoolExecutor(parallel.num_ranks if tp > 1 else 1) as pool:
+        runners = list(pool.map(load, range(parallel.num_ranks)))
+    return StageThreads(runners, wires, groups)

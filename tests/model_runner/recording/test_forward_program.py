@@ -87,7 +87,9 @@ class Compared:
         num_tokens = len(batch.input_ids)
         arena = self.forward.arena
         arena.fill(0xFF)  # NaN
-        ours = self.forward(batch).clone()
+        result = self.forward(batch)
+        assert isinstance(result, Tensor)
+        ours = result.clone()
         untouched = all(bool((chunk.memory == 0xFF).all()) for chunk in arena._chunks)
         (self.others if untouched else self.sizes).append(num_tokens)
         theirs = self.model.forward(batch)
