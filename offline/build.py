@@ -43,11 +43,12 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             f"dp is {config.parallel.dp}, but an engine inside this process is one replica; start `engine serve "
             f"{shlex.quote(config.model.model)} --dp {config.parallel.dp}` and use its HTTP API"
         )
-    if config.parallel.tp > 1:
-        raise ConfigError(
-            f"tp is {config.parallel.tp}, but an engine inside this process has one rank; start `engine serve "
-            f"{shlex.quote(config.model.model)} --tp {config.parallel.tp}` and use its HTTP API"
-        )
+    for name, size in (("tp", config.parallel.tp), ("pp", config.parallel.pp)):
+        if size > 1:
+            raise ConfigError(
+                f"{name} is {size}, but an engine inside this process has one rank; start `engine serve "
+                f"{shlex.quote(config.model.model)} --{name} {size}` and use its HTTP API"
+            )
 
     if config.log.decision_log is not None:
         from ..scheduler.journal.log_writer import check_log_file

@@ -48,6 +48,7 @@ class NodeHello(Message, frozen=True):
     tp: int
     nnodes: int
     spec: ModelSpec
+    pp: int = 1
 
 
 class NodeReady(Message, frozen=True):
@@ -221,10 +222,10 @@ class NodeHub:
         parallel = self._config.parallel
         if hello.version != __version__:
             return f"{name} has release {hello.version} of the engine, machine 0 {__version__}; install one on both"
-        if (hello.tp, hello.nnodes) != (parallel.tp, parallel.nnodes):
+        if (hello.tp, hello.pp, hello.nnodes) != (parallel.tp, parallel.pp, parallel.nnodes):
             return (
-                f"{name} was started with --tp {hello.tp} --nnodes {hello.nnodes}, machine 0 with "
-                f"--tp {parallel.tp} --nnodes {parallel.nnodes}"
+                f"{name} was started with {_flags(hello.tp, hello.pp, hello.nnodes)}, machine 0 with "
+                f"{_flags(parallel.tp, parallel.pp, parallel.nnodes)}"
             )
         if hello.spec != self._spec:
             return f"{name} has another model than machine 0; give both the same"
@@ -270,7 +271,9 @@ class NodeLink:
             load_cluster_key(parallel.cluster_key_file),
             decoder,
         )
-        self._client.send(NodeHello(__version__, parallel.node_rank, parallel.tp, parallel.nnodes, spec))
+        self._client.send(
+            NodeHello(__version__, parallel.node_rank, parallel.tp, parallel.nnodes, spec, parallel.pp)
+        )
         self._silence: _Silence | None = None  # until machine 0 has sent a message
         self.orders: list[ForAll] = []
         self._next_beat_s = 0.0
@@ -334,3 +337,7 @@ class NodeStopped(Exception):
 def node_name(node_rank: int) -> str:
     """The name of a machine, in messages too."""
     return f"machine {node_rank}"
+
+
+def _flags(tp: int, pp: int, nnodes: int) -> str:
+    return f"--tp {tp} " + (f"--pp {pp} " if pp > 1 else "") + f"--nnodes {nnodes}"

@@ -102,7 +102,7 @@ def check_memory(facts: MachineFacts) -> Check:
 
 def check_shm(facts: MachineFacts, config: EngineConfig) -> Check:
     """Check the shared memory, through which NCCL connects the GPUs of one machine."""
-    needs = config.parallel.tp > 1 and config.model.device != "cpu" and bool(facts.host.gpus)
+    needs = config.parallel.num_ranks > 1 and config.model.device != "cpu" and bool(facts.host.gpus)
     free = facts.shm_free_bytes
     if free is None:
         if needs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from ...runtime.config.engine_config import EngineConfig
@@ -19,6 +20,7 @@ from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
+from ...runtime.resolve.stages import stage_spec, stages_of
 from ...runtime.resolve.transformers_support import TIMES_SLOWER
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
@@ -200,8 +202,9 @@ def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
     capacity = capacity_of(effective, spec)
     model, cache = effective.model, effective.cache
     assert cache.mem_fraction != "auto" and model.dtype != "auto", "the configuration is resolved"
-    budget = plan_memory(
-        spec,
+    stages = stages_of(spec, effective.parallel)
+    plan = partial(
+        plan_memory,
         usable_bytes=host.mem_usable_bytes,
         dtype=model.dtype,
         fraction=cache.mem_fraction,
@@ -212,6 +215,11 @@ def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
         tp=effective.parallel.tp,
         kv_cache_dtype=cache.kv_cache_dtype,
     )
+    weights = [plan(stage_spec(spec, stage), stage=stage).weights_bytes for stage in stages]
+    weights_text = " + ".join(map(size_text, weights))
+    if len(stages) > 1:
+        layers = " + ".join(str(stage.end - stage.first) for stage in stages)
+        weights_text += f" in stages of {layers} layers"
     lengths = [length for length in CONTEXTS if length < capacity.max_model_len] + [capacity.max_model_len]
     at_once = {
         length: min(
@@ -222,10 +230,11 @@ def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
     requests = ", ".join(f"{count} of {length}" for length, count in at_once.items())
     return ok(
         "fit",
-        f"{model.dtype} on {model.device}: weights {size_text(budget.weights_bytes)}, KV "
+        f"{model.dtype} on {model.device}: weights {weights_text}, KV "
         f"{size_text(capacity.kv_token_bytes)} per token, {capacity.max_total_tokens} tokens, context "
         f"{capacity.max_model_len}; requests at once: {requests} tokens",
-        weights_bytes=budget.weights_bytes,
+        weights_bytes=sum(weights),
+        stage_weights_bytes=weights,
         kv_token_bytes=capacity.kv_token_bytes,
         max_total_tokens=capacity.max_total_tokens,
         max_model_len=capacity.max_model_len,

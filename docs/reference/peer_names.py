@@ -114,6 +114,10 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "transfer_backend": PeerNames(sglang=("disaggregation_transfer_backend",)),
     "dp": PeerNames(sglang=("dp_size", "data_parallel_size"), vllm=("data_parallel_size",)),
     "tp": PeerNames(sglang=("tp_size", "tensor_parallel_size"), vllm=("tensor_parallel_size",)),
+    "pp": PeerNames(sglang=("pp_size", "pipeline_parallel_size"), vllm=("pipeline_parallel_size",)),
+    "pp_layers": PeerNames(
+        note="SGLang and vLLM have the environment variables `SGLANG_PP_LAYER_PARTITION` and `VLLM_PP_LAYER_PARTITION`."
+    ),
     "nnodes": _both("nnodes"),
     "node_rank": _both("node_rank"),
     "dist_init_addr": PeerNames(

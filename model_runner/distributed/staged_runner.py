@@ -148,8 +148,9 @@ class SentMasks:
     """
 
     def __init__(self, packed: PackedMasks) -> None:
-        bits = np.frombuffer(packed.bits, dtype=np.int32).reshape(-1, packed.num_words)
-        self._masks = TokenMasks(np.frombuffer(packed.indices, dtype=np.int64), bits)
+        # Copied, because torch wants memory that it could write to.
+        bits = np.frombuffer(packed.bits, dtype=np.int32).reshape(-1, packed.num_words).copy()
+        self._masks = TokenMasks(np.frombuffer(packed.indices, dtype=np.int64).copy(), bits)
         self.token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __call__(self) -> TokenMasks:

@@ -110,8 +110,10 @@ class ParallelConfig:
             )
         self._check_stages()
         if self.num_ranks % self.nnodes:
-            ranks = f"tp is {self.tp}" if self.pp == 1 else f"tp is {self.tp} and pp is {self.pp}: {self.num_ranks} ranks"
-            raise ConfigError(f"{ranks}, but it must be a multiple of nnodes ({self.nnodes})")
+            name = "tp" if self.pp == 1 else "tp x pp"
+            raise ConfigError(
+                f"{name} is {self.num_ranks}, but it must be a multiple of nnodes ({self.nnodes})"
+            )
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ConfigError(
                 f"nnodes is {self.nnodes}, but the address of machine 0 is not set; set --dist-init-addr HOST:PORT"
@@ -135,14 +137,14 @@ class ParallelConfig:
     def _check_stages(self) -> None:
         if self.pp > 1 and self.executor == "ray":
             raise ConfigError(
-                f"pp is {self.pp} with executor ray, but Ray starts tensor-parallel ranks only; use --executor local, "
-                "with --nnodes for several machines"
+                f"pp is {self.pp} with executor ray, but Ray starts tensor-parallel ranks only; use --executor "
+                "local, with --nnodes for several machines"
             )
         layers = parse_pp_layers(self.pp_layers)
         if layers is not None and len(layers) != self.pp:
             raise ConfigError(
-                f"pp_layers is {self.pp_layers!r}, which is {len(layers)} stages, but pp is {self.pp}; give a number of "
-                "layers for each stage"
+                f"pp_layers is {self.pp_layers!r}, which is {len(layers)} stages, but pp is {self.pp}; give a number "
+                "of layers for each stage"
             )
 
     @property

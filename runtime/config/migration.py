@@ -53,8 +53,6 @@ ANSWERS: Final[Mapping[str, str]] = {
     "n_gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "gpu_layers": "use --device cuda or --device cpu; a model is on one kind of device",
     "load_balance_method": "use --dispatch-policy",
-    "pipeline_parallel_size": "use --tp; a model is not divided by layers",
-    "pp_size": "use --tp; a model is not divided by layers",
     "distributed_executor_backend": "use --executor local or --executor ray",
     "numa": f"{_ALWAYS}, or start the server with numactl",
     "mlock": f"{_ALWAYS}: weights are read once into memory",

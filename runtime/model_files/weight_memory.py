@@ -136,7 +136,12 @@ def tied_head_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = Fa
 
 
 class EndBytes(NamedTuple):
-    """Memory of the embedding and of the output head: what `weight_bytes` counts, and what stages with one of them have."""
+    """Memory of the embedding and the output head.
+
+    Attributes:
+        counted: of both in `weight_bytes`.
+        first, last: of pipeline stages with only the embedding, and with only the head.
+    """
 
     counted: int
     first: int

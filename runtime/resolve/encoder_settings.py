@@ -135,4 +135,10 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "it runs on one device",
             "omit --tp, and start one server for each device",
         ),
+        (
+            f"pp is {config.parallel.pp}",
+            config.parallel.pp > 1,
+            "it runs on one device",
+            "omit --pp, and start one server for each device",
+        ),
     ]

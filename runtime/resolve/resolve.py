@@ -185,8 +185,8 @@ class _Resolver:
         pp, scheduler = self.config.parallel.pp, self.config.scheduler
         if scheduler.speculative != "off":
             raise ConfigError(
-                f"pp is {pp} with speculative {scheduler.speculative}, but a step with drafts ends before the next one is "
-                "planned, and stages need several steps in flight; use --speculative off or --tp instead of --pp"
+                f"pp is {pp} with speculative {scheduler.speculative}, but a step with drafts ends before the next one "
+                "is planned, and stages need several steps in flight; use --speculative off, or --tp instead of --pp"
             )
         if self.config.adapters.is_enabled:
             raise ConfigError(

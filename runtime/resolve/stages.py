@@ -6,8 +6,9 @@ one has the final norm, the output head and the sampler. With a tied head both h
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -26,7 +27,8 @@ _EMBEDDING: Final = "model.embed_tokens."
 _LAYER: Final = "model.layers."
 
 
-class Stage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stage:
     """One stage of `count`; it computes the layers `first` to `end` - 1 of the whole model."""
 
     index: int

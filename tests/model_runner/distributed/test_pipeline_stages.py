@@ -17,9 +17,9 @@ from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import TokenMasks
+from engine.runtime.step_plan import RowUpdate, TokenMasks
 from tests.model_runner.conftest import Driver
-from tests.model_runner.distributed.test_tensor_parallel import GREEDY, MOE, PROMPTS, SEEDED
+from tests.model_runner.distributed.test_tensor_parallel import GREEDY, MOE, PROMPTS, SEEDED, load_rank
 from tests.model_runner.distributed.thread_group import on_ranks
 from tests.model_runner.distributed.thread_wire import StageThreads, load_stages
 
@@ -93,17 +93,8 @@ def test_quantized_while_loading(make_tiny_model, quantization):
 def test_two_stages_of_two_ranks_say_what_two_ranks_say(make_tiny_model):
     tiny = make_tiny_model("llama", **RECORDABLE)
 
-    def tokens(group: Any) -> Any:
-        from engine.model_runner.distributed.join_group import Place
-        from engine.model_runner.load import load_model_runner
-        from engine.runtime.config.engine_config import ModelConfig
-        from engine.runtime.model_files.source import ModelSource
-        from tests.model_runner.conftest import engine_config
-
-        capacity = Capacity(256, 128, 4, 8, tiny.spec.vocab_size)
-        config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=1, model_impl="engine")
-        source = ModelSource("hf", str(tiny.folder), "test")
-        runner = load_model_runner(engine_config(config), source, tiny.spec, capacity, Place(group, None))
+    def tokens(group: Any) -> list[list[int]]:
+        runner, capacity = load_rank(tiny, group, dtype="bfloat16")
         return Driver(runner, capacity).generate(PROMPTS, SEEDED, num=6, chunk=7)
 
     expected = on_ranks(2, tokens)[0]
@@ -156,8 +147,6 @@ def test_pages_move_on_every_stage(make_tiny_model):
         driver.step([], page_copies=list(zip(moved, copied, strict=True)))
         req.pages[:] = copied
         slots = np.array(driver.slots(copied, 0, req.computed), dtype=np.int32).tobytes()
-        from engine.runtime.step_plan import RowUpdate
-
         driver.step([(req, 1)], row_updates=(RowUpdate(req.row, 0, slots),))
         while len(req.output) < 8:
             driver.step([(req, 1)])

@@ -36,7 +36,7 @@ class Wires:
 
     def __init__(self, count: int) -> None:
         self.states: list[queue.Queue[Tensor]] = [queue.Queue() for _ in range(count)]
-        self.results: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(count)]
+        self.results: list[queue.Queue[bytes | BaseException]] = [queue.Queue() for _ in range(count)]
 
 
 class ThreadWire:
@@ -60,7 +60,17 @@ class ThreadWire:
         self._wires.results[self.stage.index].put(result)
 
     def expect_results(self) -> Callable[[], list[bytes]]:
-        return lambda: [results.get(timeout=TIMEOUT_S) for results in self._wires.results[1:]]
+        return lambda: [self._result(results) for results in self._wires.results[1:]]
+
+    def fail(self, error: BaseException) -> None:
+        """Tell rank 0 that there is no result."""
+        self._wires.results[self.stage.index].put(error)
+
+    def _result(self, results: queue.Queue[bytes | BaseException]) -> bytes:
+        result = results.get(timeout=TIMEOUT_S)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 class StageThreads:
@@ -80,8 +90,10 @@ class StageThreads:
         self.errors: list[BaseException] = []
         self._inboxes: list[queue.Queue[LaunchStep | None]] = [queue.Queue() for _ in runners[1:]]
         self._threads = [
-            threading.Thread(target=self._run, args=(StageRank(*parts), inbox), daemon=True)
-            for *parts, inbox in zip(runners[1:], wires[1:], groups[1:], self._inboxes, strict=True)
+            threading.Thread(target=self._run, args=(runner, wire, group, inbox), daemon=True)
+            for runner, wire, group, inbox in zip(
+                runners[1:], wires[1:], groups[1:], self._inboxes, strict=True
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -104,12 +116,20 @@ class StageThreads:
         if self.errors:
             raise self.errors[0]
 
-    def _run(self, rank: StageRank, inbox: queue.Queue[LaunchStep | None]) -> None:
+    def _run(
+        self,
+        runner: ModelRunner,
+        wire: ThreadWire,
+        group: TPGroup,
+        inbox: queue.Queue[LaunchStep | None],
+    ) -> None:
+        rank = StageRank(runner, wire, group)
         try:
             while (message := inbox.get()) is not None:
                 rank.launch(message).wait()
         except BaseException as error:
             self.errors.append(error)
+            wire.fail(error)
 
 
 def load_stages(

@@ -119,6 +119,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             tokenizer_path=await tokenizer_path(services),
             served_model_name=services.served_model,
             tp_size=services.config.parallel.tp,
+            pp_size=services.config.parallel.pp,
             dp_size=1 if mode == "both" else services.config.parallel.dp,
             disaggregation_mode="null" if mode == "both" else mode,
             disaggregation_bootstrap_port=services.config.server.bootstrap_port

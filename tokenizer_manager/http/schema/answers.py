@@ -213,6 +213,7 @@ class ServerInfoBody(msgspec.Struct, kw_only=True):
     tokenizer_path: str
     served_model_name: str
     tp_size: int
+    pp_size: int
     dp_size: int
     max_running_requests: int
     max_total_num_tokens: int
