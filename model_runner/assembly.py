@@ -12,7 +12,7 @@ import torch
 
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from ..runtime.kv_size import KV_SCALE_BYTES
-from ..runtime.resolve.stages import WHOLE_MODEL
+from ..runtime.resolve.stages.division import WHOLE_MODEL
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
-    from ..runtime.resolve.stages import Stage
+    from ..runtime.resolve.stages.division import Stage
     from .adapter_runs import AdapterRuns
     from .adapters.adapter_slots import AdapterSlots
     from .attention.backend import AttentionBackend

@@ -18,7 +18,7 @@ from ..runtime.resolve.adapters import adapted_names
 from ..runtime.resolve.measured_pool import fit_pool
 from ..runtime.resolve.pool_size import largest_step, largest_step_of
 from ..runtime.resolve.rank_spec import rank_spec
-from ..runtime.resolve.stages import is_of_other_stages, stage_spec
+from ..runtime.resolve.stages.division import is_of_other_stages, stage_spec
 from ..runtime.state_size import max_drafts_of
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
     from ..runtime.model_files.source import ModelSource
-    from ..runtime.resolve.stages import Stage
+    from ..runtime.resolve.stages.division import Stage
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .memory.device_memory import DeviceMemory

@@ -20,7 +20,7 @@ from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
-from ...runtime.resolve.stages import stage_spec, stages_of
+from ...runtime.resolve.stages.division import stage_spec, stages_of
 from ...runtime.resolve.transformers_support import TIMES_SLOWER
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts

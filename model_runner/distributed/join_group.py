@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 
 from ...runtime.errors import ConfigError
-from ...runtime.resolve.stages import WHOLE_MODEL, Stage, stage_of
+from ...runtime.resolve.stages.division import WHOLE_MODEL, Stage, stage_of
 from ...runtime.transport.cluster_ipc import STORE, parse_address
 from ..weights.fingerprint import weights_fingerprint
 from .pp_link import TorchWire

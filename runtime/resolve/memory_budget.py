@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from ..kv_size import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
 from .rank_spec import rank_spec
-from .stages import WHOLE_MODEL, stage_weight_bytes
+from .stages.division import WHOLE_MODEL, stage_weight_bytes
 
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
-    from .stages import Stage
+    from .stages.division import Stage
 
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""

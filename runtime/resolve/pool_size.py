@@ -18,7 +18,7 @@ from ..model_files.weight_memory import weight_bytes
 from ..state_size import checkpoint_share, max_drafts_of, most_rows, row_states_bytes
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
-from .stages import stage_spec, stages_of
+from .stages.division import stage_spec, stages_of
 from .swap_space import SwapSpace
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from .encoder_settings import encoder_settings, encoder_step_tokens
 from .host_facts import HostFacts, usable_threads
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
-from .stages import check_stages
+from .stages.division import check_stages
 from .state_settings import state_settings
 from .step_settings import StepSettings
 

@@ -162,9 +162,13 @@ SERVE_FLAGS = """
 --page-size
 --phases
 --pin-fraction
+--pipeline-parallel-size
 --policy-seed
 --pooling
 --port
+--pp
+--pp-layers
+--pp-size
 --preemption-mode
 --prefill-decode-interval
 --preset

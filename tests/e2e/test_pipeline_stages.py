@@ -121,8 +121,8 @@ def test_more_stages_than_layers_are_refused_at_once(start_serve, model):
 @pytest.mark.slow
 def test_stages_on_two_machines_answer_as_one_process(serve, start_serve, model, tmp_path):
     key = write_key(tmp_path / "cluster.key", "s" * 64)
-    shared = ("--dtype", "float32", "--pp", "2", "--nnodes", "2", "--cluster-key-file", key)
-    shared += ("--dist-init-addr", free_address())
+    shared = ["--dtype", "float32", "--pp", "2", "--nnodes", "2", "--cluster-key-file", key]
+    shared += ["--dist-init-addr", free_address()]
     first, second = (start_serve(str(model), *shared, "--node-rank", rank) for rank in ("0", "1"))
     first.wait_until_ready()
 

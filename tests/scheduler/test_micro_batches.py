@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -137,9 +138,7 @@ def test_no_request_is_left_over_for_long():
     for plan in harness.staged.launched[:60]:
         for row in ints(plan.rows):
             turns.setdefault(row, []).append(plan.step_id)
-    gaps = [
-        later - earlier for steps in turns.values() for earlier, later in zip(steps, steps[1:], strict=False)
-    ]
+    gaps = [later - earlier for steps in turns.values() for earlier, later in itertools.pairwise(steps)]
     assert max(gaps) <= 2 * 3
 
 

@@ -23,7 +23,7 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import Message
 from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.source import ModelSource
-from engine.runtime.resolve.stages import Stage, stages_of
+from engine.runtime.resolve.stages.division import Stage, stages_of
 from engine.runtime.step_plan import LaunchStep, Runner
 from tests.model_runner.conftest import TinyModel, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup

@@ -187,6 +187,8 @@ def test_python_arguments_are_checked_like_all_others():
         ("disable_cuda_graph", True, "record_steps", False),
         ("enforce_eager", True, "record_steps", False),
         ("tensor_parallel_size", 2, "tp", 2),
+        ("pipeline_parallel_size", 2, "pp", 2),
+        ("pp_size", 2, "pp", 2),
         ("tp_size", 2, "tp", 2),
         ("data_parallel_size", 2, "dp", 2),
         ("dp_size", 2, "dp", 2),

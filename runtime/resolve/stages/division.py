@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ..config.device_config import parse_pp_layers
-from ..errors import ConfigError
-from ..model_files.weight_files.needed_tensors import needed_modules
-from ..model_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
+from ...config.device_config import parse_pp_layers
+from ...errors import ConfigError
+from ...model_files.weight_files.needed_tensors import needed_modules
+from ...model_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..config.device_config import ParallelConfig
-    from ..model_files.model_spec import ModelSpec
+    from ...config.device_config import ParallelConfig
+    from ...model_files.model_spec import ModelSpec
 
 _EMBEDDING: Final = "model.embed_tokens."
 _LAYER: Final = "model.layers."

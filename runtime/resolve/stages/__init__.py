@@ -1,0 +1,1 @@
+"""Pipeline stages: how a model's layers are divided, and what each stage takes."""
