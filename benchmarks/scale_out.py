@@ -1,16 +1,20 @@
-"""Several replicas behind one address (`--dp`): the rate beside one replica, and what the choice of a replica saves.
+"""Several replicas (`--dp`) or pipeline stages (`--pp`): the rate beside one process, what the choice of a replica saves.
 
-    python benchmarks/scale_out.py [rate] [affinity] [--rounds 3] [--requests 64] [--replicas 2] [--pool 4608]
+    python benchmarks/scale_out.py [rate] [pp] [affinity] [--rounds 3] [--requests 64] [--replicas 2] [--stages 2]
+        [--pool 4608]
 
 `rate`: the requests of W3 (see `cpu_vs_peers.py`) all at once, with token ids and exact output lengths, to one replica
 with all cores and to `--replicas` that share them; in interleaved rounds, both servers up. Replicas win nothing here by
 their number: it shows what the division of cores costs.
 
+`pp`: the same for `--stages` pipeline stages that share the cores, in the place of replicas: what it costs that stages
+hand on their results, and that they have to wait for each other.
+
 `affinity`: families of prompts with equal beginnings, four requests at a time, and KV pools that hold the beginnings of
 their share of the families but not of all. The share of prompt tokens that came from a prefix cache, with the default
 policy and with `round-robin`.
 
-The machine must be idle otherwise for `rate`; `affinity` counts tokens.
+The machine must be idle otherwise for `rate` and `pp`; `affinity` counts tokens.
 """
 
 from __future__ import annotations
@@ -57,20 +61,27 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="rate, affinity (default: both)",
+        help="rate, pp, affinity (default: rate and affinity)",
         default=["rate", "affinity"],
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--model", help="of rate and pp (default: that of `engine serve`)")
     parser.add_argument("--pool", type=int, default=FAMILY_POOL, help="KV slots of a replica in affinity")
     parser.add_argument("--port", type=int, default=18_400, help="the first of two")
     options = parser.parse_args()
-    if unknown := set(options.parts) - {"rate", "affinity"}:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate and affinity")
+    if unknown := set(options.parts) - {"rate", "pp", "affinity"}:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate, pp and affinity")
+    pool = KV_TOKENS // options.replicas
+    replicas = ("--dp", str(options.replicas), "--max-total-tokens", str(pool))
+    stages = ("--pp", str(options.stages), "--max-total-tokens", str(KV_TOKENS))
     with tempfile.TemporaryDirectory() as folder:
         if "rate" in options.parts:
-            print(rate_table(measure_rates(options, Path(folder))))
+            print(rate_table("replicas", measure_rates(options, Path(folder), replicas)))
+        if "pp" in options.parts:
+            print(rate_table("stages", measure_rates(options, Path(folder), stages)))
         if "affinity" in options.parts:
             print(affinity_table(measure_affinity(options, Path(folder))))
 
@@ -81,16 +92,14 @@ def engine_side(name: str, port: int, *options: str) -> Side:
     return Side(name, (*command, "--host", HOST, "--port", str(port), *options), port)
 
 
-def measure_rates(options: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
-    """Output tokens per second of one replica and of several, in each round."""
-    pool = KV_TOKENS // options.replicas
+def measure_rates(
+    options: argparse.Namespace, folder: Path, several: Sequence[str]
+) -> dict[str, list[float]]:
+    """Output tokens per second of one process, and with the options `several`, in each round."""
+    model = () if options.model is None else ("--model", options.model)
     sides = [
-        engine_side("one", options.port, "--max-total-tokens", str(KV_TOKENS)),
-        engine_side(
-            "several",
-            options.port + 1,
-            *("--dp", str(options.replicas), "--max-total-tokens", str(pool)),
-        ),
+        engine_side("one", options.port, *model, "--max-total-tokens", str(KV_TOKENS)),
+        engine_side("several", options.port + 1, *model, *several),
     ]
     rates: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as running:
@@ -107,11 +116,11 @@ def measure_rates(options: argparse.Namespace, folder: Path) -> dict[str, list[f
     return rates
 
 
-def rate_table(rates: Mapping[str, Sequence[float]]) -> str:
+def rate_table(name: str, rates: Mapping[str, Sequence[float]]) -> str:
     """Medians, and the median of the rounds' ratios."""
     ratios = [several / one for one, several in zip(rates["one"], rates["several"], strict=True)]
     return (
-        f"one replica {statistics.median(rates['one']):.1f} tok/s, several "
+        f"one process {statistics.median(rates['one']):.1f} tok/s, {name} "
         f"{statistics.median(rates['several']):.1f} tok/s, ratio {statistics.median(ratios):.2f}"
     )
 
