@@ -1,4 +1,4 @@
-"""Several replicas (`--dp`) or pipeline stages (`--pp`): the rate beside one process, what the choice of a replica saves.
+"""Several replicas (`--dp`) or stages (`--pp`): the rate beside one process; what the choice of a replica saves.
 
     python benchmarks/scale_out.py [rate] [pp] [affinity] [--rounds 3] [--requests 64] [--replicas 2] [--stages 2]
         [--pool 4608]

@@ -94,7 +94,7 @@ class StagedPending:
         assert all(each.step_id == self._plan.step_id for each in results), [each.step_id for each in results]
         rows = np.frombuffer(self._plan.rows, dtype=np.int32)
         samples = np.frombuffer(self._plan.samples, dtype=np.bool_)
-        self._settle(RowTokens(rows[samples].tobytes(), last.result.next_token_ids))
+        self._settle(RowTokens(rows[samples].tobytes(), _last_tokens(last.result)))
         return replace(
             last.result,
             forward_s=sum(each.forward_s for each in results),
@@ -167,6 +167,15 @@ class SentMasks:
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> None:
         """See `GetMasks`; there are no others."""
+
+
+def _last_tokens(result: StepResult) -> bytes:
+    """[S] int32, the last token of each request that samples; with drafts a request has several."""
+    if not result.num_next_tokens:
+        return result.next_token_ids
+    lasts = np.frombuffer(result.num_next_tokens, dtype=np.int32).cumsum() - 1
+    token_ids: npt.NDArray[np.int32] = np.frombuffer(result.next_token_ids, dtype=np.int32)[lasts]
+    return token_ids.tobytes()
 
 
 def _packed(masks: TokenMasks | None) -> PackedMasks | None:

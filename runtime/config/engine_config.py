@@ -475,11 +475,12 @@ class EngineConfig:
         mode = self.scheduler.disaggregation_mode
         if mode == "null":
             return
-        if self.parallel.tp > 1:
-            raise ConfigError(
-                f"disaggregation_mode is {mode} with tp {self.parallel.tp}, but such an engine has one KV pool in one "
-                "process; leave --tp out, and start several engines behind a router"
-            )
+        for name, value in (("tp", self.parallel.tp), ("pp", self.parallel.pp)):
+            if value > 1:
+                raise ConfigError(
+                    f"disaggregation_mode is {mode} with {name} {value}, but such an engine has one KV pool in one "
+                    f"process; leave --{name} out, and start several engines behind a router"
+                )
         if not self.cache.radix_cache:
             raise ConfigError(
                 f"disaggregation_mode is {mode} without the prefix cache, but KV is handed over from one prefix cache "

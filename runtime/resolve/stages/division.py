@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _EMBEDDING: Final = "model.embed_tokens."
 _LAYER: Final = "model.layers."
+_STREAMS: Final = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
+"""Their decoder may have further residual streams, inputs of layers, and keys and values that layers share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +127,8 @@ def reason_against_stages(spec: ModelSpec) -> str | None:
         return f"{spec.model_type} generates no text here, and stages are for models that do"
     if spec.state is not None:
         return f"{spec.model_type} has layers with a state, and states are not divided into stages"
-    if spec.altup is not None or spec.layer_inputs is not None:
-        return f"the layers of {spec.model_type} have inputs besides those of the layer before"
+    if spec.model_type in _STREAMS:
+        return f"the layers of {spec.model_type} may have inputs besides those of the layer before"
     if any(source != layer for layer, source in enumerate(spec.kv_sources)):
         return f"layers of {spec.model_type} attend to the keys and values of other layers"
     return None

@@ -20,11 +20,11 @@ from engine.model_runner.model_runner import ModelRunner
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.messages import Message
 from engine.runtime.model_files.quantization import Quantization
 from engine.runtime.model_files.source import ModelSource
 from engine.runtime.resolve.stages.division import Stage, stages_of
 from engine.runtime.step_plan import LaunchStep, Runner
+from engine.runtime.transport.message_base import Message
 from tests.model_runner.conftest import TinyModel, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup
 

@@ -190,6 +190,7 @@ def test_settings_that_contradict_stages_are_refused(settings, told):
 @pytest.mark.parametrize(
     ("fields", "told"),
     [
+        ({"model_type": "gemma4_text"}, "pp is 2, but the layers of gemma4_text may have inputs besides"),
         (
             {"model_type": "mamba"},
             "pp is 2, but mamba is computed by transformers, on one device only; use --pp 1",
