@@ -90,7 +90,7 @@ def main(child: Child) -> None:
         others.wait(config.server.startup_timeout)
         runner = RankedRunner(own_runner, others, group)
         if place.wire is not None:
-            runner = StagedRunner(own_runner, others, place.wire)
+            runner = StagedRunner(own_runner, others, place.wire, group)
         if own_runner.adapters is not None:
             adapters = RankedAdapters(own_runner.adapters.store, others)
     runner = with_chaos(runner, config.scheduler, capacity.page_size)

@@ -552,7 +552,7 @@ class Scheduler:
             cached_tokens_total=stats.cached_tokens,
             evicted_tokens_total=kv.evicted_pages_total * page_size,
             num_steps_total=stats.num_steps,
-            step_s_total=stats.step_s,
+            step_s_total=stats.step_s / self._capacity.num_stages,  # a step is computed by all of them
             num_swapped_reqs=len(self._requests.swapped),
             num_grammar_reqs=len(self._requests.grammar),
             preempted_reqs_total=stats.preempted_reqs,

@@ -20,7 +20,7 @@ from ...runtime.resolve.memory_budget import plan_memory, size_text
 from ...runtime.resolve.model_resolution import text_only
 from ...runtime.resolve.pool_size import largest_step_of
 from ...runtime.resolve.resolve import resolve
-from ...runtime.resolve.stages.division import stage_spec, stages_of
+from ...runtime.resolve.stages.division import least_bubble, stage_spec, stages_of
 from ...runtime.resolve.transformers_support import TIMES_SLOWER
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
@@ -219,7 +219,9 @@ def check_fit(spec: ModelSpec, config: EngineConfig, host: HostFacts) -> Check:
     weights_text = " + ".join(map(size_text, weights))
     if len(stages) > 1:
         layers = " + ".join(str(stage.end - stage.first) for stage in stages)
-        weights_text += f" in stages of {layers} layers"
+        weights_text += (
+            f" in stages of {layers} layers that wait {least_bubble(spec, stages):.0%} of the time"
+        )
     lengths = [length for length in CONTEXTS if length < capacity.max_model_len] + [capacity.max_model_len]
     at_once = {
         length: min(

@@ -24,6 +24,7 @@ from ...runtime.step_plan import (
     no_masks,
     to_the_end,
 )
+from .ranked_runner import WaitingPending
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,10 +46,11 @@ class StoringRunner(Protocol):
 class StagedRunner:
     """The `Runner` of rank 0. Steps must be waited for in the order of launch."""
 
-    def __init__(self, runner: StoringRunner, others: Sender, wire: StageWire) -> None:
+    def __init__(self, runner: StoringRunner, others: Sender, wire: StageWire, group: TPGroup) -> None:
         self._runner = runner
         self._others = others
         self._wire = wire
+        self._group = group
         self._settled: list[RowTokens] = []  # since the last launch
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
@@ -62,7 +64,8 @@ class StagedRunner:
         self._others.send(LaunchStep(plan, sampled, packed))
         get_results = self._wire.expect_results()
         self._runner.store_tokens(sampled)
-        return StagedPending(self._runner.launch(plan), plan, get_results, masks, self._settled.append)
+        own = WaitingPending(self._runner.launch(plan), self._group)
+        return StagedPending(own, plan, get_results, masks, self._settled.append)
 
 
 class StagedPending:

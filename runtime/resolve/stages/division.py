@@ -163,6 +163,15 @@ def balanced_lengths(spec: ModelSpec, count: int) -> tuple[int, ...]:
     return (*lengths, left)
 
 
+def least_bubble(spec: ModelSpec, stages: Sequence[Stage]) -> float:
+    """Share of the time that stages wait on average, if times are as the weights that are multiplied."""
+    if len(stages) == 1:
+        return 0.0
+    sizes, head = _sizes(spec)
+    loads = [sum(sizes[stage.first : stage.end]) + head * stage.is_last for stage in stages]
+    return 1 - sum(loads) / (len(loads) * max(loads))
+
+
 def _sizes(spec: ModelSpec) -> tuple[list[int], int]:
     """Numbers in each layer, and in the output head."""
     sizes = [0] * spec.num_layers

@@ -373,3 +373,11 @@ def test_the_line_of_a_model_that_cannot_run_says_why(model):
     check = not_well(examine(model))[0]
     assert (check.code, check.verdict) == ("model", FAIL)
     assert "does not support external attention" in check.text
+
+
+def test_stages_are_listed_with_their_weights(model):
+    (check,) = [c for c in examine(model, pp=2, max_total_tokens=4096) if c.code == "fit"]
+
+    assert len(check.details["stage_weights_bytes"]) == 2
+    assert sum(check.details["stage_weights_bytes"]) == check.details["weights_bytes"]
+    assert re.search(r" \+ .* in stages of 1 \+ 1 layers that wait \d+% of the time", check.text), check.text

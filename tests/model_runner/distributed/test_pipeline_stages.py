@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -9,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner import assembly, load
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.layers.decoder import Decoder
 from engine.model_runner.model_runner import NOT_FINITE
+from engine.model_runner.op_selection import PROVIDERS, select_ops
+from engine.model_runner.recording.cuda_graph_executor import sizes_to_record
 from engine.model_runner.recording.forward_program import ProgrammedForward
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.config.device_config import ParallelConfig
@@ -22,6 +26,7 @@ from tests.model_runner.conftest import Driver
 from tests.model_runner.distributed.test_tensor_parallel import GREEDY, MOE, PROMPTS, SEEDED, load_rank
 from tests.model_runner.distributed.thread_group import on_ranks
 from tests.model_runner.distributed.thread_wire import StageThreads, load_stages
+from tests.model_runner.recording.recording_device import DeviceAttention, RecordingDevice
 
 RECORDABLE = {"num_hidden_layers": 4, "head_dim": 16, "hidden_size": 96, "intermediate_size": 96}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -231,3 +236,33 @@ def test_tokens_go_to_the_first_stage_with_a_later_plan(make_tiny_model):
     assert [one.output, other.output] == generate(load_stages(tiny, ParallelConfig()), GREEDY)[0][:2]
     sent = [(message.sampled.rows, message.sampled.token_ids) for message in staged.launched]
     assert [len(rows) // 4 for rows, _ in sent] == [0, 0, *[1] * 10]
+
+
+def test_cuda_graphs_of_stages_are_replayed(make_tiny_model):
+    """On a device that records operators of torch; also with padding, for which nothing arrives."""
+    tiny = make_tiny_model("llama", num_hidden_layers=3)
+    devices: list[RecordingDevice] = []
+
+    def make_device(_device: torch.device) -> RecordingDevice:
+        devices.append(RecordingDevice())
+        return devices[-1]
+
+    def load_all(pp: int) -> Driver:
+        capacity = Capacity(128, 200, 4, 12, tiny.spec.vocab_size, num_stages=pp)
+        staged = load_stages(tiny, ParallelConfig(pp=pp), dtype="float32", capacity=capacity)
+        return driver_of(staged)
+
+    prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(9)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
+        plain = {op: providers[-1:] for op, providers in PROVIDERS.items()}
+        patch.setattr(load, "select_ops", lambda target: select_ops(target, plain))
+        eager = load_all(1)
+        sizes = partial(sizes_to_record, device=torch.device("cuda"))
+        patch.setattr(load, "sizes_to_record", lambda kernels, num, _: sizes(kernels, num))
+        patch.setattr(assembly, "CudaGraphDevice", make_device)
+        staged = load_all(3)
+
+    for num in (1, 9):
+        assert staged.generate(prompts[:num], SEEDED, num=4) == eager.generate(prompts[:num], SEEDED, num=4)
+    assert [device.num_replayed for device in devices] == [6, 6, 6]

@@ -99,7 +99,7 @@ class StageThreads:
             thread.start()
         self.runner: Runner = runners[0]
         if wires[0].stage.count > 1:
-            self.runner = StagedRunner(runners[0], self, wires[0])
+            self.runner = StagedRunner(runners[0], self, wires[0], groups[0])
 
     def send(self, message: Message) -> None:
         """See `Sender`; encoded and decoded, as between processes."""

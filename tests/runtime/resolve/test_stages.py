@@ -18,6 +18,7 @@ from engine.runtime.resolve.stages.division import (
     Stage,
     balanced_lengths,
     is_of_other_stages,
+    least_bubble,
     stage_spec,
     stage_weight_bytes,
     stages_of,
@@ -79,6 +80,15 @@ def test_the_largest_stage_is_as_small_as_possible(count):
 
     best = min(heaviest(each) for each in divisions(7, count))
     assert heaviest(balanced_lengths(spec, count)) == best
+
+
+def test_the_bubble_of_equal_stages_is_nothing():
+    spec = replace(LLAMA, num_layers=4, vocab_size=2)
+
+    assert least_bubble(spec, stages_of(spec, ParallelConfig(pp=2))) == pytest.approx(0.0, abs=1e-3)
+    uneven = stages_of(spec, ParallelConfig(pp=2, pp_layers="3,1"))
+    assert least_bubble(spec, uneven) == pytest.approx(1 / 3, abs=1e-3)
+    assert least_bubble(spec, stages_of(spec, ParallelConfig())) == 0.0
 
 
 def replace_count(stage: Stage) -> Stage:
