@@ -22,8 +22,8 @@ from ..model_files.quantization_choice import with_quantization
 from ..model_files.source import ModelSource
 from ..sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
-from .disaggregation import pair_settings
 from .host_facts import HostFacts, read_host_facts
+from .kinds.pair_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
 from .resolve import resolve
 

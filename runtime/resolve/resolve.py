@@ -20,12 +20,12 @@ from ..model_files.quantization import BLOCK_METHODS, Quantization
 from ..model_files.quantization_choice import with_quantization
 from .block_weights import KERNEL_FLAGS, against_blocks
 from .determinism import check_deterministic
-from .encoder_settings import encoder_settings, encoder_step_tokens
 from .host_facts import HostFacts, usable_threads
+from .kinds.encoder_settings import encoder_settings, encoder_step_tokens
+from .kinds.state_settings import state_settings
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_spec import check_tp
 from .stages.division import check_stages
-from .state_settings import state_settings
 from .step_settings import StepSettings
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ..config.engine_config import EngineConfig, SchedulerConfig
-from ..errors import ConfigError
-from ..model_files.weight_memory import num_parameters
+from ...config.engine_config import EngineConfig, SchedulerConfig
+from ...errors import ConfigError
+from ...model_files.weight_memory import num_parameters
 
 if TYPE_CHECKING:
-    from ..model_files.model_spec import ModelSpec
+    from ...model_files.model_spec import ModelSpec
 
 CPU_STEP_TOKENS: Final = 2048
 """Most tokens of a step on the CPU: intermediate results of a small model stay in the caches, and a query that arrives

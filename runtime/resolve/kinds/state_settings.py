@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..config.engine_config import EngineConfig
-    from ..model_files.model_spec import ModelSpec
+    from ...config.engine_config import EngineConfig
+    from ...model_files.model_spec import ModelSpec
 
 
 def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, Mapping[str, str]]:

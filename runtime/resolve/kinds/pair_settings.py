@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..config.engine_config import EngineConfig
-from ..errors import ConfigError
-from ..model_files.model_spec import ModelSpec
+from ...config.engine_config import EngineConfig
+from ...errors import ConfigError
+from ...model_files.model_spec import ModelSpec
 
 
 def pair_settings(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
