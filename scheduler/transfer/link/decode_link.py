@@ -129,6 +129,7 @@ class DecodeLink:
         self._commands.put(None)
         self._thread.join(timeout=5.0)
         self._commands.close_sender()
+        self._context.destroy(linger=0)
 
     # ------------------------------------------------------------ the thread
 
@@ -156,6 +157,7 @@ class DecodeLink:
                 peer.monitor.close(linger=0)
                 peer.socket.close(linger=0)
             self._commands.wake.close()
+            self._outbox.close()
 
     def _execute(self, command: TransferCommand | None) -> None:
         if command is None:

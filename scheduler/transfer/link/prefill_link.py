@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from ....runtime.errors import ConfigError
 from ....runtime.transport.cluster_key import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
@@ -86,7 +87,11 @@ class PrefillLink:
         self._writer = writer
         self._endpoint = scheduler
         self._context: Context = zmq.Context()
-        self._listener = Listener(self._context, host, port, key)
+        try:
+            self._listener = Listener(self._context, host, port, key)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
         self._socket = self._listener.socket
         self._commands = CommandQueue(self._context)
         self._encoder = msgspec.msgpack.Encoder()
@@ -114,6 +119,7 @@ class PrefillLink:
         self._commands.put(None)
         self._thread.join(timeout=5.0)
         self._commands.close_sender()
+        self._context.destroy(linger=0)
 
     # ------------------------------------------------------------ the thread
 
@@ -139,6 +145,7 @@ class PrefillLink:
         finally:
             self._writer.close()
             self._commands.wake.close()
+            self._outbox.close()
             self._listener.close()
 
     def _execute(self, command: TransferCommand | None) -> None:
