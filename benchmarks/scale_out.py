@@ -1,6 +1,6 @@
-"""Several replicas (`--dp`) or stages (`--pp`): the rate beside one process; what the choice of a replica saves.
+"""Several replicas, stages, or a pair of a prefill and a decode engine, beside one process of all cores.
 
-    python benchmarks/scale_out.py [rate] [pp] [affinity] [--rounds 3] [--requests 64] [--replicas 2] [--stages 2]
+    python benchmarks/scale_out.py [rate] [pp] [affinity] [pd] [--rounds 3] [--requests 64] [--replicas 2] [--stages 2]
         [--pool 4608]
 
 `rate`: the requests of W3 (see `cpu_vs_peers.py`) all at once, with token ids and exact output lengths, to one replica
@@ -14,7 +14,10 @@ hand on their results, and that they have to wait for each other.
 their share of the families but not of all. The share of prompt tokens that came from a prefix cache, with the default
 policy and with `round-robin`.
 
-The machine must be idle otherwise for `rate` and `pp`; `affinity` counts tokens.
+`pd`: streams that generate, and long prompts that arrive one by one meanwhile, at fixed times. The time between two
+tokens of a stream, in one engine with all cores and in a pair (`--disaggregation-mode both`) that shares them.
+
+The machine must be idle otherwise for all but `affinity`, which counts tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ import random
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import httpx
 
@@ -41,6 +47,12 @@ from benchmarks.peers.server import Server, start
 from benchmarks.peers.sides import HOST, MODEL_NAME, Side
 
 KV_TOKENS: Final = 65_536
+NUM_STREAMS: Final = 4
+STREAM_TOKENS: Final = 1_500
+LONG_PROMPT: Final = 1_500
+NUM_LONG: Final = 4
+LONG_EVERY_S: Final = 9.0
+"""A little more than a core needs for a long prompt of the default model."""
 NUM_FAMILIES: Final = 8
 BEGINNING: Final = 1_024
 OWN: Final = 48
@@ -52,6 +64,21 @@ _START_S: Final = 600.0
 _ANSWER_S: Final = 3600.0
 
 
+class Gaps(NamedTuple):
+    """Seconds: percentiles of the times between tokens, and the median answer to a long prompt."""
+
+    p50: float
+    p99: float
+    longest: float
+    long_prompt: float
+
+    def __str__(self) -> str:
+        return (
+            f"P50 {1000 * self.p50:.0f} ms, P99 {1000 * self.p99:.0f} ms, longest {1000 * self.longest:.0f} ms, "
+            f"long prompt {self.long_prompt:.1f} s"
+        )
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(
@@ -61,7 +88,7 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="rate, pp, affinity (default: rate and affinity)",
+        help="rate, pp, affinity, pd (default: rate and affinity)",
         default=["rate", "affinity"],
     )
     parser.add_argument("--rounds", type=int, default=3)
@@ -72,8 +99,8 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=FAMILY_POOL, help="KV slots of a replica in affinity")
     parser.add_argument("--port", type=int, default=18_400, help="the first of two")
     options = parser.parse_args()
-    if unknown := set(options.parts) - {"rate", "pp", "affinity"}:
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate, pp and affinity")
+    if unknown := set(options.parts) - {"rate", "pp", "affinity", "pd"}:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate, pp, affinity and pd")
     pool = KV_TOKENS // options.replicas
     replicas = ("--dp", str(options.replicas), "--max-total-tokens", str(pool))
     stages = ("--pp", str(options.stages), "--max-total-tokens", str(KV_TOKENS))
@@ -84,6 +111,8 @@ def main() -> None:
             print(rate_table("stages", measure_rates(options, Path(folder), stages)))
         if "affinity" in options.parts:
             print(affinity_table(measure_affinity(options, Path(folder))))
+        if "pd" in options.parts:
+            print(gap_table(measure_gaps(options, Path(folder))))
 
 
 def engine_side(name: str, port: int, *options: str) -> Side:
@@ -123,6 +152,70 @@ def rate_table(name: str, rates: Mapping[str, Sequence[float]]) -> str:
         f"one process {statistics.median(rates['one']):.1f} tok/s, {name} "
         f"{statistics.median(rates['several']):.1f} tok/s, ratio {statistics.median(ratios):.2f}"
     )
+
+
+def measure_gaps(options: argparse.Namespace, folder: Path) -> dict[str, list[Gaps]]:
+    """The times between tokens of one engine and of a pair, in each round; each server is up alone."""
+    sides = {
+        "one": ("--max-total-tokens", str(KV_TOKENS)),
+        "pair": ("--disaggregation-mode", "both", "--max-total-tokens", str(KV_TOKENS // 2)),
+    }
+    gaps: dict[str, list[Gaps]] = defaultdict(list)
+    for number in range(options.rounds):
+        for index, (name, flags) in enumerate(sides.items()):
+            server = start(engine_side(name, options.port + index, *flags), folder / f"{name}.log", _START_S)
+            try:
+                found = gaps_beside_prompts(server.side.url, number)
+            finally:
+                server.stop()
+            gaps[name].append(found)
+            print(f"round {number + 1}: {name} {found}", flush=True)
+    return gaps
+
+
+def gaps_beside_prompts(url: str, seed: int) -> Gaps:
+    """Percentiles of the times between the tokens of some streams while long prompts arrive."""
+    source = random.Random(seed)
+    ended = threading.Event()
+
+    def stream(prompt: list[int]) -> list[float]:
+        body = {"prompt": prompt, "max_tokens": STREAM_TOKENS, "ignore_eos": True, "stream": True}
+        completions = f"{url}/v1/completions"
+        with (
+            httpx.Client(timeout=_ANSWER_S) as client,
+            client.stream("POST", completions, json=body) as answer,
+        ):
+            times = [time.perf_counter() for line in answer.iter_lines() if line.startswith("data: {")]
+        return [after - before for before, after in pairwise(times)]
+
+    def ask(prompt: list[int]) -> float:
+        started_s = time.perf_counter()
+        body = {"prompt": prompt, "max_tokens": 1, "ignore_eos": True}
+        httpx.post(f"{url}/v1/completions", json=body, timeout=_ANSWER_S).raise_for_status()
+        return time.perf_counter() - started_s
+
+    ask(_ids(source, 64))
+    with ThreadPoolExecutor(NUM_STREAMS + NUM_LONG) as pool:
+        streams = [pool.submit(stream, _ids(source, 32)) for _ in range(NUM_STREAMS)]
+        asked = []
+        for _ in range(NUM_LONG):
+            ended.wait(LONG_EVERY_S)  # fixed times of arrival, whatever the server does
+            asked.append(pool.submit(ask, _ids(source, LONG_PROMPT)))
+        gaps = sorted(gap for each in streams for gap in each.result())
+        first_s = statistics.median(each.result() for each in asked)
+    return Gaps(gaps[len(gaps) // 2], gaps[int(len(gaps) * 0.99)], gaps[-1], first_s)
+
+
+def gap_table(gaps: Mapping[str, Sequence[Gaps]]) -> str:
+    """Medians over the rounds, and the ratio of the 99th percentiles."""
+    rows = ["", "| | P50, ms | P99, ms | longest, ms | long prompt, s |", "|---|---|---|---|---|"]
+    for name, each in gaps.items():
+        middle = [statistics.median(values) for values in zip(*each, strict=True)]
+        rows.append(
+            f"| {name} | {' | '.join(f'{1000 * value:.0f}' for value in middle[:3])} | {middle[3]:.1f} |"
+        )
+    ratio = statistics.median(pair.p99 / one.p99 for one, pair in zip(gaps["one"], gaps["pair"], strict=True))
+    return "\n".join([*rows, f"P99 of the pair to that of one engine: {ratio:.2f} (target 0.5 or less)"])
 
 
 def family_prompts(seed: int, count: int) -> list[list[int]]:
