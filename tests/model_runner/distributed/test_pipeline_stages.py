@@ -100,6 +100,15 @@ def test_quantized_while_loading(make_tiny_model, quantization):
     assert generate(load_stages(tiny, ParallelConfig(pp=2), quantization=quantization), GREEDY) == whole
 
 
+def test_with_batch_invariant_kernels(make_tiny_model):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    tiny = make_tiny_model("llama", **RECORDABLE)
+    whole = generate(load_stages(tiny, ParallelConfig(), deterministic=True), GREEDY)
+
+    assert generate(load_stages(tiny, ParallelConfig(pp=2), deterministic=True), GREEDY) == whole
+
+
 def test_two_stages_of_two_ranks_say_what_two_ranks_say(make_tiny_model):
     tiny = make_tiny_model("llama", **RECORDABLE)
 
