@@ -21,7 +21,8 @@ from engine.runtime.model_files.quantization import QuantizationSpec
 from engine.runtime.model_files.quantization_choice import with_quantization
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.resolve.block_weights import KERNEL_FLAGS
-from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
+from engine.runtime.resolve.gpus.driver_gpu import GpuFacts
+from engine.runtime.resolve.host_facts import HostFacts
 from engine.runtime.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
 from engine.runtime.resolve.resolve import resolve
 
