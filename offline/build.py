@@ -14,7 +14,7 @@ from ..runtime.child.openmp import shorten_spinning
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
 from ..runtime.messages import LoadAdapter
-from ..runtime.resolve.gpus.driver_gpu import DEVICE_ORDER
+from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
 from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 

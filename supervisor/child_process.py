@@ -22,7 +22,7 @@ from ..runtime.child.control import (
     process_label,
     supervisor_end,
 )
-from ..runtime.resolve.gpus.driver_gpu import DEVICE_ORDER
+from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
 from ..runtime.transport.message_base import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0

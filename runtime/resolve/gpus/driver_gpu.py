@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
-
-DEVICE_ORDER: Final = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-"""Environment of every process that uses CUDA: it numbers GPUs as nvidia-smi does, not by their speed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from .driver_gpu import DEVICE_ORDER, DriverGpu, GpuFacts
+from .device_order import other_order
+from .driver_gpu import DriverGpu, GpuFacts
 from .nvml import list_gpus
 from .torch_gpus import gpus_of_torch
 from .visible_devices import visible_gpus
@@ -57,11 +58,12 @@ def read_gpus(
                 "libnvidia-ml.so.1 cannot be used, so torch was asked for the GPUs, which takes seconds"
             )
         return Gpus(found)
-    ((variable, order),) = DEVICE_ORDER.items()
-    asked = environ.get(variable, order)
-    if asked != order and len({gpu.facts.name for gpu in gpus}) > 1:
+    order = other_order(environ)
+    if order is not None and len({gpu.facts.name for gpu in gpus}) > 1:
         logger.warning(
-            "%s=%s is replaced by %s: numbers in %s are those of nvidia-smi", variable, asked, order, _MASK
+            "CUDA_DEVICE_ORDER=%s is replaced by PCI_BUS_ID: numbers in %s are those of nvidia-smi",
+            order,
+            _MASK,
         )
     visible = visible_gpus(gpus, mask)
     return Gpus(visible, max(0, len(gpus) - len(visible)))

@@ -13,7 +13,8 @@ import subprocess
 import sys
 from typing import Final
 
-from .driver_gpu import DEVICE_ORDER, GpuFacts
+from .device_order import DEVICE_ORDER
+from .driver_gpu import GpuFacts
 
 logger = logging.getLogger(__name__)
 
