@@ -242,6 +242,37 @@ def test_the_rank_with_the_least_memory_decides(make):
     assert make(group=SmallNeighbor(), pool_is_estimate=True).kv_pool.num_bytes == 97 * PAGE_BYTES
 
 
+class MeetingPlaces(SingleRank):
+    """Writes down where the ranks meet."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def meet(self, place: str) -> None:
+        self.events.append(f"meet {place}")
+
+
+def test_the_ranks_meet_after_the_sampler_is_compiled_and_before_any_step(make, monkeypatch):
+    """Rank 0 alone compiles it; the others would wait in the first step, for as long as a step may take."""
+    places, launch, made = MeetingPlaces(), ModelRunner.launch, assembly.make_sampler
+
+    def watched_sampler(*args: Any) -> Any:
+        places.events.append("compile")
+        return made(*args)
+
+    def watched_launch(runner: ModelRunner, plan: StepPlan) -> Any:
+        places.events.append("step")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(assembly, "make_sampler", watched_sampler)
+    monkeypatch.setattr(ModelRunner, "launch", watched_launch)
+    make(group=places, pool_is_estimate=True)
+
+    prepared = ["compile", "meet sampler"]
+    steps = places.events.count("step")
+    assert places.events == ["meet weights", *prepared, *["step"] * steps, *prepared]
+
+
 def test_a_step_that_does_not_fit_beside_the_weights_is_an_error(make, monkeypatch):
     monkeypatch.setattr(ModelRunner, "_forward", no_memory)
     with pytest.raises(
