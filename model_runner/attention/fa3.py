@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..kernels.probe import KernelProbe, probe_kernels
 from .backend import AttentionBackend
+from .fa3_splits import SplitShape, max_splits
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import LayerView, ModelSpec
@@ -34,7 +35,10 @@ _MAX_HEAD_DIM: Final = 256
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
 _NO_CAP: Final = 0.0
-_NUM_SPLITS: Final = 0  # FA3 chooses, and adapts the choice to the lengths on the device
+_ANY_SPLITS: Final = (
+    0  # FA3 sets the bound; in a recording lengths are not known, and its few tokens cost little
+)
+_SMS_OF_NO_GPU: Final = 132
 
 
 class FlashAttention3(AttentionBackend):
@@ -81,6 +85,9 @@ class FlashAttention3(AttentionBackend):
             for layer_id in spec.attention_layers
         }
         self._causal = spec.causal
+        self._num_sms = _SMS_OF_NO_GPU
+        if req_to_token.is_cuda:
+            self._num_sms = torch.cuda.get_device_properties(req_to_token.device).multi_processor_count
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
         # Query offsets of a step in which every request has one new token; longer than any batch.
         self._one_each = torch.arange(
@@ -94,7 +101,12 @@ class FlashAttention3(AttentionBackend):
         np.cumsum(layout.extend_lens, out=cu_seqlens_np[1:])
         rows, seq_lens, cu_seqlens = self._buffers.put_all([layout.rows, seq_lens_np, cu_seqlens_np])
         longest_query = int(layout.extend_lens.max(initial=1))
-        return self._plan(rows, seq_lens, cu_seqlens, longest_query, int(seq_lens_np.max(initial=1)))
+        splits = {
+            view: max_splits(layout.extend_lens, layout.prefix_lens + layout.extend_lens, self._shape(view))
+            for view in dict.fromkeys(self._views)
+        }
+        longest = int(seq_lens_np.max(initial=1))
+        return self._plan(rows, seq_lens, cu_seqlens, longest_query, longest, splits)
 
     def capturable(self) -> CapturableAttention:
         """See `AttentionBackend`."""
@@ -103,12 +115,30 @@ class FlashAttention3(AttentionBackend):
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """See `CapturableAttention`."""
         cu_seqlens = self._one_each[: len(rows) + 1]
-        return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1])
+        splits = dict.fromkeys(self._views, _ANY_SPLITS)
+        return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1], splits)
+
+    def _shape(self, view: LayerView) -> SplitShape:
+        heads = view.heads
+        return SplitShape(
+            self._heads["num_heads"], heads.num_kv_heads, heads.head_dim, view.window, self._num_sms
+        )
 
     def _plan(
-        self, rows: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, longest_query: int, longest: int
+        self,
+        rows: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens: Tensor,
+        longest_query: int,
+        longest: int,
+        splits: Mapping[LayerView, int],
     ) -> StepAttention:
-        """Plan a step; `longest` is an upper bound of `seq_lens` and sets the width of the page table."""
+        """Plan a step.
+
+        Args:
+            longest: an upper bound of `seq_lens`; sets the width of the page table.
+            splits: the most splits of each view.
+        """
         page_table = self._page_table(rows, longest)
         # The kernel takes the table's width as the longest length; the metadata made before must agree with it.
         common: dict[str, Any] = {
@@ -119,11 +149,10 @@ class FlashAttention3(AttentionBackend):
             "cu_seqlens_q": cu_seqlens,
             "page_size": self._page_size,
             "causal": self._causal,
-            "num_splits": _NUM_SPLITS,
             "has_softcap": self._cap > _NO_CAP,
             **self._heads,
         }
-        by_view = {view: self._view_arguments(view, common) for view in dict.fromkeys(self._views)}
+        by_view = {view: self._view_arguments(view, common, num) for view, num in splits.items()}
         arguments = {
             "cache_seqlens": seq_lens,
             "page_table": page_table,
@@ -132,18 +161,17 @@ class FlashAttention3(AttentionBackend):
             "softmax_scale": self._scale,
             "softcap": self._cap,
             "causal": self._causal,
-            "num_splits": _NUM_SPLITS,
         }
         layers = [arguments | by_view[view] for view in self._views]
         return _Step(self._flash_attention, self._pages, layers)
 
-    def _view_arguments(self, view: LayerView, common: dict[str, Any]) -> dict[str, Any]:
+    def _view_arguments(self, view: LayerView, common: dict[str, Any], num_splits: int) -> dict[str, Any]:
         """The arguments of the layers of one view; the metadata are made with those of all."""
         window, metadata = _window_size(view.window, causal=self._causal), None
         if common["batch_size"]:
             heads = {"num_heads_k": view.heads.num_kv_heads, "headdim": view.heads.head_dim}
-            metadata = self._get_metadata(**common, **heads, window_size=window)
-        return {"window_size": window, "scheduler_metadata": metadata}
+            metadata = self._get_metadata(**common, **heads, window_size=window, num_splits=num_splits)
+        return {"window_size": window, "scheduler_metadata": metadata, "num_splits": num_splits}
 
     def _page_table(self, rows: Tensor, longest: int) -> Tensor:
         """[B, pages] int32. After the end of a request it holds pages of other requests, which are not read."""

@@ -173,13 +173,35 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     """Else what they ask for later takes memory that the pool has by then."""
     make(pool_is_estimate=True, planned=replace(PLANNED, num_host_pages=3))
 
-    moving, largest = make.plans
-    result = make.results[-1]
+    moving, largest, short, shortest = make.plans
+    result = make.results[1]
     assert moving.swap_outs and moving.swap_ins and moving.page_copies
     assert largest.total_num_scheduled_tokens == 40 and len(result.logprobs) == 6
     assert all(each is not None and each.top_k == 20 for each in result.logprobs)
     assert {each.top_k for each in result.prompt_logprobs.values()} == {20}
     assert len(make.runners[0]._counts.in_prompt) >= 6, "everybody has penalties"
+    assert all(not result.errors for result in make.results)
+    assert [
+        np.frombuffer(plan.num_scheduled_tokens, dtype=np.int32).tolist() for plan in (short, shortest)
+    ] == [
+        [7, 7, 7, 7, 6, 6],
+        [2] * 6,
+    ]
+    assert not short.new_reqs[0].prefix_loc, "what this attention gathers is in the sums of the pool"
+
+
+def test_short_extends_come_with_a_long_context_and_fit_into_the_pool(make, monkeypatch):
+    """FA3's partial outputs of such a step are larger than anything of a step with one long prompt."""
+    monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", 0)
+    make(pool_is_estimate=True, planned=replace(PLANNED, max_running_requests=20))
+
+    *_, short, shortest = make.plans
+    assert [len(new.prefix_loc) // 4 for new in short.new_reqs] == [63 - 2] + [0] * 19
+    assert short.total_num_scheduled_tokens == 40
+    slots = np.frombuffer(short.out_cache_loc, dtype=np.int32)
+    assert slots.max() < 4 * (make.runners[0].capacity.num_pages + 1), "20 extends of 2 take 20 pages"
+    assert len(shortest.rows) // 4 == 8 and len(shortest.finished_rows) // 4 == 20
+    assert not any(result.errors for result in make.results)
 
 
 def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
@@ -187,9 +209,10 @@ def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
     loading = Loading(encoder, monkeypatch)
     runner = loading(planned=replace(PLANNED, num_pages=90))
 
-    moving, largest = loading.plans
+    moving, largest, short, _ = loading.plans
+    assert not short.new_reqs[0].prefix_loc and short.pools == bytes([1]) * 6
     assert largest.samples == bytes(6) and largest.pools == bytes([1]) * 6
-    assert sorted(loading.results[-1].vectors) == list(range(6)) and not loading.results[-1].errors
+    assert sorted(loading.results[1].vectors) == list(range(6)) and not loading.results[1].errors
     assert moving.total_num_scheduled_tokens == 0
     assert runner.capacity.num_pages == 90, "as planned: two steps"
 
