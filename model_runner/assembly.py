@@ -140,7 +140,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
-    sampler = shared_sampler(partial(make_sampler, counts, device), group)
+    sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype), group)
     # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
     # timeout is that of steps.
     group.meet("sampler")

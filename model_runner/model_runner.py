@@ -307,7 +307,7 @@ class ModelRunner:
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
     ) -> tuple[Sampled, Tensor | None, UnmaskedTokens | None]:
-        """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
+        """Sample from logits, [R, V], store the last tokens for the next step, and fetch the results.
 
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         The third result is for a device that has not computed the tokens yet: see `Fetched`.
@@ -346,7 +346,7 @@ class ModelRunner:
             start = span.start + done
             adapters = runs_or_none(np.full(len(targets), slot), self._buffers.put)
             logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
-            finite.append(logits.sum().isfinite())
+            finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
         fetch = self._outputs.fetch
         return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))

@@ -188,16 +188,25 @@ class CudaGraphExecutor:
     def _fill(
         self, result: Tensor | StageStates, inputs: DecodeInputs[Tensor], *, has_adapters: bool
     ) -> None:
-        """The recorded computation."""
-        computed = self._compute(inputs, has_adapters=has_adapters)
-        for to, values in zip(_tensors(result), _tensors(computed), strict=True):
-            to.copy_(values)
+        """The recorded computation: [n, V] logits of a step, or what the next pipeline stage gets."""
+        hidden, adapters = self._forward(inputs, has_adapters=has_adapters)
+        if isinstance(hidden, StageStates):
+            assert isinstance(result, StageStates), "a stage has results of one kind"
+            result.x.copy_(hidden.x)
+            result.residual.copy_(hidden.residual)
+        else:
+            assert isinstance(result, Tensor), "a stage has results of one kind"
+            self._model.write_logits(hidden, adapters, result)
 
-    def _compute(self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False) -> Tensor | StageStates:
-        """[n, V] logits of a step, or what the next pipeline stage gets.
+    def _compute(self, inputs: DecodeInputs[Tensor]) -> Tensor | StageStates:
+        """The same in memory of its own."""
+        hidden, adapters = self._forward(inputs)
+        return hidden if isinstance(hidden, StageStates) else logits_of(self._model, hidden, adapters)
 
-        The recording depends only on the shapes of the host's arrays.
-        """
+    def _forward(
+        self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False
+    ) -> tuple[Tensor | StageStates, AdapterRuns | None]:
+        """The model's result, and the adapters of its rows. It depends only on the shapes of the host's arrays."""
         self._slot_table.index_copy_(0, inputs.table_indices, inputs.slots)
         adapters = None
         if has_adapters:
@@ -215,14 +224,7 @@ class CudaGraphExecutor:
             else StateBatch(self._state_pool, StateRuns(inputs.state_plan)),
             incoming=self.eager.link.incoming(len(inputs.rows)),
         )
-        hidden = self._model.forward(batch)
-        if isinstance(hidden, StageStates):
-            return hidden
-        return logits_of(self._model, hidden, None if adapters is None else adapters.sampled)
-
-
-def _tensors(result: Tensor | StageStates) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [result.x, result.residual]
+        return self._model.forward(batch), None if adapters is None else adapters.sampled
 
 
 def _first_rows(result: Tensor | StageStates, num: int) -> Tensor | StageStates:

@@ -62,9 +62,9 @@ class TritonSamplerBackend:
         self._buffers = counts.buffers
         self._geometry = geometry
 
-    def warm_up(self, vocab_size: int) -> None:
+    def warm_up(self, vocab_size: int, logits_dtype: torch.dtype = torch.float32) -> None:
         """Compile every variant of the kernels at start: seconds on a new machine, which no request has to wait for."""
-        logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._buffers.device)
+        logits = torch.zeros((1, vocab_size), dtype=logits_dtype, device=self._buffers.device)
         row, word = np.zeros(1, dtype=np.int64), np.zeros((1, 2), dtype=np.int32)
         ones = np.ones(1, dtype=np.float32)
         token_ids = torch.zeros(1, dtype=torch.int64, device=self._buffers.device)
@@ -86,11 +86,10 @@ class TritonSamplerBackend:
         plan = _Plan(batch, vocab_size)
         scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
         # Arguments that the kernels do not read may be any tensor: the table of a greedy batch, the copy of unedited
-        # logits.
-        table = edit_ids = edit_values = words = logits
+        # logits, which is in float32 for logits of any dtype.
+        table = edit_ids = edit_values = words = edited = scratch.stats
         if plan.needed:
             table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
-        edited = logits
         if plan.num_edited:
             edited = torch.empty((plan.num_edited, vocab_size), dtype=torch.float32, device=device)
         rows = (logits, logits.stride(0), table, edited)

@@ -277,7 +277,7 @@ class MeetingPlaces(SingleRank):
 
 def test_the_ranks_meet_after_the_sampler_is_compiled_and_before_any_step(make, monkeypatch):
     """Rank 0 alone compiles it; the others would wait in the first step, for as long as a step may take."""
-    places, launch, made = MeetingPlaces(), ModelRunner.launch, assembly.make_sampler
+    places, launch, made = MeetingPlaces(), ModelRunner.launch, vars(assembly)["make_sampler"]
 
     def watched_sampler(*args: Any) -> Any:
         places.events.append("compile")

@@ -92,7 +92,8 @@ def test_what_is_not_split():
     heads=st.sampled_from([(32, 8, 128), (9, 3, 64), (8, 1, 256), (32, 32, 96)]),
 )
 def test_the_device_has_what_it_chooses_unless_memory_is_short(lens, heads):
-    shape = SplitShape(*heads, None, 132)
+    num_heads, num_kv_heads, head_dim = heads
+    shape = SplitShape(num_heads, num_kv_heads, head_dim, None, 132)
     queries, keys = [query for query, _ in lens], [query + prefix for query, prefix in lens]
     splits = bound(queries, keys, shape)
 

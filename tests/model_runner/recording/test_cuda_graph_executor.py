@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
 from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.sampling import native_backend
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
@@ -44,11 +45,15 @@ PLAIN = {op: providers[-1:] for op, providers in PROVIDERS.items()}
 
 
 def make(
-    tiny: TinyModel, device: RecordingDevice | None, attention: Any = DeviceAttention, **kernels: Any
+    tiny: TinyModel,
+    device: RecordingDevice | None,
+    attention: Any = DeviceAttention,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **kernels: Any,
 ) -> Driver:
     """A driver with poisoned KV memory, with recordings or without; its attention is the same either way."""
     capacity = Capacity(128, 200, 4, ROWS, tiny.spec.vocab_size)
-    config = ModelConfig(dtype="float32", device="cpu", num_threads=torch.get_num_threads(), seed=1)
+    config = ModelConfig(dtype=dtype, device="cpu", num_threads=torch.get_num_threads(), seed=1)
     source = ModelSource("hf", str(tiny.folder), "test")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "select_backend", lambda *_args: attention)
@@ -69,6 +74,20 @@ def make(
 @pytest.fixture
 def tiny(make_tiny_llama: Callable[..., TinyModel]) -> TinyModel:
     return make_tiny_llama()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads leave logits in the serving dtype, and the sampler takes it."""
+    build = vars(load)["build_model"]
+
+    def built(context: Any) -> Any:
+        model: Any = build(context)
+        model.head.dtype = context.dtype
+        return model
+
+    monkeypatch.setattr(load, "build_model", built)
+    monkeypatch.setattr(native_backend, "reasons_against_library", lambda: ["it is for CPUs"])
 
 
 # ------------------------------------------------------------ sizes
@@ -105,6 +124,24 @@ def test_decodes_of_every_size_are_replayed_and_give_the_same_tokens(tiny):
 
     assert device.num_captured == len(batch_sizes(ROWS))
     assert device.num_replayed == recorded.runner.executor.num_replayed == 5 * 3
+
+
+def test_recorded_logits_are_in_the_serving_dtype_and_the_head_writes_them_in_place(tiny, as_on_a_gpu):
+    """A copy in float32 and one into the shared memory made it five passes through memory."""
+    device = RecordingDevice()
+    recorded, eager = make(tiny, device, dtype="bfloat16"), make(tiny, None, dtype="bfloat16")
+    prompts, kinds = [[5 + n, 9, 2 * n] for n in range(4)], KINDS
+    assert recorded.generate(prompts, kinds, num=4) == eager.generate(prompts, kinds, num=4)
+
+    of_one_request = device.recordings[-1]
+    shape = (1, tiny.spec.vocab_size)
+    written = [
+        (operation.func, result.dtype)
+        for operation in of_one_request
+        for result in operation.results
+        if result.shape == shape
+    ]
+    assert written == [(torch.ops.aten.mm.out, torch.bfloat16)]
 
 
 def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(tiny):
