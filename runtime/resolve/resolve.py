@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs use the same memory
-CUDA_MEM_FRACTION: Final = 0.88
+CUDA_MEM_FRACTION: Final = 0.94  # of what is left once weights, steps and recordings are measured: `fit_pool`
+CUDA_ESTIMATED_FRACTION: Final = 0.88  # of an estimate, before the weights are loaded
 MAX_AUTO_GRAPH_BATCH: Final = 256
 
 T = TypeVar("T")
@@ -281,7 +282,9 @@ class _Resolver:
         if asked != "auto":
             return asked
         if device == "cuda":
-            return self.note("mem_fraction", CUDA_MEM_FRACTION, "memory is left for graphs and allocator")
+            return self.note(
+                "mem_fraction", CUDA_MEM_FRACTION, "the largest steps are measured; the rest is slack"
+            )
         return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
 
     def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
@@ -295,6 +298,8 @@ class _Resolver:
             ),
             host_free_bytes=host_free_bytes,
         )
+        if device == "cuda" and self.config.cache.mem_fraction == "auto":
+            fraction = CUDA_ESTIMATED_FRACTION
         decision = PoolSize(self.config, self.spec, facts, chunk=chunk, fraction=fraction).decide()
         self.notes.update(decision.notes)
         return decision
