@@ -10,7 +10,7 @@ Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
+_COMPILED_DIMS: Final = (64, 96, 128, 192, _MAX_HEAD_DIM)  # others are padded to the next one
 _DTYPES: Final = (torch.bfloat16, torch.float16)
+_WHOLE_PAGES_FROM: Final = ((128, 128, 64), (192, 96, 64), (_MAX_HEAD_DIM, 64, 32))
+"""(head_dim up to, page size, a smaller one): the smallest block of keys, from which FA3 may load whole pages."""
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
 _NO_CAP: Final = 0.0
 _ANY_SPLITS: Final = (
@@ -55,7 +58,7 @@ class FlashAttention3(AttentionBackend):
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
         else:
-            reasons += _reasons_against_package(probe_kernels())
+            reasons += _reasons_against_package(probe_kernels(), spec.head_dims)
         reasons += [
             f"head_dim is {head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
             for head_dim in spec.head_dims
@@ -180,7 +183,7 @@ class FlashAttention3(AttentionBackend):
         return table if self._page_size == 1 else table.div_(self._page_size, rounding_mode="floor")
 
 
-def _reasons_against_package(probe: KernelProbe) -> list[str]:
+def _reasons_against_package(probe: KernelProbe, head_dims: Sequence[int]) -> list[str]:
     if probe.sgl_kernel.version is None:
         return [f"sgl_kernel: {probe.sgl_kernel.reason}"]
     if probe.capability[0] not in _CAPABILITIES:
@@ -191,7 +194,13 @@ def _reasons_against_package(probe: KernelProbe) -> list[str]:
         import_module(_MODULE)
     except (ImportError, OSError) as error:
         return [f"sgl_kernel {probe.sgl_kernel.version} does not contain it: {error}"]
-    return []
+    if probe.flash_dims is None:
+        return []
+    return [
+        f"sgl_kernel {probe.sgl_kernel.version} has no code for head_dim {head_dim} on this GPU"
+        for head_dim in head_dims
+        if next((dim for dim in _COMPILED_DIMS if head_dim <= dim), head_dim) not in probe.flash_dims
+    ]
 
 
 def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:

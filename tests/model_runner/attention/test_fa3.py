@@ -157,6 +157,17 @@ def test_reasons_of_the_machine(fake, monkeypatch):
     assert reasons(monkeypatch, missing) == ["sgl_kernel: not installed"]
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "found"),
+    [(64, []), (96, ["sgl_kernel 0.4.10 has no code for head_dim 96 on this GPU"]), (128, []), (40, [])],
+)
+def test_a_wheel_without_code_for_the_models_heads(fake, monkeypatch, head_dim, found):
+    """The reduced one that is carried to a GPU machine; the first step would end with "no kernel image"."""
+    reduced = HOPPER._replace(flash_dims=(128, 64, 256))
+    assert reasons(monkeypatch, reduced, head_dim=head_dim) == found
+    assert reasons(monkeypatch, HOPPER, head_dim=head_dim) == []
+
+
 def test_a_wheel_without_the_library_of_fa3(monkeypatch):
     monkeypatch.setitem(sys.modules, "sgl_kernel.flash_attn", None)
     monkeypatch.setitem(sys.modules, "sgl_kernel", FakeFlashAttention("0.4.5"))
