@@ -216,7 +216,8 @@ def _make_attention(
     if kernels.deterministic:  # `check_fixed_order` has accepted the model before the weights were read
         return CpuNativeAttention(spec, kv_pool, req_to_token, buffers, fixed_order=True)
     asked = parse_attention_backend(kernels.attention_backend)
-    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_pool.k[0].dtype, asked)
+    kv_dtype = kv_pool.k[0].dtype
+    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_dtype, asked, kv_pool.page_size)
     return attention_type(spec, kv_pool, req_to_token, buffers)
 
 

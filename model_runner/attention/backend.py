@@ -96,6 +96,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    @staticmethod
+    def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
+        """All reasons why this backend cannot read pages of this many slots; empty if it can."""
+        return []
+
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
         """Bind to the pool and to the slot table, [rows, max_model_len] int32 on the device."""
         ...

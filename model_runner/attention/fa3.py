@@ -74,6 +74,23 @@ class FlashAttention3(AttentionBackend):
             )
         return reasons
 
+    @staticmethod
+    def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
+        """See `AttentionBackend`.
+
+        Pages of whole blocks of keys are loaded with the values after a request's end, which are multiplied by 0. They
+        must be finite, but a request whose numbers were not leaves NaN in the pages that others get next.
+        """
+        reasons = []
+        for head_dim in spec.head_dims:
+            limits = next((sizes for most, *sizes in _WHOLE_PAGES_FROM if head_dim <= most), None)
+            if limits is not None and page_size >= limits[0]:
+                reasons.append(
+                    f"page_size is {page_size}, and from {limits[0]} on values that another request left in a page "
+                    f"could reach this one (head_dim {head_dim}); use --page-size {limits[1]}"
+                )
+        return reasons
+
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
         package = import_module(_MODULE)
         self._get_metadata: Callable[..., Tensor] = package.get_scheduler_metadata

@@ -183,6 +183,24 @@ def test_all_reasons_come_at_once():
     assert found[0] == "needs a CUDA device, not cpu"
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "advice"),
+    [
+        (64, 64, ""),
+        (128, 64, ""),
+        (128, 128, "64"),
+        (192, 64, ""),
+        (192, 96, "64"),
+        (256, 32, ""),
+        (256, 64, "32"),
+    ],
+)
+def test_pages_as_large_as_a_block_of_keys_are_refused(head_dim, page_size, advice):
+    """They are loaded whole, with what another request has left in them, and 0 * NaN is NaN."""
+    found = FlashAttention3.reasons_against_pages(spec_of(4, 2, head_dim), page_size)
+    assert [reason.rpartition(" ")[2] for reason in found] == ([advice] if advice else [])
+
+
 # ---------------------------------------------------------------- the real one
 
 

@@ -20,6 +20,10 @@ class FastBackend:
     name = "fast"
 
     @staticmethod
+    def reasons_against_pages(spec: Any, page_size: int) -> list[str]:
+        return ["pages of 64"] if page_size == 64 else []
+
+    @staticmethod
     def reasons_against(
         spec: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
@@ -33,6 +37,10 @@ class SlowBackend(FastBackend):
     name = "slow"
 
     @staticmethod
+    def reasons_against_pages(spec: Any, page_size: int) -> list[str]:
+        return []
+
+    @staticmethod
     def reasons_against(
         spec: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
@@ -44,15 +52,27 @@ def select(
     device: str = "meta",
     kv_dtype: torch.dtype = BF16,
     asked: tuple[str, str] | None = None,
+    page_size: int = 16,
 ) -> str:
     backends = cast("Any", (FastBackend, SlowBackend))
-    return select_backend(cast("Any", spec), torch.device(device), BF16, kv_dtype, asked, backends).name
+    kind = torch.device(device)
+    return select_backend(cast("Any", spec), kind, BF16, kv_dtype, asked, page_size, backends).name
 
 
 def test_backends_passed_over_are_logged_with_all_reasons(caplog):
     with caplog.at_level(logging.DEBUG):
         assert select("odd model", "cpu") == "slow"
     assert "fast passed over: head_dim 40 is not a multiple of 64; needs a GPU" in caplog.text
+
+
+def test_a_size_of_pages_may_speak_against_it_and_a_warning_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert select("odd model", page_size=64) == "slow"
+        assert not caplog.messages, "it would not run with other pages either"
+        assert select(page_size=64) == "slow"
+    assert caplog.messages == ["attention_backend=fast passed over: pages of 64"]
+    with pytest.raises(ConfigError, match="cannot run here: fast: pages of 64; omit"):
+        select(asked=("fast", "fast"), page_size=64)
 
 
 def test_the_preferred_one_is_taken_when_nothing_speaks_against_it():
