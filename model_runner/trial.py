@@ -8,6 +8,7 @@ shortest extends compiles the kernels that only such steps use, which no request
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +46,7 @@ _EVERYTHING: Final = SamplingParams(
 """All features of the sampler at once, so that no later request takes more memory."""
 
 _FEW: Final = 8  # requests of the last step
+_LITTLE_MS: Final = 1.0  # of the host for a launch, which is nothing beside a step with prompts
 
 _POOLING: Final = PoolingParams(all_tokens=True)
 
@@ -98,6 +100,7 @@ def measure(
             result = runner.launch(replace(plan, step_id=step_id)).wait()
             if result.out_of_memory:
                 raise torch.OutOfMemoryError(result.out_of_memory)
+        _tell_launch_time(runner, replace(steps[-1], step_id=step_id + 1, finished_rows=steps[-1].rows))
     step_bytes = max(0, peak_bytes() - runner.kv_pool.num_bytes)
     del runner
 
@@ -115,6 +118,21 @@ def measure(
     )
     logger.info("measured memory: %s; tokens=%d requests=%d", measured.sums, step_tokens, len(lengths))
     return measured
+
+
+def _tell_launch_time(runner: ModelRunner, plan: StepPlan) -> None:
+    """Warn of what a step without a recording costs the host; its kernels are compiled."""
+    started_s = time.perf_counter()
+    pending = runner.launch(plan)
+    launch_ms = 1e3 * (time.perf_counter() - started_s)
+    pending.wait()
+    if launch_ms > _LITTLE_MS:
+        logger.warning(
+            "a step with prompt tokens is launched kernel by kernel, which takes the host %.1f ms: smaller steps wait "
+            "for it (launch_ms=%.1f)",
+            launch_ms,
+            launch_ms,
+        )
 
 
 def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:

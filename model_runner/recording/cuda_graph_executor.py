@@ -4,6 +4,10 @@ A recording covers the step from its inputs (`DecodeInputMemory`) to the logits:
 `TokenRelay`, if they were sampled in the last step), model, head. The sampler runs after it, as in any step. A batch
 uses the next larger recording. Padded rows compute a token of the dummy row in the dummy page; their result is not
 read.
+
+A step that verifies drafts is such a decode, too, of as many rows as it has tokens: a request with k drafts has 1 + k
+rows of the table, one for each length. All keys are stored before attention, and each row attends to its own length
+only, so a draft sees those before it. Keys of a request are then read once for each of its tokens.
 """
 
 # Shapes: n requests of a recorded step, padding included; B of them real; V tokens of the vocabulary.
@@ -120,9 +124,9 @@ class CudaGraphExecutor:
         self._graphs, self.recorded_bytes = self._record(device)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Attention is recorded for one token per request, so drafts are verified eagerly."""
+        """See `StepExecutor`. State layers are recorded for one token per request, so they verify drafts eagerly."""
         num = batch.num_tokens
-        if not batch.samples_all or batch.drafts is not None:
+        if not batch.samples_all or (batch.drafts is not None and self._state_pool is not None):
             return self.eager.run(batch)
         slots = batch.adapter_slots
         if slots is not None and not self._records_adapters:
@@ -144,11 +148,14 @@ class CudaGraphExecutor:
         link.receive(num)
         graph.replay()
         self.num_replayed += 1
+        rows = graph.inputs.rows[:num]
+        if batch.drafts is not None:
+            rows = rows.index_select(0, batch.drafts.firsts)
         result = _first_rows(graph.result, num)
         if isinstance(result, Tensor):
-            return StepOutput(result, graph.inputs.rows[:num])
+            return StepOutput(result, rows)
         link.send(result)
-        return StepOutput(None, graph.inputs.rows[:num])
+        return StepOutput(None, rows)
 
     def _tell_of_larger_steps(self, num_rows: int) -> None:
         if not self._has_told:

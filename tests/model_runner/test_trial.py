@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.model_runner import assembly, load
+from engine.model_runner import assembly, load, trial
 from engine.model_runner.attention.backend import AttentionBackend
 from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
@@ -173,7 +174,7 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     """Else what they ask for later takes memory that the pool has by then."""
     make(pool_is_estimate=True, planned=replace(PLANNED, num_host_pages=3))
 
-    moving, largest, short, shortest = make.plans
+    moving, largest, short, shortest, _ = make.plans
     result = make.results[1]
     assert moving.swap_outs and moving.swap_ins and moving.page_copies
     assert largest.total_num_scheduled_tokens == 40 and len(result.logprobs) == 6
@@ -195,13 +196,24 @@ def test_short_extends_come_with_a_long_context_and_fit_into_the_pool(make, monk
     monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", 0)
     make(pool_is_estimate=True, planned=replace(PLANNED, max_running_requests=20))
 
-    *_, short, shortest = make.plans
+    *_, short, shortest, again = make.plans
     assert [len(new.prefix_loc) // 4 for new in short.new_reqs] == [63 - 2] + [0] * 19
     assert short.total_num_scheduled_tokens == 40
     slots = np.frombuffer(short.out_cache_loc, dtype=np.int32)
     assert slots.max() < 4 * (make.runners[0].capacity.num_pages + 1), "20 extends of 2 take 20 pages"
     assert len(shortest.rows) // 4 == 8 and len(shortest.finished_rows) // 4 == 20
     assert not any(result.errors for result in make.results)
+    assert again.rows == again.finished_rows == shortest.rows
+
+
+def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch, caplog):
+    """Until such steps are recorded the host bounds the first token of short prompts."""
+    for launch_s in (0.0005, 0.004):
+        assert "kernel by kernel" not in caplog.text
+        clock = SimpleNamespace(perf_counter=iter((0.0, launch_s)).__next__)
+        monkeypatch.setattr(trial, "time", clock)
+        make(pool_is_estimate=True)
+    assert "takes the host 4.0 ms: smaller steps wait for it (launch_ms=4.0)" in caplog.text
 
 
 def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
@@ -209,7 +221,7 @@ def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
     loading = Loading(encoder, monkeypatch)
     runner = loading(planned=replace(PLANNED, num_pages=90))
 
-    moving, largest, short, _ = loading.plans
+    moving, largest, short, *_ = loading.plans
     assert not short.new_reqs[0].prefix_loc and short.pools == bytes([1]) * 6
     assert largest.samples == bytes(6) and largest.pools == bytes([1]) * 6
     assert sorted(loading.results[1].vectors) == list(range(6)) and not loading.results[1].errors

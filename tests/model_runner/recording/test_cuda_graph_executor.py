@@ -26,6 +26,7 @@ from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import Driver, Request, TinyModel, engine_config, int32
+from tests.model_runner.drafted_steps import step_with_drafts
 from tests.model_runner.recording.recording_device import DeviceAttention, RecordingDevice, RerunningDevice
 from tests.triton_interpreter import repair_interpreter
 
@@ -142,6 +143,39 @@ def test_recorded_logits_are_in_the_serving_dtype_and_the_head_writes_them_in_pl
         if result.shape == shape
     ]
     assert written == [(torch.ops.aten.mm.out, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_drafts_are_verified_by_the_recording_of_as_many_tokens(make_tiny_model, window):
+    """They were launched kernel by kernel, which a small model's drafts do not make up for."""
+    tiny = make_tiny_model("mistral", sliding_window=window)
+    device = RecordingDevice()
+    recorded, eager = make(tiny, device), make(tiny, None)
+    prompts = [list(range(3 + n, 30 + 4 * n)) for n in range(3)]
+    drafting = [KINDS[0], KINDS[1], replace(KINDS[1], top_k=20, seed=9)]  # without penalties
+    alone = [
+        eager.generate([prompt], kind, num=20)[0] for prompt, kind in zip(prompts, drafting, strict=True)
+    ]
+    reqs = [recorded.start(prompt, kind) for prompt, kind in zip(prompts, drafting, strict=True)]
+    recorded.step([(req, len(req.tokens)) for req in reqs])
+    assert device.num_replayed == 0
+
+    counts = []
+    for wrong in (9, 0, 2, 1):  # which draft of the first request is wrong
+        work = []
+        for n, (req, text) in enumerate(zip(reqs, alone, strict=True)):
+            drafts = text[len(req.output) :][: 3 - n]
+            if n == 0 and wrong < len(drafts):
+                drafts[wrong] = (drafts[wrong] + 1) % 96
+            work.append((req, drafts))
+        counts.append(step_with_drafts(recorded, work))
+        recorded.step([(req, 1) for req in reqs])
+
+    assert counts == [[4, 3, 2], [1, 3, 2], [3, 3, 2], [2, 3, 2]]
+    assert [req.output for req in reqs] == [
+        text[: len(req.output)] for req, text in zip(reqs, alone, strict=True)
+    ]
+    assert device.num_replayed == 8
 
 
 def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(tiny):
