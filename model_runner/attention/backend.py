@@ -97,6 +97,11 @@ class AttentionBackend(Protocol):
         ...
 
     @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        """Why this backend is taken only if it is requested, although it can run; empty: it may be chosen."""
+        return []
+
+    @staticmethod
     def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
         """All reasons why this backend cannot read pages of this many slots; empty if it can."""
         return []

@@ -1,5 +1,7 @@
 """FlashAttention-3 from sgl_kernel: extends and decodes of a batch in one call per layer, which reads the pool's pages.
 
+With an fp8 pool queries are converted to fp8, too (unit scales, as the pool's).
+
 The page table of the batch and FA3's own work plan (*scheduler metadata*, one for each view of the layers) are made
 once per step, not once per layer.
 
@@ -36,6 +38,8 @@ _COMPILED_DIMS: Final = (64, 96, 128, 192, _MAX_HEAD_DIM)  # others are padded t
 _DTYPES: Final = (torch.bfloat16, torch.float16)
 _WHOLE_PAGES_FROM: Final = ((128, 128, 64), (192, 96, 64), (_MAX_HEAD_DIM, 64, 32))
 """(head_dim up to, page size, a smaller one): the smallest block of keys, from which FA3 may load whole pages."""
+_FP8: Final = torch.float8_e4m3fn
+_MOST_FP8: Final = 448.0
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
 _NO_CAP: Final = 0.0
 _ANY_SPLITS: Final = (
@@ -68,11 +72,18 @@ class FlashAttention3(AttentionBackend):
             reasons.append("attends to windows, not to chunks")
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
-        if kv_dtype != dtype:
+        if kv_dtype == _FP8 and device.type == "cuda":
+            reasons += _reasons_against_fp8(probe_kernels(), spec.head_dims)
+        elif kv_dtype != dtype:
             reasons.append(
                 f"needs queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"
             )
         return reasons
+
+    @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        """See `AttentionBackend`."""
+        return ["rounds queries to fp8 like the pool, so it must be requested"] if kv_dtype == _FP8 else []
 
     @staticmethod
     def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
@@ -220,6 +231,11 @@ def _reasons_against_package(probe: KernelProbe, head_dims: Sequence[int]) -> li
     ]
 
 
+def _reasons_against_fp8(probe: KernelProbe, head_dims: Sequence[int]) -> list[str]:
+    missing = [head_dim for head_dim in head_dims if head_dim not in probe.flash_fp8_dims]
+    return [f"has no code on this GPU for fp8 KV and head_dim {head_dim}" for head_dim in missing]
+
+
 def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
     """Number of keys before and after the query's own; -1: all."""
     if window is None:
@@ -250,6 +266,8 @@ class _Step:
         if q.shape[0] == 0:
             return q.new_empty((0, q.shape[1] * q.shape[2]))
         keys, values = self.pages[layer_id]
+        if keys.dtype == _FP8:  # the result is in bfloat16; a conversion without a limit would give NaN
+            q = q.clamp(-_MOST_FP8, _MOST_FP8).to(_FP8)
         arguments = self.arguments[layer_id]
         if sinks is not None:
             arguments = {**arguments, "sinks": sinks.to(torch.bfloat16)}

@@ -74,7 +74,7 @@ class Facts:
         has_python_headers: Python's headers exist, which those launchers include.
         sgl_kernel: the distribution that contains it; not None does not imply that it works.
         sgl_error: the error of its trial in a child process, in one line; None: it worked, or was not tried.
-        flash_dims: see `Trial`.
+        flash_dims, flash_fp8_dims: see `Trial`.
     """
 
     torch_version: str
@@ -89,6 +89,7 @@ class Facts:
     sgl_kernel: Installed | None
     sgl_error: str | None = None
     flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
 
 
 class Trial(NamedTuple):
@@ -97,10 +98,12 @@ class Trial(NamedTuple):
     Attributes:
         error: in one line; None: it works.
         flash_dims: head dims, of those that FlashAttention-3 is compiled for, that it has computed; None: not tried.
+        flash_fp8_dims: the same for queries, keys and values in float8_e4m3fn.
     """
 
     error: str | None
     flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
 
 
 class Finding(NamedTuple):
@@ -122,13 +125,14 @@ class KernelProbe(NamedTuple):
 
     Attributes:
         capability: compute capability of the GPU, (0, 0) without one.
-        flash_dims: see `Trial`.
+        flash_dims, flash_fp8_dims: see `Trial`.
     """
 
     sgl_kernel: Finding
     triton: Finding
     capability: tuple[int, int]
     flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
 
 
 def judge(facts: Facts) -> KernelProbe:
@@ -139,6 +143,7 @@ def judge(facts: Facts) -> KernelProbe:
         common or _judge_triton(facts),
         facts.capability or (0, 0),
         facts.flash_dims,
+        facts.flash_fp8_dims,
     )
 
 
@@ -287,6 +292,7 @@ def gather_facts() -> Facts:
         sgl_kernel=installed,
         sgl_error=trial.error,
         flash_dims=trial.flash_dims,
+        flash_fp8_dims=trial.flash_fp8_dims,
     )
 
 
@@ -329,26 +335,29 @@ x = torch.ones(2, 64, dtype=torch.bfloat16, device="cuda")
 out = torch.empty_like(x)
 torch.ops.sgl_kernel.rmsnorm.default(out, x, x[0], 0.0, False)
 error = None if bool((out == 1).all()) else "a norm of ones is not ones"
-flash_dims = None
+flash_dims, flash_fp8_dims = None, []
 try:
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
     flash_dims = []
     one = torch.ones(1, dtype=torch.int32, device="cuda")
-    for head_dim in (128, 64, 256, 96, 192):
-        q = torch.ones(1, 2, head_dim, dtype=torch.bfloat16, device="cuda")
-        kv = torch.ones(1, 16, 1, head_dim, dtype=torch.bfloat16, device="cuda")
+    cases = [(torch.bfloat16, head_dim, flash_dims) for head_dim in (128, 64, 256, 96, 192)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        cases += [(torch.float8_e4m3fn, head_dim, flash_fp8_dims) for head_dim in (128, 64, 256, 96, 192)]
+    for dtype, head_dim, found in cases:
+        q = torch.ones(1, 2, head_dim, device="cuda").to(dtype)
+        kv = torch.ones(1, 16, 1, head_dim, device="cuda").to(dtype)
         try:
             out = flash_attn_with_kvcache(
                 q, kv, kv, cache_seqlens=one, page_table=(one - 1)[None], cu_seqlens_q=torch.cat([one - 1, one]),
                 max_seqlen_q=1, causal=True,
             )
             if bool((out == 1).all()):
-                flash_dims.append(head_dim)
+                found.append(head_dim)
         except Exception as failure:
-            print(f"FlashAttention-3, head_dim {head_dim}: {failure}", file=sys.stderr)
+            print(f"FlashAttention-3, {dtype}, head_dim {head_dim}: {failure}", file=sys.stderr)
 except (ImportError, OSError):
     pass
-print(json.dumps({"error": error, "flash_dims": flash_dims}))
+print(json.dumps({"error": error, "flash_dims": flash_dims, "flash_fp8_dims": flash_fp8_dims}))
 """
 
 
@@ -377,9 +386,10 @@ def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float =
             answer = json.loads(line)
             error: str | None = answer["error"]
             dims: list[int] | None = answer.get("flash_dims")
+            fp8_dims: list[int] = answer.get("flash_fp8_dims", [])
         except (ValueError, TypeError, KeyError):
             continue
-        return Trial(error, None if dims is None else tuple(dims))
+        return Trial(error, None if dims is None else tuple(dims), tuple(fp8_dims))
     return Trial("its trial ended without a result")
 
 

@@ -79,6 +79,23 @@ def test_a_step_planned_on_the_device_is_dense_attention_too(fake, lens, page_si
     assert_close([ours], [expected], BF16)
 
 
+@pytest.mark.parametrize("extend_lens", [[40, 7, 1], [1, 1, 1]])
+def test_with_an_fp8_pool_queries_are_fp8_too(fake, extend_lens):
+    """And the result is as close to dense attention over the pool's values as 3 bits of mantissa allow."""
+    pages = paged(spec_of(4, 2, 16), 16, [100, 33, 17], BF16, 0, kv_dtype=FP8)
+    ours, expected = pages.run(extend_lens)
+    for one, other in zip(ours, expected, strict=True):
+        assert one.dtype == BF16
+        torch.testing.assert_close(one.float(), other.float(), atol=0.25, rtol=0.1)
+
+
+def test_queries_beyond_the_range_of_fp8_are_cut_and_not_nan(fake):
+    pages = paged(spec_of(4, 2, 16), 16, [20], BF16, 0, kv_dtype=FP8)
+    pages.fill([1], 0)
+    step = pages.bound().plan_step(pages.layout([1]))
+    assert bool(step.forward(0, pages.q * 1000.0).isfinite().all())
+
+
 def test_a_page_table_is_as_wide_as_the_longest_request_or_for_recordings_as_any():
     """A recording is replayed with longer requests than it was made with."""
     fake = FakeFlashAttention("0.4.5")
@@ -141,11 +158,18 @@ def test_nothing_speaks_against_it_where_its_wheels_have_code(fake, monkeypatch,
             {"dtype": torch.float32, "kv_dtype": torch.float32},
             "computes in bfloat16 and float16, not in float32",
         ),
-        ({"kv_dtype": FP8}, "needs queries and keys in one precision, not bfloat16 and float8_e4m3fn"),
+        ({"kv_dtype": FP16}, "needs queries and keys in one precision, not bfloat16 and float16"),
+        ({"kv_dtype": FP8}, "has no code on this GPU for fp8 KV and head_dim 128"),
     ],
 )
 def test_reasons_of_the_model(fake, monkeypatch, changes, reason):
     assert reasons(monkeypatch, HOPPER, **changes) == [reason]
+
+
+def test_an_fp8_pool_is_read_where_there_is_code_and_on_request(fake, monkeypatch):
+    assert reasons(monkeypatch, HOPPER._replace(flash_fp8_dims=(128,)), kv_dtype=FP8) == []
+    assert FlashAttention3.reasons_to_ask(BF16, FP8)
+    assert not FlashAttention3.reasons_to_ask(BF16, BF16)
 
 
 def test_reasons_of_the_machine(fake, monkeypatch):

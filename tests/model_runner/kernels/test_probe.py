@@ -204,7 +204,8 @@ def test_a_trial_is_of_the_gpu_that_is_asked_about():
 
 def test_a_trial_says_for_which_heads_there_is_code():
     """A reduced wheel has some only, and a call without code ended in the first step of serving."""
-    assert try_sgl_kernel(0, 'print(\'{"error": null, "flash_dims": [128, 64]}\')') == Trial(None, (128, 64))
+    answer = {"error": None, "flash_dims": [128, 64], "flash_fp8_dims": [128]}
+    assert try_sgl_kernel(0, f"import json; print(json.dumps({answer}))") == Trial(None, (128, 64), (128,))
 
 
 def test_a_trial_may_hang():
