@@ -331,9 +331,10 @@ class ModelRunner:
             checked = batch.drafts.check(sampled.token_ids)
             last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
         self._relay.store(sample_rows, last_ids)
+        token_ids, finite = self._outputs.fetch_pair(sampled.token_ids, sampled.finite)
         fetched = Sampled(
-            token_ids=fetch(sampled.token_ids),
-            finite=fetch(sampled.finite),
+            token_ids=token_ids,
+            finite=finite,
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
         )
         return fetched, num_tokens, unmasked

@@ -79,8 +79,7 @@ class TritonSamplerBackend:
         """See `SamplerBackend.sample`."""
         assert logits.stride(1) == 1
         (num_rows, vocab_size), device = logits.shape, logits.device
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-        finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+        token_ids, finite = _results(num_rows, device)
         if num_rows == 0:
             return SampledTokens(token_ids, finite)
         plan = _Plan(batch, vocab_size)
@@ -193,6 +192,17 @@ class TritonSamplerBackend:
             num_warps=_LOGPROB_WARPS,
         )
         return TokenLogprobs(token, top_ids, top)
+
+
+def _results(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for tokens, [S] int64, and flags, [S] bool: one piece, so that one copy brings both to the host.
+
+    Both begin at a multiple of 16 bytes for any S: Triton would compile other kernels for other addresses.
+    """
+    ids_bytes = 8 * num_rows
+    flags_start = -(-ids_bytes // 16) * 16
+    memory = torch.empty(flags_start + num_rows, dtype=torch.uint8, device=device)
+    return memory[:ids_bytes].view(torch.int64), memory[flags_start:].view(torch.bool)
 
 
 _Rows = tuple[Tensor, int, Tensor, Tensor]
