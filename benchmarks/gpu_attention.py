@@ -153,7 +153,7 @@ def time_of(work: Callable[[], object], device: torch.device) -> float:
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(LAYERS_PER_REPLAY):
             work()
-    times = []
+    times: list[float] = []
     for _ in range(7):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

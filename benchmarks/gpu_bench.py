@@ -11,8 +11,8 @@ itself. Scheduler, runner and pipeline are the product's, on one thread; only th
     prefill   prompt tokens per second, prompts alone
     offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
 
-`attention` compares the attention backends per layer, and prints which are faster for which heads. It and the models
-do not fit into one run: `--only`.
+`attention` compares the attention backends per layer, and prints which are faster for which heads; `all_reduce` the
+sums over several GPUs. They and the models do not fit into one run: `--only`.
 
 The limits of the device are measured first: a device-to-device copy and a large bf16 matmul. A decode step must read
 all weights and all KV of its batch, and multiply each weight with each request.
@@ -35,6 +35,7 @@ import torch
 from benchmarks.gpu_attention import attention
 from benchmarks.gpu_engine import Engine, Work
 from benchmarks.gpu_models import SHAPES, TINY_SHAPE, write_shape
+from benchmarks.gpu_ranks import all_reduce
 from benchmarks.gpu_sections import Figure, LoggedMessages, Report, Section, run_sections
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.step_plan import ForwardMode
@@ -294,6 +295,7 @@ SECTIONS: Final = (
     Section("peer", peer, 110),
     Section("Qwen3-8B", partial(bench_model, "Qwen3-8B"), 150),
     Section("attention", bench_attention, 150),
+    Section("all_reduce", all_reduce, 90),
 )
 
 if __name__ == "__main__":

@@ -91,7 +91,9 @@ def test_decodes_go_where_they_were_measured_to_be_faster(monkeypatch, heads, kv
     choices = {((9, 0), 1): "slow", ((9, 0), 4): "nowhere", ((8, 0), 2): "slow"}
     backends, cuda = cast("Any", (FastBackend, SlowBackend)), torch.device("cuda")
 
-    chosen = select_backend(spec_of(*heads, 64), cuda, BF16, kv_dtype, None, 16, backends, choices)
+    chosen = select_backend(
+        spec_of(heads[0], heads[1], 64), cuda, BF16, kv_dtype, None, 16, backends, choices
+    )
     assert chosen.name == expected
     asked = select_backend(spec_of(4, 4, 64), cuda, BF16, BF16, ("fast", "fast"), 16, backends, choices)
     assert asked.name == "fast"
