@@ -11,8 +11,8 @@ itself. Scheduler, runner and pipeline are the product's, on one thread; only th
     prefill   prompt tokens per second, prompts alone
     offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
 
-`attention` compares the attention backends per layer, and prints which are faster for which heads; `all_reduce` the
-sums over several GPUs. They and the models do not fit into one run: `--only`.
+`attention` compares the attention backends per layer, and prints which are faster for which heads; `experts` compares
+tiles, `all_reduce` the sums over several GPUs. They and the models do not fit into one run: `--only`.
 
 The limits of the device are measured first: a device-to-device copy and a large bf16 matmul. A decode step must read
 all weights and all KV of its batch, and multiply each weight with each request.
@@ -288,6 +288,13 @@ def bench_attention(report: Report) -> None:
     attention(report, measure_ceilings(report.device).bytes_per_s)
 
 
+def experts(report: Report) -> None:
+    """Which tile is faster for the experts of a mixture; see `gpu_experts`."""
+    from benchmarks.gpu_experts import bench_experts  # needs Triton
+
+    bench_experts(report, *measure_ceilings(report.device))
+
+
 SECTIONS: Final = (
     Section("ceilings", ceilings, 30),
     Section("Qwen3-0.6B", partial(bench_model, "Qwen3-0.6B"), 90),
@@ -295,6 +302,7 @@ SECTIONS: Final = (
     Section("peer", peer, 110),
     Section("Qwen3-8B", partial(bench_model, "Qwen3-8B"), 150),
     Section("attention", bench_attention, 150),
+    Section("experts", experts, 90, needs_cuda=True),
     Section("all_reduce", all_reduce, 90),
 )
 

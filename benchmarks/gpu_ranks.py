@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import spawn
 
 from benchmarks.gpu_attention import time_of
 from benchmarks.gpu_sections import Figure, Report
@@ -31,7 +32,6 @@ def all_reduce(report: Report) -> None:
     if num_ranks < 2:
         report.skip("needs several GPUs")
     with tempfile.TemporaryDirectory() as folder:
-        spawn: Any = torch.multiprocessing.spawn  # torch exports it for no type checker
         spawn(_rank, (num_ranks, report.device, report.tiny, folder), nprocs=num_ranks)
         for line in (Path(folder) / "figures").read_text().splitlines():
             found = json.loads(line)
@@ -42,7 +42,7 @@ def all_reduce(report: Report) -> None:
 
 
 def _rank(rank: int, num_ranks: int, device_type: str, tiny: bool, folder: str) -> None:
-    device = torch.device(device_type, rank if device_type == "cuda" else None)
+    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
