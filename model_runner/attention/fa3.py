@@ -224,8 +224,9 @@ def _reasons_against_package(probe: KernelProbe, head_dims: Sequence[int]) -> li
         return [f"sgl_kernel {probe.sgl_kernel.version} does not contain it: {error}"]
     if probe.flash_dims is None:
         return []
+    why = f" ({probe.flash_error})" if probe.flash_error else ""
     return [
-        f"sgl_kernel {probe.sgl_kernel.version} has no code for head_dim {head_dim} on this GPU"
+        f"sgl_kernel {probe.sgl_kernel.version} has no code for head_dim {head_dim} on this GPU{why}"
         for head_dim in head_dims
         if next((dim for dim in _COMPILED_DIMS if head_dim <= dim), head_dim) not in probe.flash_dims
     ]

@@ -74,7 +74,7 @@ class Facts:
         has_python_headers: Python's headers exist, which those launchers include.
         sgl_kernel: the distribution that contains it; not None does not imply that it works.
         sgl_error: the error of its trial in a child process, in one line; None: it worked, or was not tried.
-        flash_dims, flash_fp8_dims: see `Trial`.
+        flash_dims, flash_fp8_dims, flash_error: see `Trial`.
     """
 
     torch_version: str
@@ -90,6 +90,7 @@ class Facts:
     sgl_error: str | None = None
     flash_dims: tuple[int, ...] | None = None
     flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
 
 
 class Trial(NamedTuple):
@@ -99,11 +100,13 @@ class Trial(NamedTuple):
         error: in one line; None: it works.
         flash_dims: head dims, of those that FlashAttention-3 is compiled for, that it has computed; None: not tried.
         flash_fp8_dims: the same for queries, keys and values in float8_e4m3fn.
+        flash_error: the first error among these, in one line.
     """
 
     error: str | None
     flash_dims: tuple[int, ...] | None = None
     flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
 
 
 class Finding(NamedTuple):
@@ -125,7 +128,7 @@ class KernelProbe(NamedTuple):
 
     Attributes:
         capability: compute capability of the GPU, (0, 0) without one.
-        flash_dims, flash_fp8_dims: see `Trial`.
+        flash_dims, flash_fp8_dims, flash_error: see `Trial`.
     """
 
     sgl_kernel: Finding
@@ -133,6 +136,7 @@ class KernelProbe(NamedTuple):
     capability: tuple[int, int]
     flash_dims: tuple[int, ...] | None = None
     flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
 
 
 def judge(facts: Facts) -> KernelProbe:
@@ -144,6 +148,7 @@ def judge(facts: Facts) -> KernelProbe:
         facts.capability or (0, 0),
         facts.flash_dims,
         facts.flash_fp8_dims,
+        facts.flash_error,
     )
 
 
@@ -293,6 +298,7 @@ def gather_facts() -> Facts:
         sgl_error=trial.error,
         flash_dims=trial.flash_dims,
         flash_fp8_dims=trial.flash_fp8_dims,
+        flash_error=trial.flash_error,
     )
 
 
@@ -335,7 +341,7 @@ x = torch.ones(2, 64, dtype=torch.bfloat16, device="cuda")
 out = torch.empty_like(x)
 torch.ops.sgl_kernel.rmsnorm.default(out, x, x[0], 0.0, False)
 error = None if bool((out == 1).all()) else "a norm of ones is not ones"
-flash_dims, flash_fp8_dims = None, []
+flash_dims, flash_fp8_dims, flash_error = None, [], ""
 try:
     from sgl_kernel.flash_attn import flash_attn_with_kvcache
     flash_dims = []
@@ -351,13 +357,16 @@ try:
                 q, kv, kv, cache_seqlens=one, page_table=(one - 1)[None], cu_seqlens_q=torch.cat([one - 1, one]),
                 max_seqlen_q=1, causal=True,
             )
-            if bool((out == 1).all()):
+            if bool((out.float() - 1).abs().max() < 0.02):
                 found.append(head_dim)
+            else:
+                flash_error = flash_error or "the mean of ones is not one"
         except Exception as failure:
-            print(f"FlashAttention-3, {dtype}, head_dim {head_dim}: {failure}", file=sys.stderr)
+            flash_error = flash_error or str(failure).strip().partition("\\n")[0]
 except (ImportError, OSError):
     pass
-print(json.dumps({"error": error, "flash_dims": flash_dims, "flash_fp8_dims": flash_fp8_dims}))
+found = {"flash_dims": flash_dims, "flash_fp8_dims": flash_fp8_dims, "flash_error": flash_error}
+print(json.dumps({"error": error, **found}))
 """
 
 
@@ -387,9 +396,10 @@ def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float =
             error: str | None = answer["error"]
             dims: list[int] | None = answer.get("flash_dims")
             fp8_dims: list[int] = answer.get("flash_fp8_dims", [])
+            flash_error: str = answer.get("flash_error", "")
         except (ValueError, TypeError, KeyError):
             continue
-        return Trial(error, None if dims is None else tuple(dims), tuple(fp8_dims))
+        return Trial(error, None if dims is None else tuple(dims), tuple(fp8_dims), flash_error)
     return Trial("its trial ended without a result")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention import fa3
 from engine.model_runner.attention.fa3 import FlashAttention3
+from engine.model_runner.kernels import probe
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
@@ -190,6 +192,23 @@ def test_a_wheel_without_code_for_the_models_heads(fake, monkeypatch, head_dim, 
     reduced = HOPPER._replace(flash_dims=(128, 64, 256))
     assert reasons(monkeypatch, reduced, head_dim=head_dim) == found
     assert reasons(monkeypatch, HOPPER, head_dim=head_dim) == []
+    told = reasons(monkeypatch, reduced._replace(flash_error="no kernel image"), head_dim=head_dim)
+    assert told == [f"{reason} (no kernel image)" for reason in found]
+
+
+@pytest.mark.parametrize("version", sgl_signatures.VERSIONS)
+def test_the_trial_calls_the_kernel_with_arguments_that_it_has(version):
+    """A call that it would refuse would look like a wheel without any code."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(probe._TRIAL))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "flash_attn_with_kvcache"
+    ]
+    (call,) = calls
+    names = {str(keyword.arg): None for keyword in call.keywords}
+    signature = sgl_signatures.function(version, "flash_attn.flash_attn_with_kvcache")
+    bound = signature.bind(*call.args, **names)
+    assert list(bound.arguments)[:3] == ["q", "k_cache", "v_cache"]
 
 
 def test_a_wheel_without_the_library_of_fa3(monkeypatch):

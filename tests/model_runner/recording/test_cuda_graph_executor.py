@@ -390,25 +390,45 @@ def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeyp
     assert again.output == tiny.greedy([5, 6, 7], 4)
 
 
+def on_gpu(tiny: TinyModel, *, recorded: bool) -> Driver:
+    runner = load.load_model_runner(
+        engine_config(
+            ModelConfig(dtype="float32", device="cuda", num_threads=1, max_model_len=128),
+            page_size=16,
+            record_steps=recorded,
+        ),
+        ModelSource("hf", str(tiny.folder), "test"),
+        tiny.spec,
+        Capacity(128, 100, 16, ROWS, tiny.spec.vocab_size),
+    )
+    assert len(runner.sizes.recorded_bytes) == (len(batch_sizes(ROWS)) if recorded else 0)
+    return Driver(runner, runner.capacity)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_recorded_decodes_give_the_same_tokens(tiny):
     outputs = []
     for recorded in (True, False):
-        runner = load.load_model_runner(
-            engine_config(
-                ModelConfig(dtype="float32", device="cuda", num_threads=1, max_model_len=128),
-                page_size=16,
-                record_steps=recorded,
-            ),
-            ModelSource("hf", str(tiny.folder), "test"),
-            tiny.spec,
-            Capacity(128, 100, 16, ROWS, tiny.spec.vocab_size),
-        )
-        assert len(runner.sizes.recorded_bytes) == (len(batch_sizes(ROWS)) if recorded else 0)
-        driver = Driver(runner, runner.capacity)
+        driver = on_gpu(tiny, recorded=recorded)
         prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(9)]
         outputs.append(driver.generate(prompts, [KINDS[n % 4] for n in range(9)], num=12))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_drafts_are_verified_by_recordings(tiny):
+    prompts = [list(range(3 + n, 30 + 4 * n)) for n in range(3)]
+    alone = on_gpu(tiny, recorded=False).generate(prompts, num=30)
+    driver = on_gpu(tiny, recorded=True)
+    reqs = [driver.start(prompt) for prompt in prompts]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    for _ in range(4):
+        counts = step_with_drafts(
+            driver, [(req, text[len(req.output) :][:3]) for req, text in zip(reqs, alone, strict=True)]
+        )
+        assert counts == [4, 4, 4]
+    assert driver.runner.executor.num_replayed == 4
+    assert [req.output for req in reqs] == [text[:17] for text in alone]
 
 
 # ------------------------------------------------------------ settings
