@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..kernels.probe import KernelProbe, probe_kernels
 from .backend import AttentionBackend
 from .fa3_splits import SplitShape, max_splits
@@ -120,10 +121,9 @@ class FlashAttention3(AttentionBackend):
         if req_to_token.is_cuda:
             self._num_sms = torch.cuda.get_device_properties(req_to_token.device).multi_processor_count
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
-        # Query offsets of a step in which every request has one new token; longer than any batch.
-        self._one_each = torch.arange(
-            req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
-        )
+        # Query offsets of a step of rows with one new token each; longer than any, also where drafts are rows.
+        most_rows = max(req_to_token.shape[0], MAX_DRAFT_STEP_TOKENS)
+        self._one_each = torch.arange(most_rows + 1, dtype=torch.int32, device=req_to_token.device)
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..adapter_runs import AdapterBatch, AdapterRuns
 from ..forward_batch import ForwardBatch, StageStates
 from ..memory.state_pool import StateBatch, StatePool
@@ -246,12 +247,22 @@ def _like(result: Tensor | StageStates) -> Tensor | StageStates:
     return StageStates(torch.empty_like(result.x), torch.empty_like(result.residual))
 
 
-def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:
-    """The batch sizes to record as CUDA graphs by the configuration, ascending; empty on other devices."""
+def sizes_to_record(
+    kernels: KernelConfig, num_rows: int, device: torch.device, max_drafts: int = 0
+) -> list[int]:
+    """The batch sizes to record as CUDA graphs by the configuration, ascending; empty on other devices.
+
+    Args:
+        num_rows: requests that may run.
+        max_drafts: of one request in a step, whose tokens are rows, too; 0: steps have no drafts, or are not replayed.
+    """
     if kernels.record_steps is False or device.type != "cuda":
         return []
-    max_batch_size = kernels.max_recorded_bs
-    return batch_sizes(min(num_rows, MAX_AUTO_GRAPH_BATCH if max_batch_size == "auto" else max_batch_size))
+    asked, most = kernels.max_recorded_bs, min(num_rows, MAX_AUTO_GRAPH_BATCH)
+    largest = most if asked == "auto" else min(num_rows, asked)
+    if max_drafts and largest >= most:  # else the user wants smaller recordings
+        largest = max(largest, min(num_rows * (1 + max_drafts), MAX_DRAFT_STEP_TOKENS))
+    return batch_sizes(largest)
 
 
 def cuda_graph_executor(

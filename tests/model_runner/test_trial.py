@@ -261,7 +261,7 @@ def test_a_pool_that_was_asked_for_stands(make):
 def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
     device = torch.device("cuda")
     monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
     )
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
     monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
@@ -335,7 +335,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
 def test_a_runner_that_cannot_be_made_is_an_error_with_a_way_out(make, monkeypatch, num_before, message):
     device = torch.device("cuda")
     monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
     )
     monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)

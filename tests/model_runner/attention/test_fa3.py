@@ -113,6 +113,16 @@ def test_a_page_table_is_as_wide_as_the_longest_request_or_for_recordings_as_any
     assert recorded.arguments[0]["page_table"].shape == (2, 7)
 
 
+def test_drafts_may_be_more_rows_than_requests_can_run(fake):
+    """A row for each token of a request, with its own length; attention is that of the tokens one by one."""
+    pages = paged(spec_of(4, 2, 16), 16, [40], BF16, 0)
+    (expected,) = pages.fill([7])
+    rows = torch.from_numpy(pages.rows).repeat(7)
+    seq_lens = torch.arange(34, 41, dtype=torch.int32)
+    step = pages.bound().decode_step(rows, seq_lens)
+    assert_close([step.forward(1, pages.q)], [expected], BF16)
+
+
 def test_metadata_are_made_once_per_step_and_window(fake):
     pages = paged(spec_of(4, 2, 16, window=20), 16, [100, 33], BF16, 0)
     pages.fill([1, 1], 0)

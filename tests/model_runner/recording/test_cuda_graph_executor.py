@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any, Literal
@@ -63,7 +64,9 @@ def make(
         if device is not None:  # then this CPU is said to be a GPU
             cuda = torch.device("cuda")
             patch.setattr(
-                load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, cuda)
+                load,
+                "sizes_to_record",
+                lambda kernels, num, _, **more: sizes_to_record(kernels, num, cuda, **more),
             )
             patch.setattr(assembly, "CudaGraphDevice", lambda _device: device)
         runner = load.load_model_runner(engine_config(config, **kernels), source, tiny.spec, capacity)
@@ -445,6 +448,18 @@ def test_on_a_cpu_there_are_no_graphs():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert sizes_to_record(KernelConfig(record_steps=True), 4, cpu) == []
     assert sizes_to_record(KernelConfig(record_steps=True), 4, cuda) == [1, 2, 3, 4]
+
+
+def test_recordings_reach_as_far_as_the_tokens_of_steps_with_drafts():
+    """Eight requests with three drafts each are 32 rows; sizes up to eight would leave them to launches."""
+    cuda, kernels = torch.device("cuda"), KernelConfig(record_steps=True)
+    assert sizes_to_record(kernels, 8, cuda, max_drafts=3)[-1] == 32
+    assert sizes_to_record(kernels, 40, cuda, max_drafts=3)[-1] == 64
+    assert sizes_to_record(kernels, 200, cuda, max_drafts=3)[-1] == 200
+    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=8), 8, cuda, max_drafts=3)[-1] == 32
+    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=4), 8, cuda, max_drafts=3)[-1] == 4, (
+        "as asked"
+    )
 
 
 def test_attention_that_needs_the_host_cannot_be_recorded(tiny, monkeypatch, caplog):
