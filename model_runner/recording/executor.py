@@ -4,7 +4,7 @@ InputBatch (host)  ->  executor  ->  StepOutput (device)  ->  sampler
 
 EagerExecutor      every step, launched kernel by kernel; on the CPU its forward pass is a native program if
                    one could be made (`forward_program.py`)
-CudaGraphExecutor  decodes on a GPU, up to a number of requests; other steps by its EagerExecutor
+CudaGraphExecutor  decodes on a GPU, also with drafts, up to a number of rows; other steps by its EagerExecutor
 NativeExecutor     decodes on the CPU, also with drafts; other steps by its EagerExecutor
 """
 
