@@ -65,9 +65,11 @@ class RankLoop:
     def step(self) -> None:
         """Execute the steps that rank 0 has sent.
 
-        It waits half a second for a message. If none comes it waits for the oldest step in flight.
+        It waits half a second for a message. If none comes it waits for the oldest step in flight. A rank of a pipeline
+        stage does not wait for a message while a step is in flight: rank 0 may need its answer for the next plan.
         """
-        messages = self._inbox.poll(HEARTBEAT_INTERVAL_S)
+        answers = self._stage is not None and bool(self._in_flight)
+        messages = self._inbox.poll(0.0 if answers else HEARTBEAT_INTERVAL_S)
         for message in messages:
             match message:
                 case LaunchStep():

@@ -165,6 +165,23 @@ def test_with_overlap_the_devices_never_wait_for_the_launches_of_another_rank():
     assert took[1:] == pytest.approx([time.STEP] * 49)
 
 
+def test_a_pipeline_stage_answers_before_it_waits_for_another_plan():
+    """Rank 0 may need the answer to make the plan: the rank would wait for half a second, once per step."""
+
+    class Stage:
+        def launch(self, message: LaunchStep) -> Any:
+            return journal.launch(message.plan)
+
+    journal: Any = Journal([[1], [], [2], []])
+    rank = RankLoop(journal, journal, cast(Any, None), journal, overlap=True, stage=cast(Any, Stage()))
+
+    for _ in range(4):
+        rank.step()
+
+    assert journal.events == ["launch 1", "wait 1", "launch 2", "wait 2"]
+    assert journal.waits == [0.5, 0.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize("arrivals", [[2], [1, 3], [1, 1]])
 def test_a_lost_plan_is_an_error_and_no_wrong_sum(arrivals):
     rank = loop(Journal([arrivals]), overlap=False)
