@@ -11,6 +11,9 @@ itself. Scheduler, runner and pipeline are the product's, on one thread; only th
     prefill   prompt tokens per second, prompts alone
     offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
 
+`attention` compares the attention backends per layer, and prints which are faster for which heads; `experts` compares
+tiles, `all_reduce` the sums over several GPUs. They and the models do not fit into one run: `--only`.
+
 The limits of the device are measured first: a device-to-device copy and a large bf16 matmul. A decode step must read
 all weights and all KV of its batch, and multiply each weight with each request.
 """
@@ -29,8 +32,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.gpu_attention import attention
 from benchmarks.gpu_engine import Engine, Work
 from benchmarks.gpu_models import SHAPES, TINY_SHAPE, write_shape
+from benchmarks.gpu_ranks import all_reduce
 from benchmarks.gpu_sections import Figure, LoggedMessages, Report, Section, run_sections
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.step_plan import ForwardMode
@@ -278,12 +283,27 @@ def _take_tokens(manager: Any, work: Sequence[tuple[list[int], int]], limit_s: f
     return sum(done.values()), ended_s
 
 
+def bench_attention(report: Report) -> None:
+    """Which attention is faster for which heads; see `gpu_attention`."""
+    attention(report, measure_ceilings(report.device).bytes_per_s)
+
+
+def experts(report: Report) -> None:
+    """Which tile is faster for the experts of a mixture; see `gpu_experts`."""
+    from benchmarks.gpu_experts import bench_experts  # needs Triton
+
+    bench_experts(report, *measure_ceilings(report.device))
+
+
 SECTIONS: Final = (
     Section("ceilings", ceilings, 30),
     Section("Qwen3-0.6B", partial(bench_model, "Qwen3-0.6B"), 90),
     Section("Llama-3.1-8B", partial(bench_model, "Llama-3.1-8B"), 150),
     Section("peer", peer, 110),
     Section("Qwen3-8B", partial(bench_model, "Qwen3-8B"), 150),
+    Section("attention", bench_attention, 150),
+    Section("experts", experts, 90, needs_cuda=True),
+    Section("all_reduce", all_reduce, 90),
 )
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ WHEELS = (
     "wcwidth",
     "uvicorn",
     "gguf",
-    "pytest",
+    "pytest<9.2",  # as in pyproject.toml
     "iniconfig",
     "pluggy",
     "pytest-timeout",
@@ -131,12 +131,20 @@ def download(requirements: tuple[str, ...], folder: Path, python: str) -> list[P
 
 
 def wheel_of(requirement: str, folder: Path) -> Path | None:
-    """The wheel of a requirement in a folder, if it exists."""
-    name, _, version = requirement.partition("==")
-    pattern = (
-        f"{name.replace('-', '_')}-{version or '*'}-*.whl" if version else f"{name.replace('-', '_')}-*.whl"
-    )
-    return next(iter(sorted(folder.glob(pattern), reverse=True)), None)
+    """The newest wheel of a requirement in a folder, if there is one."""
+    match = re.fullmatch(r"([\w-]+)(?:(==|<)([\d.]+))?", requirement)
+    assert match is not None, requirement
+    name, operator, limit = match[1].replace("-", "_"), match[2], match[3]
+    found = {_numbers(wheel.name.split("-")[1]): wheel for wheel in folder.glob(f"{name}-*.whl")}
+    if operator == "==":
+        found = {version: wheel for version, wheel in found.items() if version == _numbers(limit)}
+    elif operator == "<":
+        found = {version: wheel for version, wheel in found.items() if version < _numbers(limit)}
+    return found[max(found)] if found else None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def unpack(wheel: Path, folder: Path, only: Callable[[str], bool] = lambda _name: True) -> None:

@@ -140,6 +140,10 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
+    sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype), group)
+    # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
+    # timeout is that of steps.
+    group.meet("sampler")
     return ModelRunner(
         model=loaded.model,
         executor=executor,
@@ -150,7 +154,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
         counts=counts,
         relay=relay,
         builder=builder,
-        sampler=shared_sampler(partial(make_sampler, counts, device), group),
+        sampler=sampler,
         pooler=_make_pooler(loaded, states, buffers),
         buffers=buffers,
         outputs=OutputBuffers(device),
@@ -212,7 +216,8 @@ def _make_attention(
     if kernels.deterministic:  # `check_fixed_order` has accepted the model before the weights were read
         return CpuNativeAttention(spec, kv_pool, req_to_token, buffers, fixed_order=True)
     asked = parse_attention_backend(kernels.attention_backend)
-    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_pool.k[0].dtype, asked)
+    kv_dtype = kv_pool.k[0].dtype
+    attention_type = select_backend(spec, loaded.device, loaded.dtype, kv_dtype, asked, kv_pool.page_size)
     return attention_type(spec, kv_pool, req_to_token, buffers)
 
 

@@ -142,7 +142,10 @@ def load_model_runner(
         link=_make_link(config, place, spec, capacity, dtype, device),
         stage=stage,
     )
-    sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device) if spec.causal else []
+    sizes: list[int] = []
+    if spec.causal:
+        max_drafts = 0 if spec.state is not None else loaded.max_drafts
+        sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device, max_drafts=max_drafts)
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"

@@ -307,7 +307,7 @@ class ModelRunner:
     def _sample(
         self, batch: InputBatch, logits: Tensor, sample_rows: Tensor, masks: GetMasks
     ) -> tuple[Sampled, Tensor | None, UnmaskedTokens | None]:
-        """Sample from logits, [R, V] float32, store the last tokens for the next step, and fetch the results.
+        """Sample from logits, [R, V], store the last tokens for the next step, and fetch the results.
 
         With drafts there is also a row for each draft, and the number of valid tokens of each request is returned too.
         The third result is for a device that has not computed the tokens yet: see `Fetched`.
@@ -331,9 +331,10 @@ class ModelRunner:
             checked = batch.drafts.check(sampled.token_ids)
             last_ids, num_tokens = checked.last_ids, fetch(checked.num_tokens)
         self._relay.store(sample_rows, last_ids)
+        token_ids, finite = self._outputs.fetch_pair(sampled.token_ids, sampled.finite)
         fetched = Sampled(
-            token_ids=fetch(sampled.token_ids),
-            finite=fetch(sampled.finite),
+            token_ids=token_ids,
+            finite=finite,
             logprobs=sampled.logprobs.through(fetch) if sampled.logprobs is not None else None,
         )
         return fetched, num_tokens, unmasked
@@ -346,7 +347,7 @@ class ModelRunner:
             start = span.start + done
             adapters = runs_or_none(np.full(len(targets), slot), self._buffers.put)
             logits = logits_of(self.model, hidden[start : start + len(targets)], adapters)
-            finite.append(logits.sum().isfinite())
+            finite.append(logits.sum(dtype=torch.float32).isfinite())
             parts.append(self.sampler.token_logprobs(logits, targets, span.top_k))
         fetch = self._outputs.fetch
         return PromptLogprobs(span, concatenate(parts).through(fetch), fetch(torch.stack(finite).all()))

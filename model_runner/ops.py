@@ -57,6 +57,15 @@ class LinearToFloat32(LinearWeight, Protocol):
 
 
 @runtime_checkable
+class LinearInto(LinearWeight, Protocol):
+    """A `LinearWeight` that can write its result into given memory."""
+
+    def write(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """The result of a call, into `out`: [T, N] in x's dtype, contiguous."""
+        ...
+
+
+@runtime_checkable
 class GateableWeight(LinearWeight, Protocol):
     """A `LinearWeight` that may fuse the activation of a gated layer into its matmul."""
 

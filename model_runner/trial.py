@@ -1,11 +1,14 @@
 """`measure`: memory profiling: measures the device memory that serving takes besides weights and KV pool.
 
-It runs the largest step on a KV pool that is just large enough for it.
+It runs the largest steps on a KV pool that is just large enough for them: prompts of which one is long, and as many
+tokens in short extends, one of them after a long context, for which attention may need more. A last step of the
+shortest extends compiles the kernels that only such steps use, which no request has to wait for then.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -42,6 +45,9 @@ _EVERYTHING: Final = SamplingParams(
 )
 """All features of the sampler at once, so that no later request takes more memory."""
 
+_FEW: Final = 8  # requests of the last step
+_LITTLE_MS: Final = 1.0  # of the host for a launch, which is nothing beside a step with prompts
+
 _POOLING: Final = PoolingParams(all_tokens=True)
 
 MakeRunner = Callable[["Capacity", Sequence[int]], "ModelRunner"]
@@ -57,7 +63,7 @@ def measure(
     memory: DeviceMemory,
     samples: bool = True,
 ) -> Measured:
-    """Run page copies and the largest step, then the largest recordings.
+    """Run page copies and the largest steps, then the largest recordings.
 
     Args:
         capacity: the planned capacity; only a smaller KV pool is allocated.
@@ -69,7 +75,10 @@ def measure(
         ConfigError: the largest step does not fit into memory.
     """
     lengths = prompt_lengths(step_tokens, capacity)
-    num_pages = sum(pages_for(length, capacity.page_size) for length in lengths)
+    extends = short_extends(step_tokens, capacity)
+    num_pages = max(
+        sum(pages_for(length, capacity.page_size) for length in each) for each in (lengths, extends)
+    )
     small = replace(capacity, num_pages=num_pages, num_host_pages=min(1, capacity.num_host_pages))
 
     what = f"the largest step besides the weights, {sum(lengths)} tokens of {len(lengths)} requests"
@@ -77,12 +86,22 @@ def measure(
     with explained(what, memory, way_out):
         peak_bytes = memory.watch_peak()
         runner = make_runner(small, ())
-        for plan in (moves(small), largest_step(lengths, small, samples=samples)):
-            result = runner.launch(plan).wait()
+        gathered_token_bytes = runner.sizes.gathered_token_bytes
+        # What attention gathers of a long context is in the sums of the pool already.
+        prefix_len = capacity.max_model_len - 1 - extends[0] if samples and not gathered_token_bytes else 0
+        steps = [
+            largest_step(lengths, small, samples=samples),
+            largest_step(extends, small, samples=samples, prefix_len=max(0, prefix_len), after=len(lengths)),
+            largest_step(
+                [min(2, extends[0])] * min(_FEW, len(extends)), small, samples=samples, after=len(extends)
+            ),
+        ]
+        for step_id, plan in enumerate((moves(small), *steps), 1):
+            result = runner.launch(replace(plan, step_id=step_id)).wait()
             if result.out_of_memory:
                 raise torch.OutOfMemoryError(result.out_of_memory)
+        _tell_launch_time(runner, replace(steps[-1], step_id=step_id + 1, finished_rows=steps[-1].rows))
     step_bytes = max(0, peak_bytes() - runner.kv_pool.num_bytes)
-    gathered_token_bytes = runner.sizes.gathered_token_bytes
     del runner
 
     graph_bytes = 0
@@ -101,6 +120,21 @@ def measure(
     return measured
 
 
+def _tell_launch_time(runner: ModelRunner, plan: StepPlan) -> None:
+    """Warn of what a step without a recording costs the host; its kernels are compiled."""
+    started_s = time.perf_counter()
+    pending = runner.launch(plan)
+    launch_ms = 1e3 * (time.perf_counter() - started_s)
+    pending.wait()
+    if launch_ms > _LITTLE_MS:
+        logger.warning(
+            "a step with prompt tokens is launched kernel by kernel, which takes the host %.1f ms: smaller steps wait "
+            "for it (launch_ms=%.1f)",
+            launch_ms,
+            launch_ms,
+        )
+
+
 def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:
     """Lengths of prompts that fill a step: as many as may run, most of them short, so that some are long."""
     num_reqs = min(capacity.max_running_requests, step_tokens)
@@ -109,6 +143,14 @@ def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:
         lengths.append(max(1, min(left - others, capacity.max_model_len - 1)))
         left -= lengths[-1]
     return lengths
+
+
+def short_extends(step_tokens: int, capacity: Capacity) -> list[int]:
+    """Lengths of extends that fill a step: of as many requests as may run, all of about the same length."""
+    num_reqs = min(capacity.max_running_requests, step_tokens)
+    share, longer = divmod(step_tokens, num_reqs)
+    lengths = [share + 1] * longer + [share] * (num_reqs - longer)
+    return [min(length, capacity.max_model_len - 1) for length in lengths]
 
 
 def moves(capacity: Capacity) -> StepPlan:
@@ -135,10 +177,16 @@ def _int32(numbers: Sequence[int]) -> bytes:
     return np.array(numbers, dtype=np.int32).tobytes()
 
 
-def largest_step(lengths: Sequence[int], capacity: Capacity, *, samples: bool = True) -> StepPlan:
+def largest_step(
+    lengths: Sequence[int], capacity: Capacity, *, samples: bool = True, prefix_len: int = 0, after: int = 0
+) -> StepPlan:
     """A step that computes these whole prompts and samples for each; it uses pages in order from page 1 on.
 
-    `samples`: False: the result of each is a vector of all its tokens instead.
+    Args:
+        lengths: of the tokens that are computed, one per request.
+        samples: False: the result of each is a vector of all its tokens instead.
+        prefix_len: tokens of the first prompt that are in the KV pool; all in the dummy page, whose values are read.
+        after: requests of the step before, which have ended.
     """
     size = capacity.page_size
     first_pages = 1 + np.cumsum([0, *(pages_for(length, size) for length in lengths)])
@@ -147,26 +195,30 @@ def largest_step(lengths: Sequence[int], capacity: Capacity, *, samples: bool = 
         for page, length in zip(first_pages.tolist(), lengths, strict=False)
     ]
     rows = np.arange(len(lengths), dtype=np.int32)
+    computed = np.zeros(len(lengths), dtype=np.int32)
+    computed[0] = prefix_len
+    prompt_lens = [int(before) + length for before, length in zip(computed, lengths, strict=True)]
     return StepPlan(
         step_id=2,
         mode=ForwardMode.EXTEND,
         rows=rows.tobytes(),
-        num_computed_tokens=np.zeros(len(lengths), dtype=np.int32).tobytes(),
+        num_computed_tokens=computed.tobytes(),
         num_scheduled_tokens=np.array(lengths, dtype=np.int32).tobytes(),
         out_cache_loc=np.concatenate(slots).astype(np.int32).tobytes(),
         samples=bytes([samples]) * len(lengths),
         pools=b"" if samples else bytes([1]) * len(lengths),
         total_num_scheduled_tokens=sum(lengths),
+        finished_rows=np.arange(after, dtype=np.int32).tobytes(),
         new_reqs=tuple(
             NewReq(
                 f"trial{row}",
                 row,
-                np.zeros(length, dtype=np.int32).tobytes(),
-                length,
-                b"",
+                np.zeros(prompt_len, dtype=np.int32).tobytes(),
+                prompt_len,
+                np.zeros(computed[row], dtype=np.int32).tobytes(),
                 _EVERYTHING if samples else SamplingParams(seed=0),
                 None if samples else _POOLING,
             )
-            for row, length in enumerate(lengths)
+            for row, prompt_len in enumerate(prompt_lens)
         ),
     )

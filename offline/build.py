@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from ..runtime.child.openmp import shorten_spinning
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import capacity_of
 from ..runtime.messages import LoadAdapter
+from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
 from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 
@@ -61,6 +63,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         compile_ahead(config.model.device, on_step)
         on_step("import torch")
         shorten_spinning()
+        os.environ.update(DEVICE_ORDER)  # read by CUDA when the first GPU is used
         from ..model_runner.load import load_model_runner
         from ..scheduler.grammar.make_grammars import make_grammars
         from ..scheduler.journal.recorder import make_recorder

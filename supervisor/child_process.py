@@ -22,6 +22,7 @@ from ..runtime.child.control import (
     process_label,
     supervisor_end,
 )
+from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
 from ..runtime.transport.message_base import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
@@ -34,7 +35,7 @@ def start_module(module: str, role: str, fd: int) -> subprocess.Popen[bytes]:
     # that runs here, installed or not, and no file from the user's working directory.
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module, role, str(fd), str(os.getpid())],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, **DEVICE_ORDER, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.DEVNULL,
         stdout=2,  # standard output belongs to the command line
         pass_fds=[fd],

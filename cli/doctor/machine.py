@@ -70,6 +70,12 @@ def check_driver(facts: MachineFacts) -> Check:
     if gpus:
         names = ", ".join(f"{gpu.name} with {size_text(gpu.free_bytes)} free" for gpu in gpus)
         return ok("driver", names)
+    if facts.host.num_hidden_gpus:
+        return warn(
+            "driver",
+            f"CUDA_VISIBLE_DEVICES hides all {facts.host.num_hidden_gpus} GPUs, so the CPU computes",
+            "name one in CUDA_VISIBLE_DEVICES, or unset it",
+        )
     if facts.has_nvidia_device:
         return warn(
             "driver",

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ...runtime.resolve.gpus.device_order import DEVICE_ORDER
+
 _TIME_LIMIT_S: Final = 400.0
 """A test of a kernel package takes seconds to minutes, compiling the CPU kernels half a minute."""
 
@@ -57,7 +59,7 @@ def gather_torch(time_limit_s: float = _TIME_LIMIT_S) -> TorchFacts:
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-m", __name__],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, **DEVICE_ORDER, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

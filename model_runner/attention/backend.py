@@ -96,6 +96,16 @@ class AttentionBackend(Protocol):
         """
         ...
 
+    @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        """Why this backend is taken only if it is requested, although it can run; empty: it may be chosen."""
+        return []
+
+    @staticmethod
+    def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
+        """All reasons why this backend cannot read pages of this many slots; empty if it can."""
+        return []
+
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
         """Bind to the pool and to the slot table, [rows, max_model_len] int32 on the device."""
         ...

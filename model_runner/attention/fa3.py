@@ -1,5 +1,7 @@
 """FlashAttention-3 from sgl_kernel: extends and decodes of a batch in one call per layer, which reads the pool's pages.
 
+With an fp8 pool queries are converted to fp8, too (unit scales, as the pool's).
+
 The page table of the batch and FA3's own work plan (*scheduler metadata*, one for each view of the layers) are made
 once per step, not once per layer.
 
@@ -10,7 +12,7 @@ Shah et al. 2024; the interface is `sgl_kernel/flash_attn.py` of sglang-kernel 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -19,8 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..kernels.probe import KernelProbe, probe_kernels
 from .backend import AttentionBackend
+from .fa3_splits import SplitShape, max_splits
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import LayerView, ModelSpec
@@ -31,10 +35,18 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "sgl_kernel.flash_attn"
 _MAX_HEAD_DIM: Final = 256
+_COMPILED_DIMS: Final = (64, 96, 128, 192, _MAX_HEAD_DIM)  # others are padded to the next one
 _DTYPES: Final = (torch.bfloat16, torch.float16)
+_WHOLE_PAGES_FROM: Final = ((128, 128, 64), (192, 96, 64), (_MAX_HEAD_DIM, 64, 32))
+"""(head_dim up to, page size, a smaller one): the smallest block of keys, from which FA3 may load whole pages."""
+_FP8: Final = torch.float8_e4m3fn
+_MOST_FP8: Final = 448.0
 _CAPABILITIES: Final = (8, 9)  # major versions for which the wheels have code
 _NO_CAP: Final = 0.0
-_NUM_SPLITS: Final = 0  # FA3 chooses, and adapts the choice to the lengths on the device
+_ANY_SPLITS: Final = (
+    0  # FA3 sets the bound; in a recording lengths are not known, and its few tokens cost little
+)
+_SMS_OF_NO_GPU: Final = 132
 
 
 class FlashAttention3(AttentionBackend):
@@ -51,7 +63,7 @@ class FlashAttention3(AttentionBackend):
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
         else:
-            reasons += _reasons_against_package(probe_kernels())
+            reasons += _reasons_against_package(probe_kernels(), spec.head_dims)
         reasons += [
             f"head_dim is {head_dim}, it must be a multiple of 8 and at most {_MAX_HEAD_DIM}"
             for head_dim in spec.head_dims
@@ -61,10 +73,34 @@ class FlashAttention3(AttentionBackend):
             reasons.append("attends to windows, not to chunks")
         if dtype not in _DTYPES:
             reasons.append(f"computes in bfloat16 and float16, not in {_short(dtype)}")
-        if kv_dtype != dtype:
+        if kv_dtype == _FP8 and device.type == "cuda":
+            reasons += _reasons_against_fp8(probe_kernels(), spec.head_dims)
+        elif kv_dtype != dtype:
             reasons.append(
                 f"needs queries and keys in one precision, not {_short(dtype)} and {_short(kv_dtype)}"
             )
+        return reasons
+
+    @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        """See `AttentionBackend`."""
+        return ["rounds queries to fp8 like the pool, so it must be requested"] if kv_dtype == _FP8 else []
+
+    @staticmethod
+    def reasons_against_pages(spec: ModelSpec, page_size: int) -> list[str]:
+        """See `AttentionBackend`.
+
+        Pages of whole blocks of keys are loaded with the values after a request's end, which are multiplied by 0. They
+        must be finite, but a request whose numbers were not leaves NaN in the pages that others get next.
+        """
+        reasons = []
+        for head_dim in spec.head_dims:
+            limits = next((sizes for most, *sizes in _WHOLE_PAGES_FROM if head_dim <= most), None)
+            if limits is not None and page_size >= limits[0]:
+                reasons.append(
+                    f"page_size is {page_size}, and from {limits[0]} on values that another request left in a page "
+                    f"could reach this one (head_dim {head_dim}); use --page-size {limits[1]}"
+                )
         return reasons
 
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
@@ -81,11 +117,13 @@ class FlashAttention3(AttentionBackend):
             for layer_id in spec.attention_layers
         }
         self._causal = spec.causal
+        self._num_sms = _SMS_OF_NO_GPU
+        if req_to_token.is_cuda:
+            self._num_sms = torch.cuda.get_device_properties(req_to_token.device).multi_processor_count
         self._views = [spec.view_of(layer_id) for layer_id in range(spec.num_layers)]
-        # Query offsets of a step in which every request has one new token; longer than any batch.
-        self._one_each = torch.arange(
-            req_to_token.shape[0] + 1, dtype=torch.int32, device=req_to_token.device
-        )
+        # Query offsets of a step of rows with one new token each; longer than any, also where drafts are rows.
+        most_rows = max(req_to_token.shape[0], MAX_DRAFT_STEP_TOKENS)
+        self._one_each = torch.arange(most_rows + 1, dtype=torch.int32, device=req_to_token.device)
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
         """See `AttentionBackend`."""
@@ -94,7 +132,12 @@ class FlashAttention3(AttentionBackend):
         np.cumsum(layout.extend_lens, out=cu_seqlens_np[1:])
         rows, seq_lens, cu_seqlens = self._buffers.put_all([layout.rows, seq_lens_np, cu_seqlens_np])
         longest_query = int(layout.extend_lens.max(initial=1))
-        return self._plan(rows, seq_lens, cu_seqlens, longest_query, int(seq_lens_np.max(initial=1)))
+        splits = {
+            view: max_splits(layout.extend_lens, layout.prefix_lens + layout.extend_lens, self._shape(view))
+            for view in dict.fromkeys(self._views)
+        }
+        longest = int(seq_lens_np.max(initial=1))
+        return self._plan(rows, seq_lens, cu_seqlens, longest_query, longest, splits)
 
     def capturable(self) -> CapturableAttention:
         """See `AttentionBackend`."""
@@ -103,12 +146,30 @@ class FlashAttention3(AttentionBackend):
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
         """See `CapturableAttention`."""
         cu_seqlens = self._one_each[: len(rows) + 1]
-        return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1])
+        splits = dict.fromkeys(self._views, _ANY_SPLITS)
+        return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1], splits)
+
+    def _shape(self, view: LayerView) -> SplitShape:
+        heads = view.heads
+        return SplitShape(
+            self._heads["num_heads"], heads.num_kv_heads, heads.head_dim, view.window, self._num_sms
+        )
 
     def _plan(
-        self, rows: Tensor, seq_lens: Tensor, cu_seqlens: Tensor, longest_query: int, longest: int
+        self,
+        rows: Tensor,
+        seq_lens: Tensor,
+        cu_seqlens: Tensor,
+        longest_query: int,
+        longest: int,
+        splits: Mapping[LayerView, int],
     ) -> StepAttention:
-        """Plan a step; `longest` is an upper bound of `seq_lens` and sets the width of the page table."""
+        """Plan a step.
+
+        Args:
+            longest: an upper bound of `seq_lens`; sets the width of the page table.
+            splits: the most splits of each view.
+        """
         page_table = self._page_table(rows, longest)
         # The kernel takes the table's width as the longest length; the metadata made before must agree with it.
         common: dict[str, Any] = {
@@ -119,11 +180,10 @@ class FlashAttention3(AttentionBackend):
             "cu_seqlens_q": cu_seqlens,
             "page_size": self._page_size,
             "causal": self._causal,
-            "num_splits": _NUM_SPLITS,
             "has_softcap": self._cap > _NO_CAP,
             **self._heads,
         }
-        by_view = {view: self._view_arguments(view, common) for view in dict.fromkeys(self._views)}
+        by_view = {view: self._view_arguments(view, common, num) for view, num in splits.items()}
         arguments = {
             "cache_seqlens": seq_lens,
             "page_table": page_table,
@@ -132,18 +192,17 @@ class FlashAttention3(AttentionBackend):
             "softmax_scale": self._scale,
             "softcap": self._cap,
             "causal": self._causal,
-            "num_splits": _NUM_SPLITS,
         }
         layers = [arguments | by_view[view] for view in self._views]
         return _Step(self._flash_attention, self._pages, layers)
 
-    def _view_arguments(self, view: LayerView, common: dict[str, Any]) -> dict[str, Any]:
+    def _view_arguments(self, view: LayerView, common: dict[str, Any], num_splits: int) -> dict[str, Any]:
         """The arguments of the layers of one view; the metadata are made with those of all."""
         window, metadata = _window_size(view.window, causal=self._causal), None
         if common["batch_size"]:
             heads = {"num_heads_k": view.heads.num_kv_heads, "headdim": view.heads.head_dim}
-            metadata = self._get_metadata(**common, **heads, window_size=window)
-        return {"window_size": window, "scheduler_metadata": metadata}
+            metadata = self._get_metadata(**common, **heads, window_size=window, num_splits=num_splits)
+        return {"window_size": window, "scheduler_metadata": metadata, "num_splits": num_splits}
 
     def _page_table(self, rows: Tensor, longest: int) -> Tensor:
         """[B, pages] int32. After the end of a request it holds pages of other requests, which are not read."""
@@ -152,7 +211,7 @@ class FlashAttention3(AttentionBackend):
         return table if self._page_size == 1 else table.div_(self._page_size, rounding_mode="floor")
 
 
-def _reasons_against_package(probe: KernelProbe) -> list[str]:
+def _reasons_against_package(probe: KernelProbe, head_dims: Sequence[int]) -> list[str]:
     if probe.sgl_kernel.version is None:
         return [f"sgl_kernel: {probe.sgl_kernel.reason}"]
     if probe.capability[0] not in _CAPABILITIES:
@@ -163,7 +222,19 @@ def _reasons_against_package(probe: KernelProbe) -> list[str]:
         import_module(_MODULE)
     except (ImportError, OSError) as error:
         return [f"sgl_kernel {probe.sgl_kernel.version} does not contain it: {error}"]
-    return []
+    if probe.flash_dims is None:
+        return []
+    why = f" ({probe.flash_error})" if probe.flash_error else ""
+    return [
+        f"sgl_kernel {probe.sgl_kernel.version} has no code for head_dim {head_dim} on this GPU{why}"
+        for head_dim in head_dims
+        if next((dim for dim in _COMPILED_DIMS if head_dim <= dim), head_dim) not in probe.flash_dims
+    ]
+
+
+def _reasons_against_fp8(probe: KernelProbe, head_dims: Sequence[int]) -> list[str]:
+    missing = [head_dim for head_dim in head_dims if head_dim not in probe.flash_fp8_dims]
+    return [f"has no code on this GPU for fp8 KV and head_dim {head_dim}" for head_dim in missing]
 
 
 def _window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
@@ -196,6 +267,8 @@ class _Step:
         if q.shape[0] == 0:
             return q.new_empty((0, q.shape[1] * q.shape[2]))
         keys, values = self.pages[layer_id]
+        if keys.dtype == _FP8:  # the result is in bfloat16; a conversion without a limit would give NaN
+            q = q.clamp(-_MOST_FP8, _MOST_FP8).to(_FP8)
         arguments = self.arguments[layer_id]
         if sinks is not None:
             arguments = {**arguments, "sinks": sinks.to(torch.bfloat16)}

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final
 
+import torch
+
 from ...runtime.errors import ConfigError
 from .cpu_native import CpuNativeAttention
 from .fa3 import FlashAttention3
+from .measured_choice import MEASURED, Choices, measured_decodes
 from .split import split_backend
 from .torch_native import TorchNativeAttention
 from .triton_paged import TritonAttention
 
 if TYPE_CHECKING:
-    import torch
-
     from ...runtime.model_files.model_spec import ModelSpec
     from .backend import AttentionBackend
 
@@ -35,38 +36,55 @@ def select_backend(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     asked: tuple[str, str] | None = None,
+    page_size: int = 1,
     backends: tuple[type[AttentionBackend], ...] = BACKENDS,
+    choices: Choices = MEASURED,
 ) -> type[AttentionBackend]:
     """Select the backends, and log those passed over with the reasons.
 
     Args:
         spec, device, dtype, kv_dtype: see `AttentionBackend.reasons_against`.
         asked: names for prompts and for decodes (`parse_attention_backend`); None: the first that can run, for both.
+        page_size: slots of a page of the KV pool.
+        choices: the faster backends for decodes, if no backends were requested.
 
     Raises:
         ConfigError: a requested backend cannot run here.
     """
+
+    def against(backend: type[AttentionBackend]) -> list[str]:
+        reasons = backend.reasons_against(spec, device, dtype, kv_dtype)
+        return reasons + backend.reasons_against_pages(spec, page_size)
+
+    by_name = {backend.name: backend for backend in backends}
     reasons = {
-        backend.name: backend.reasons_against(spec, device, dtype, kv_dtype)
-        for backend in backends
-        if asked is None or backend.name in asked
+        backend.name: against(backend) for backend in backends if asked is None or backend.name in asked
     }
     if asked is None:
+        for backend in backends:
+            reasons[backend.name] += backend.reasons_to_ask(dtype, kv_dtype)
         best = next(backend.name for backend in backends if not reasons[backend.name])
-        asked = best, best
+        faster = None
+        if device.type == "cuda":
+            faster = measured_decodes(spec, torch.cuda.get_device_capability(device), choices)
+        asked = best, best if faster is None or reasons.get(faster, ["missing"]) else faster
     elif any(reasons[name] for name in asked):
-        possible = [
-            backend.name for backend in backends if not backend.reasons_against(spec, device, dtype, kv_dtype)
-        ]
-        against = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items() if found)
+        possible = [backend.name for backend in backends if not against(backend)]
+        refused = "; ".join(f"{name}: {', '.join(found)}" for name, found in reasons.items() if found)
         raise ConfigError(
-            f"attention_backend is {','.join(dict.fromkeys(asked))!r}, but that cannot run here: {against}; omit "
+            f"attention_backend is {','.join(dict.fromkeys(asked))!r}, but that cannot run here: {refused}; omit "
             f"--attention-backend, or use {' or '.join(possible)}"
         )
     for name, found in reasons.items():
         if found:
-            logger.debug("attention_backend=%s passed over: %s", name, "; ".join(found))
-    by_name = {backend.name: backend for backend in backends}
+            # What the user can change without another model or machine is worth a line.
+            only_pages = not by_name[name].reasons_against(spec, device, dtype, kv_dtype)
+            logger.log(
+                logging.WARNING if only_pages else logging.DEBUG,
+                "attention_backend=%s passed over: %s",
+                name,
+                "; ".join(found),
+            )
     prompts, decodes = (by_name[name] for name in asked)
     logger.info("attention_backend prompts=%s decodes=%s device=%s", prompts.name, decodes.name, device)
     return prompts if prompts is decodes else split_backend(prompts, decodes)

@@ -1,7 +1,9 @@
 """`RankLoop`: the loop of a rank other than 0; it executes the steps that rank 0 sends, in order.
 
-With overlap it launches a step before it waits for the previous one, like rank 0. It is never more than one step
-ahead, because rank 0 does not send more.
+With overlap it launches a step before it waits for the previous one, like rank 0, and while a step runs it waits for
+the next plan and not for the device: rank 0 needs a fraction of a step to settle and to plan, and a plan that is
+launched only after the device has finished leaves the device idle for the time of the launch. It is never more than one
+step ahead, because rank 0 does not send more.
 """
 
 from __future__ import annotations
@@ -63,9 +65,11 @@ class RankLoop:
     def step(self) -> None:
         """Execute the steps that rank 0 has sent.
 
-        Without a message it waits for the oldest step in flight, or half a second for a message if there is none.
+        It waits half a second for a message. If none comes it waits for the oldest step in flight. A rank of a pipeline
+        stage does not wait for a message while a step is in flight: rank 0 may need its answer for the next plan.
         """
-        messages = self._inbox.poll(0.0 if self._in_flight else HEARTBEAT_INTERVAL_S)
+        answers = self._stage is not None and bool(self._in_flight)
+        messages = self._inbox.poll(0.0 if answers else HEARTBEAT_INTERVAL_S)
         for message in messages:
             match message:
                 case LaunchStep():

@@ -14,6 +14,7 @@ import atexit
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class TPGroup(Protocol):
         ...
 
     def meet(self, place: str) -> None:
-        """A named barrier: wait until all ranks have called it with this name. Each name can be used once.
+        """A named barrier: wait until all ranks have called it with this name as often as this rank has.
 
         For work that may take minutes and differs between ranks, like loading weights: the timeouts of the operations
         above are for steps.
@@ -156,6 +157,7 @@ class TorchGroup:
         self.device = rendezvous.device
         self._step_timeout_s = rendezvous.step_timeout_s
         self._start_timeout_s = rendezvous.start_timeout_s
+        self._num_met: Counter[str] = Counter()
         self.waiting = False
         # The second name is deprecated since torch 2.13; the first does not exist in 2.11.
         self._gather: Any = getattr(dist, "all_gather_single", None) or c10d.all_gather_into_tensor
@@ -255,7 +257,9 @@ class TorchGroup:
 
     def meet(self, place: str) -> None:
         """See `TPGroup`."""
-        missing = [f"{place}/{rank}" for rank in range(self.size)]
+        self._num_met[place] += 1
+        name = place if self._num_met[place] == 1 else f"{place}/again{self._num_met[place]}"
+        missing = [f"{name}/{rank}" for rank in range(self.size)]
         deadline_s = time.monotonic() + self._start_timeout_s
         self._ask_store("set", missing[self.rank], "here")
         while missing := [key for key in missing if not self._ask_store("check", [key])]:

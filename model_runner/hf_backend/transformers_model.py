@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..kernels.plain import store_kv
@@ -82,6 +83,15 @@ class TransformersModel:
         assert adapters is None, "`load_model_runner` makes no slots for this model"
         logits: Tensor = self._causal_lm(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits.float()
+
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """See `CausalLM`."""
+        out.copy_(self.logits(hidden, adapters))
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See `CausalLM`."""
+        return torch.float32
 
 
 class _GivenHidden(nn.Module):

@@ -44,6 +44,13 @@ class PlainLinear:
         """See `LinearWeight`."""
         return F.linear(x, self.weight, bias)
 
+    def write(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
+        """See `LinearInto`."""
+        if bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, self.weight.t(), out=out)
+
 
 class OneDNNLinear:
     """A weight in oneDNN's packed layout; a copy."""

@@ -74,6 +74,7 @@ class Facts:
         has_python_headers: Python's headers exist, which those launchers include.
         sgl_kernel: the distribution that contains it; not None does not imply that it works.
         sgl_error: the error of its trial in a child process, in one line; None: it worked, or was not tried.
+        flash_dims, flash_fp8_dims, flash_error: see `Trial`.
     """
 
     torch_version: str
@@ -87,6 +88,25 @@ class Facts:
     has_python_headers: bool = True
     sgl_kernel: Installed | None
     sgl_error: str | None = None
+    flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
+
+
+class Trial(NamedTuple):
+    """What a child process found out about sgl_kernel.
+
+    Attributes:
+        error: in one line; None: it works.
+        flash_dims: head dims, of those that FlashAttention-3 is compiled for, that it has computed; None: not tried.
+        flash_fp8_dims: the same for queries, keys and values in float8_e4m3fn.
+        flash_error: the first error among these, in one line.
+    """
+
+    error: str | None
+    flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
 
 
 class Finding(NamedTuple):
@@ -108,18 +128,27 @@ class KernelProbe(NamedTuple):
 
     Attributes:
         capability: compute capability of the GPU, (0, 0) without one.
+        flash_dims, flash_fp8_dims, flash_error: see `Trial`.
     """
 
     sgl_kernel: Finding
     triton: Finding
     capability: tuple[int, int]
+    flash_dims: tuple[int, ...] | None = None
+    flash_fp8_dims: tuple[int, ...] = ()
+    flash_error: str = ""
 
 
 def judge(facts: Facts) -> KernelProbe:
     """Decide. The first problem found is the reason: later problems often only follow from it."""
     common = _no_gpu(facts)
     return KernelProbe(
-        common or _judge_sgl_kernel(facts), common or _judge_triton(facts), facts.capability or (0, 0)
+        common or _judge_sgl_kernel(facts),
+        common or _judge_triton(facts),
+        facts.capability or (0, 0),
+        facts.flash_dims,
+        facts.flash_fp8_dims,
+        facts.flash_error,
     )
 
 
@@ -249,6 +278,9 @@ def gather_facts() -> Facts:
     """Inspect the machine. Takes seconds if sgl_kernel is installed."""
     driver_works = torch.version.cuda is not None and torch.cuda.is_available()
     installed = _installed_sgl_kernel()
+    trial = Trial(None)
+    if installed and driver_works:
+        trial = try_sgl_kernel(torch.cuda.current_device())
     triton_version, triton_error = _try_triton(driver_works)
     # posix_local, Debian's own scheme, has no headers; Triton falls back to those of posix_prefix, too.
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
@@ -263,7 +295,10 @@ def gather_facts() -> Facts:
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
         has_python_headers=(Path(sysconfig.get_path("include", scheme)) / "Python.h").is_file(),
         sgl_kernel=installed,
-        sgl_error=try_sgl_kernel(torch.cuda.current_device()) if installed and driver_works else None,
+        sgl_error=trial.error,
+        flash_dims=trial.flash_dims,
+        flash_fp8_dims=trial.flash_fp8_dims,
+        flash_error=trial.flash_error,
     )
 
 
@@ -305,12 +340,38 @@ import sgl_kernel
 x = torch.ones(2, 64, dtype=torch.bfloat16, device="cuda")
 out = torch.empty_like(x)
 torch.ops.sgl_kernel.rmsnorm.default(out, x, x[0], 0.0, False)
-print(json.dumps({"error": None if bool((out == 1).all()) else "a norm of ones is not ones"}))
+error = None if bool((out == 1).all()) else "a norm of ones is not ones"
+flash_dims, flash_fp8_dims, flash_error = None, [], ""
+try:
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+    flash_dims = []
+    one = torch.ones(1, dtype=torch.int32, device="cuda")
+    cases = [(torch.bfloat16, head_dim, flash_dims) for head_dim in (128, 64, 256, 96, 192)]
+    if torch.cuda.get_device_capability() == (9, 0):
+        cases += [(torch.float8_e4m3fn, head_dim, flash_fp8_dims) for head_dim in (128, 64, 256, 96, 192)]
+    for dtype, head_dim, found in cases:
+        q = torch.ones(1, 2, head_dim, device="cuda").to(dtype)
+        kv = torch.ones(1, 16, 1, head_dim, device="cuda").to(dtype)
+        try:
+            out = flash_attn_with_kvcache(
+                q, kv, kv, cache_seqlens=one, page_table=(one - 1)[None], cu_seqlens_q=torch.cat([one - 1, one]),
+                max_seqlen_q=1, causal=True,
+            )
+            if bool((out.float() - 1).abs().max() < 0.02):
+                found.append(head_dim)
+            else:
+                flash_error = flash_error or "the mean of ones is not one"
+        except Exception as failure:
+            flash_error = flash_error or str(failure).strip().partition("\\n")[0]
+except (ImportError, OSError):
+    pass
+found = {"flash_dims": flash_dims, "flash_fp8_dims": flash_fp8_dims, "flash_error": flash_error}
+print(json.dumps({"error": error, **found}))
 """
 
 
-def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float = _TIME_LIMIT_S) -> str | None:
-    """Import sgl_kernel and compute something in a child process. Returns the error in one line; None: it works.
+def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float = _TIME_LIMIT_S) -> Trial:
+    """Import sgl_kernel and compute something in a child process.
 
     Args:
         device_index: the caller's own GPU: the contexts of all ranks on the first GPU would fill its memory.
@@ -324,18 +385,22 @@ def try_sgl_kernel(device_index: int, trial: str = _TRIAL, time_limit_s: float =
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return f"its trial took more than {time_limit_s:g} s"
+        return Trial(f"its trial took more than {time_limit_s:g} s")
     if done.returncode < 0:
-        return f"its trial was ended by signal {-done.returncode}"
+        return Trial(f"its trial was ended by signal {-done.returncode}")
     if done.returncode:
-        return _telling_line(done.stderr) or f"its trial ended with exit code {done.returncode}"
+        return Trial(_telling_line(done.stderr) or f"its trial ended with exit code {done.returncode}")
     for line in reversed(done.stdout.splitlines()):  # libraries may print when they are unloaded
         try:
-            error: str | None = json.loads(line)["error"]
+            answer = json.loads(line)
+            error: str | None = answer["error"]
+            dims: list[int] | None = answer.get("flash_dims")
+            fp8_dims: list[int] = answer.get("flash_fp8_dims", [])
+            flash_error: str = answer.get("flash_error", "")
         except (ValueError, TypeError, KeyError):
             continue
-        return error
-    return "its trial ended without a result"
+        return Trial(error, None if dims is None else tuple(dims), tuple(fp8_dims), flash_error)
+    return Trial("its trial ended without a result")
 
 
 def _telling_line(text: str) -> str:

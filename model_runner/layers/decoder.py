@@ -170,6 +170,16 @@ class Decoder:
         assert self.head is not None, "only the last pipeline stage has a head"
         return self.head(self.final_states(hidden), adapters)
 
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """See `CausalLM`."""
+        assert self.head is not None, "only the last pipeline stage has a head"
+        self.head.write(self.final_states(hidden), adapters, out)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See `CausalLM`."""
+        return torch.float32 if self.head is None else self.head.dtype
+
 
 def select_last(num_layers: int, batch: ForwardBatch, take_rows: TakeRows) -> Iterator[SelectRows]:
     """The rows that each layer keeps: all of them, and in the last layer those that need logits."""

@@ -23,6 +23,7 @@ from .row_selection import SelectRows, all_rows
 if TYPE_CHECKING:
     from ...runtime.model_files.encoder_spec import EncoderActivation
     from ...runtime.model_files.weight_files.encoder_tensors import EncoderNames
+    from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops import GatedActivation, Ops
@@ -91,6 +92,15 @@ class Encoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Raise: only a bug can ask an encoder for a next token."""
         raise NotImplementedError(f"{self._model_type} is an encoder, which has no logits")
+
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """As `logits`."""
+        self.logits(hidden)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See `CausalLM`."""
+        return torch.float32
 
 
 class EncoderParts:

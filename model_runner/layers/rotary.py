@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 class RotaryEmbedding:
     """cos and sin of the angles of every position, in the form that `RotateAndStore` takes."""
 
-    def __init__(self, frequencies: Tensor, scale: float, context: ModelContext) -> None:
+    def __init__(
+        self, frequencies: Tensor, scale: float, context: ModelContext, *, in_one: bool | None = None
+    ) -> None:
         """Compute the table in float32, as Hugging Face does, and store it in float32 on GPUs.
 
         On the CPU, where rotation is plain torch, the table is stored in the model's dtype, as in Hugging Face.
@@ -31,12 +33,17 @@ class RotaryEmbedding:
         Args:
             frequencies: [R / 2] float32, angle per position.
             scale: factor of cos and sin, see `RopeScaling.attention_factor`.
+            in_one: cos and sin of a position are one row, so that one kernel gathers both; None: on GPUs.
         """
         angles = torch.outer(torch.arange(context.max_model_len, dtype=torch.float32), frequencies)
         cos, sin = angles.cos() * scale, angles.sin() * scale
         dtype = context.dtype if context.device.type == "cpu" else torch.float32
         self._cos = torch.cat((cos, cos), dim=-1).to(context.device, dtype)
         self._sin = torch.cat((-sin, sin), dim=-1).to(context.device, dtype)
+        self._both: Tensor | None = None
+        if in_one or (in_one is None and context.device.type != "cpu"):
+            self._both = torch.cat((self._cos, self._sin), dim=-1)
+            self._cos, self._sin = self._both.chunk(2, dim=-1)
         self._take_rows = context.ops.take_rows
 
     @classmethod
@@ -70,6 +77,9 @@ class RotaryEmbedding:
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin at [T] int64 positions: [T, R] each."""
+        if self._both is not None:
+            cos, sin = self._take_rows(self._both, positions).chunk(2, dim=-1)
+            return cos, sin
         return self._take_rows(self._cos, positions), self._take_rows(self._sin, positions)
 
 

@@ -88,3 +88,17 @@ class OutputBuffers:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+    def fetch_pair(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+        """The same for two contiguous tensors; if they are views of one piece of memory, with one copy of all of it."""
+        memory = first.untyped_storage()
+        if self._is_host or memory.data_ptr() != second.untyped_storage().data_ptr():
+            return self.fetch(first), self.fetch(second)
+        host = self.fetch(torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory))
+        return _part(host, first), _part(host, second)
+
+
+def _part(memory: Tensor, like: Tensor) -> Tensor:
+    """The part of a copy of a tensor's memory that is the tensor."""
+    start = like.storage_offset() * like.itemsize
+    return memory[start : start + like.nbytes].view(like.dtype).view(like.shape)

@@ -9,6 +9,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from ..adapter_runs import AdapterRuns
@@ -20,7 +21,13 @@ class CausalLM(Protocol):
     """A decoder with a language-model head. The two are separate calls because few positions need logits.
 
     Encoders have the same form, and no logits.
+
+    Attributes:
+        logits_dtype: see `OutputHead`.
     """
+
+    @property
+    def logits_dtype(self) -> torch.dtype: ...
 
     def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
         """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm.
@@ -34,11 +41,15 @@ class CausalLM(Protocol):
         ...
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab] float32. Not called for encoders.
+        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab]. Not called for encoders.
 
         Args:
             adapters: of the n rows; None: all use the base model.
         """
+        ...
+
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """The result of `logits`, into `out`: [n, vocab] in `logits_dtype`, contiguous."""
         ...
 
 

@@ -154,6 +154,7 @@ class Pooler:
         logits = (
             self._model.logits(last_states) if adapters is None else self._model.logits(last_states, adapters)
         )
+        logits = logits.float()
         logprobs = logits - logits.logsumexp(-1, keepdim=True)
         groups: dict[int, list[int]] = {}
         for n, chunk in enumerate(chunks):

@@ -4,6 +4,10 @@ A recording covers the step from its inputs (`DecodeInputMemory`) to the logits:
 `TokenRelay`, if they were sampled in the last step), model, head. The sampler runs after it, as in any step. A batch
 uses the next larger recording. Padded rows compute a token of the dummy row in the dummy page; their result is not
 read.
+
+A step that verifies drafts is such a decode, too, of as many rows as it has tokens: a request with k drafts has 1 + k
+rows of the table, one for each length. All keys are stored before attention, and each row attends to its own length
+only, so a draft sees those before it. Keys of a request are then read once for each of its tokens.
 """
 
 # Shapes: n requests of a recorded step, padding included; B of them real; V tokens of the vocabulary.
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..adapter_runs import AdapterBatch, AdapterRuns
 from ..forward_batch import ForwardBatch, StageStates
 from ..memory.state_pool import StateBatch, StatePool
@@ -120,9 +125,9 @@ class CudaGraphExecutor:
         self._graphs, self.recorded_bytes = self._record(device)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Attention is recorded for one token per request, so drafts are verified eagerly."""
+        """See `StepExecutor`. State layers are recorded for one token per request, so they verify drafts eagerly."""
         num = batch.num_tokens
-        if not batch.samples_all or batch.drafts is not None:
+        if not batch.samples_all or (batch.drafts is not None and self._state_pool is not None):
             return self.eager.run(batch)
         slots = batch.adapter_slots
         if slots is not None and not self._records_adapters:
@@ -144,11 +149,14 @@ class CudaGraphExecutor:
         link.receive(num)
         graph.replay()
         self.num_replayed += 1
+        rows = graph.inputs.rows[:num]
+        if batch.drafts is not None:
+            rows = rows.index_select(0, batch.drafts.firsts)
         result = _first_rows(graph.result, num)
         if isinstance(result, Tensor):
-            return StepOutput(result, graph.inputs.rows[:num])
+            return StepOutput(result, rows)
         link.send(result)
-        return StepOutput(None, graph.inputs.rows[:num])
+        return StepOutput(None, rows)
 
     def _tell_of_larger_steps(self, num_rows: int) -> None:
         if not self._has_told:
@@ -188,16 +196,25 @@ class CudaGraphExecutor:
     def _fill(
         self, result: Tensor | StageStates, inputs: DecodeInputs[Tensor], *, has_adapters: bool
     ) -> None:
-        """The recorded computation."""
-        computed = self._compute(inputs, has_adapters=has_adapters)
-        for to, values in zip(_tensors(result), _tensors(computed), strict=True):
-            to.copy_(values)
+        """The recorded computation: [n, V] logits of a step, or what the next pipeline stage gets."""
+        hidden, adapters = self._forward(inputs, has_adapters=has_adapters)
+        if isinstance(hidden, StageStates):
+            assert isinstance(result, StageStates), "a stage has results of one kind"
+            result.x.copy_(hidden.x)
+            result.residual.copy_(hidden.residual)
+        else:
+            assert isinstance(result, Tensor), "a stage has results of one kind"
+            self._model.write_logits(hidden, adapters, result)
 
-    def _compute(self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False) -> Tensor | StageStates:
-        """[n, V] logits of a step, or what the next pipeline stage gets.
+    def _compute(self, inputs: DecodeInputs[Tensor]) -> Tensor | StageStates:
+        """The same in memory of its own."""
+        hidden, adapters = self._forward(inputs)
+        return hidden if isinstance(hidden, StageStates) else logits_of(self._model, hidden, adapters)
 
-        The recording depends only on the shapes of the host's arrays.
-        """
+    def _forward(
+        self, inputs: DecodeInputs[Tensor], *, has_adapters: bool = False
+    ) -> tuple[Tensor | StageStates, AdapterRuns | None]:
+        """The model's result, and the adapters of its rows. It depends only on the shapes of the host's arrays."""
         self._slot_table.index_copy_(0, inputs.table_indices, inputs.slots)
         adapters = None
         if has_adapters:
@@ -215,14 +232,7 @@ class CudaGraphExecutor:
             else StateBatch(self._state_pool, StateRuns(inputs.state_plan)),
             incoming=self.eager.link.incoming(len(inputs.rows)),
         )
-        hidden = self._model.forward(batch)
-        if isinstance(hidden, StageStates):
-            return hidden
-        return logits_of(self._model, hidden, None if adapters is None else adapters.sampled)
-
-
-def _tensors(result: Tensor | StageStates) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else [result.x, result.residual]
+        return self._model.forward(batch), None if adapters is None else adapters.sampled
 
 
 def _first_rows(result: Tensor | StageStates, num: int) -> Tensor | StageStates:
@@ -237,12 +247,22 @@ def _like(result: Tensor | StageStates) -> Tensor | StageStates:
     return StageStates(torch.empty_like(result.x), torch.empty_like(result.residual))
 
 
-def sizes_to_record(kernels: KernelConfig, num_rows: int, device: torch.device) -> list[int]:
-    """The batch sizes to record as CUDA graphs by the configuration, ascending; empty on other devices."""
+def sizes_to_record(
+    kernels: KernelConfig, num_rows: int, device: torch.device, max_drafts: int = 0
+) -> list[int]:
+    """The batch sizes to record as CUDA graphs by the configuration, ascending; empty on other devices.
+
+    Args:
+        num_rows: requests that may run.
+        max_drafts: of one request in a step, whose tokens are rows, too; 0: steps have no drafts, or are not replayed.
+    """
     if kernels.record_steps is False or device.type != "cuda":
         return []
-    max_batch_size = kernels.max_recorded_bs
-    return batch_sizes(min(num_rows, MAX_AUTO_GRAPH_BATCH if max_batch_size == "auto" else max_batch_size))
+    asked, most = kernels.max_recorded_bs, min(num_rows, MAX_AUTO_GRAPH_BATCH)
+    largest = most if asked == "auto" else min(num_rows, asked)
+    if max_drafts and largest >= most:  # else the user wants smaller recordings
+        largest = max(largest, min(num_rows * (1 + max_drafts), MAX_DRAFT_STEP_TOKENS))
+    return batch_sizes(largest)
 
 
 def cuda_graph_executor(

@@ -4,7 +4,7 @@ InputBatch (host)  ->  executor  ->  StepOutput (device)  ->  sampler
 
 EagerExecutor      every step, launched kernel by kernel; on the CPU its forward pass is a native program if
                    one could be made (`forward_program.py`)
-CudaGraphExecutor  decodes on a GPU, up to a number of requests; other steps by its EagerExecutor
+CudaGraphExecutor  decodes on a GPU, also with drafts, up to a number of rows; other steps by its EagerExecutor
 NativeExecutor     decodes on the CPU, also with drafts; other steps by its EagerExecutor
 """
 
@@ -27,7 +27,7 @@ class StepOutput(NamedTuple):
     """What the model computed, on the device; valid until the executor runs the next step.
 
     Attributes:
-        logits: [R, V] float32, see `InputBatch.sample_indices`; None if no request samples.
+        logits: [R, V] in `CausalLM.logits_dtype`, see `InputBatch.sample_indices`; None if no request samples.
         sample_rows: [S] int64, the pool rows of the requests that sample.
         hidden: [W, K] of the tokens that need logits; None where only logits are read (`InputBatch.samples_all`).
         cut_indices: [n] int64, see `InputBatch`; None if there are none.

@@ -24,12 +24,12 @@ class SamplerProvider:
     Attributes:
         name: its name in the log.
         reasons_against: returns all reasons why it cannot run here; empty if it can.
-        make: constructs the backend; called only if it is selected.
+        make: constructs the backend for logits of a dtype; called only if it is selected.
     """
 
     name: str
     reasons_against: Callable[[torch.device], list[str]]
-    make: Callable[[TokenCounts], SamplerBackend]
+    make: Callable[[TokenCounts, torch.dtype], SamplerBackend]
 
 
 def _reasons_against_triton(device: torch.device) -> list[str]:
@@ -41,11 +41,11 @@ def _reasons_against_triton(device: torch.device) -> list[str]:
     return [found.reason] if found.version is None else []
 
 
-def _make_triton(counts: TokenCounts) -> SamplerBackend:
+def _make_triton(counts: TokenCounts, logits_dtype: torch.dtype) -> SamplerBackend:
     from .triton_backend import TritonSamplerBackend
 
     backend, started_s = TritonSamplerBackend(counts), time.perf_counter()
-    backend.warm_up(counts.in_output.shape[1])
+    backend.warm_up(counts.in_output.shape[1], logits_dtype)
     logger.info("sampler_compiled_s=%.2f", time.perf_counter() - started_s)
     return backend
 
@@ -56,13 +56,13 @@ def _reasons_against_native(device: torch.device) -> list[str]:
     return reasons_against_native_backend(device)
 
 
-def _make_native(counts: TokenCounts) -> SamplerBackend:
+def _make_native(counts: TokenCounts, logits_dtype: torch.dtype) -> SamplerBackend:
     from .native_backend import NativeSamplerBackend
 
     return NativeSamplerBackend(counts)
 
 
-def _make_torch(counts: TokenCounts) -> SamplerBackend:
+def _make_torch(counts: TokenCounts, logits_dtype: torch.dtype) -> SamplerBackend:
     from .torch_backend import TorchSamplerBackend
 
     return TorchSamplerBackend(counts)
@@ -77,7 +77,10 @@ PROVIDERS: Final = (
 
 
 def select_sampler_backend(
-    counts: TokenCounts, device: torch.device, providers: Sequence[SamplerProvider] = PROVIDERS
+    counts: TokenCounts,
+    device: torch.device,
+    logits_dtype: torch.dtype = torch.float32,
+    providers: Sequence[SamplerProvider] = PROVIDERS,
 ) -> SamplerBackend:
     """Make the first backend that can run on this device; log it, and the reasons against those before it."""
     passed_over: list[str] = []
@@ -86,6 +89,6 @@ def select_sampler_backend(
         if not reasons:
             why = f" passed over: {'; '.join(passed_over)}" if passed_over else ""
             logger.debug("op=sample provider=%s%s", provider.name, why)
-            return provider.make(counts)
+            return provider.make(counts, logits_dtype)
         passed_over.append(f"{provider.name}: {', '.join(reasons)}")
     raise AssertionError("no sampler backend can run: the last one must have no reasons against any device")

@@ -57,7 +57,7 @@ class Sampler:
         """Sample one token per row.
 
         Args:
-            logits: [S, V] float32.
+            logits: [S, V]; see `SamplerBackend`.
             refused: the masks of rows that must be sampled again; see `GetMasks.after`. Only on the CPU.
         """
         token_ids, finite = self._backend.sample(logits, batch)
@@ -77,7 +77,7 @@ class Sampler:
         """Log-probabilities of given tokens and of the likeliest; used for prompts.
 
         Args:
-            logits: [n, V] float32, the last axis contiguous.
+            logits: [n, V], the last axis contiguous; see `SamplerBackend`.
             token_ids: [n] int64.
             top_k: 0 for none.
         """
@@ -85,6 +85,8 @@ class Sampler:
         return self._backend.logprobs(logits, every_row, token_ids, top_k)
 
 
-def make_sampler(counts: TokenCounts, device: torch.device) -> Sampler:
-    """A sampler with the preferred backend of this device."""
-    return Sampler(counts, select_sampler_backend(counts, device))
+def make_sampler(
+    counts: TokenCounts, device: torch.device, logits_dtype: torch.dtype = torch.float32
+) -> Sampler:
+    """A sampler with the preferred backend of this device, prepared for logits of this dtype."""
+    return Sampler(counts, select_sampler_backend(counts, device, logits_dtype))

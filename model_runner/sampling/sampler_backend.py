@@ -36,7 +36,8 @@ class SamplerBackend(Protocol):
         """Sample one token per row as `batch` asks, and count the tokens of rows with penalties.
 
         Args:
-            logits: [S, V] float32, the last axis contiguous; not modified.
+            logits: [S, V], the last axis contiguous; not modified. Float32, or on a GPU the serving dtype: its
+                values are widened first, so the result is that of float32.
         """
         ...
 
@@ -44,7 +45,7 @@ class SamplerBackend(Protocol):
         """Log-probabilities of some rows, from the model's own logits.
 
         Args:
-            logits: [S, V] float32, the last axis contiguous.
+            logits: as in `sample`.
             indices: [n] into the S rows, on the host.
             token_ids: [S] int64.
             top_k: number of likeliest tokens, 0 for none.

@@ -62,9 +62,9 @@ class TritonSamplerBackend:
         self._buffers = counts.buffers
         self._geometry = geometry
 
-    def warm_up(self, vocab_size: int) -> None:
+    def warm_up(self, vocab_size: int, logits_dtype: torch.dtype = torch.float32) -> None:
         """Compile every variant of the kernels at start: seconds on a new machine, which no request has to wait for."""
-        logits = torch.zeros((1, vocab_size), dtype=torch.float32, device=self._buffers.device)
+        logits = torch.zeros((1, vocab_size), dtype=logits_dtype, device=self._buffers.device)
         row, word = np.zeros(1, dtype=np.int64), np.zeros((1, 2), dtype=np.int32)
         ones = np.ones(1, dtype=np.float32)
         token_ids = torch.zeros(1, dtype=torch.int64, device=self._buffers.device)
@@ -79,18 +79,16 @@ class TritonSamplerBackend:
         """See `SamplerBackend.sample`."""
         assert logits.stride(1) == 1
         (num_rows, vocab_size), device = logits.shape, logits.device
-        token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
-        finite = torch.empty(num_rows, dtype=torch.bool, device=device)
+        token_ids, finite = _results(num_rows, device)
         if num_rows == 0:
             return SampledTokens(token_ids, finite)
         plan = _Plan(batch, vocab_size)
         scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
         # Arguments that the kernels do not read may be any tensor: the table of a greedy batch, the copy of unedited
-        # logits.
-        table = edit_ids = edit_values = words = logits
+        # logits, which is in float32 for logits of any dtype.
+        table = edit_ids = edit_values = words = edited = scratch.stats
         if plan.needed:
             table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
-        edited = logits
         if plan.num_edited:
             edited = torch.empty((plan.num_edited, vocab_size), dtype=torch.float32, device=device)
         rows = (logits, logits.stride(0), table, edited)
@@ -194,6 +192,17 @@ class TritonSamplerBackend:
             num_warps=_LOGPROB_WARPS,
         )
         return TokenLogprobs(token, top_ids, top)
+
+
+def _results(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for tokens, [S] int64, and flags, [S] bool: one piece, so that one copy brings both to the host.
+
+    Both begin at a multiple of 16 bytes for any S: Triton would compile other kernels for other addresses.
+    """
+    ids_bytes = 8 * num_rows
+    flags_start = -(-ids_bytes // 16) * 16
+    memory = torch.empty(flags_start + num_rows, dtype=torch.uint8, device=device)
+    return memory[:ids_bytes].view(torch.int64), memory[flags_start:].view(torch.bool)
 
 
 _Rows = tuple[Tensor, int, Tensor, Tensor]

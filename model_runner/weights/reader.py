@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.errors import ConfigError
+from .pinned_staging import Staging, staging_for
 
 if TYPE_CHECKING:
     from ..kernels.blocks.stored_rows import StoredRows
@@ -61,8 +62,12 @@ class WeightReader:
         dtype: dtype of the returned tensors, unless the model requests another one.
     """
 
-    def __init__(self, store: TensorStore, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, store: TensorStore, dtype: torch.dtype, device: torch.device, staging: Staging | None = None
+    ) -> None:
+        """Take the parts; `staging`: memory of tensors on their way; None: what is best for the device."""
         self.dtype = dtype
+        self._staging = staging or staging_for(device)
         self._store = store
         self._device = device
         self._left = store.names()
@@ -84,9 +89,9 @@ class WeightReader:
     def peek(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The same, but the tensor does not count as taken."""
         self._check(name, shape)
-        result = torch.empty(shape, dtype=dtype or self.dtype)
+        result = self._staging.take(shape, dtype or self.dtype)
         self._store.read(name, result)
-        return result.to(self._device)
+        return self._staging.send(result, self._device)
 
     def stacked(
         self,
@@ -109,13 +114,14 @@ class WeightReader:
         taken = list(shapes)
         if slices is not None:
             taken = [_sliced(shape, part) for shape, part in zip(shapes, slices, strict=True)]
-        result = torch.empty((sum(shape[0] for shape in taken), *taken[0][1:]), dtype=dtype or self.dtype)
+        shape = (sum(shape[0] for shape in taken), *taken[0][1:])
+        result = self._staging.take(shape, dtype or self.dtype)
         outs = torch.split(result, [shape[0] for shape in taken])
         for idx, (name, shape, out) in enumerate(zip(names, shapes, outs, strict=True)):
             part = slices[idx] if slices is not None and taken[idx] != shape else None
             self._store.read(name, out, part)
             self._left.discard(name)
-        return result.to(self._device)
+        return self._staging.send(result, self._device)
 
     def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> StoredRows | None:
         """See `TensorStore`; the result is on the host.
@@ -138,11 +144,12 @@ class WeightReader:
         self._left = {name for name in self._left if not is_ignored(name)}
 
     def finish(self) -> None:
-        """Check that nothing is left over.
+        """Check that nothing is left over, and release the memory of tensors on their way.
 
         Raises:
             ConfigError: the checkpoint holds tensors that the model did not take.
         """
+        self._staging.close()
         if self._left:
             first = min(self._left)
             raise ConfigError(

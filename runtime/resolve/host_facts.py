@@ -7,7 +7,6 @@ describe any machine.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import shutil
@@ -19,20 +18,12 @@ from typing import Final
 
 from ..errors import ConfigError
 from ..model_files.cache_dir import cache_dir
+from .gpus.driver_gpu import GpuFacts
+from .gpus.gpu_facts import read_gpus
 
 COMPILERS: Final = ("g++", "c++", "clang++")
 """Compilers for the engine's own CPU kernels. GCC first: torch ships the runtime library that its code calls."""
 _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class GpuFacts:
-    """One NVIDIA GPU: name, total and free memory, compute capability as (major, minor), None if unknown."""
-
-    name: str
-    total_bytes: int
-    free_bytes: int
-    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +37,8 @@ class HostFacts:
         cpu_flags: instruction set extensions, as Linux names them.
         mem_available_bytes: memory that can be allocated without swapping, machine-wide.
         cgroup_free_bytes: memory that the cgroup still grants; None: no limit.
-        gpus: the visible NVIDIA GPUs.
+        gpus: the NVIDIA GPUs that CUDA shows, in its order.
+        num_hidden_gpus: others, which CUDA_VISIBLE_DEVICES hides.
         has_cpu_kernels: whether the engine's own kernels are compiled, or there is a compiler.
         torch_version: with its local part (`2.9.0+cpu`); empty when torch is not installed.
     """
@@ -58,6 +50,7 @@ class HostFacts:
     mem_available_bytes: int
     cgroup_free_bytes: int | None
     gpus: tuple[GpuFacts, ...] = ()
+    num_hidden_gpus: int = 0
     torch_version: str = ""
     has_cpu_kernels: bool = True
 
@@ -71,16 +64,14 @@ class HostFacts:
     @property
     def torch_has_cuda(self) -> bool:
         """Whether the installed torch is a CUDA build, according to its version (importing it takes seconds)."""
-        return (
-            bool(self.torch_version)
-            and not self.torch_version.endswith(("+cpu", "+xpu"))
-            and ("rocm" not in self.torch_version)
-        )
+        return _has_cuda(self.torch_version)
 
 
 def read_host_facts(root: Path = Path("/")) -> HostFacts:
-    """Read the facts of the machine; takes milliseconds."""
+    """Read the facts of the machine; takes milliseconds, or seconds on a machine with a GPU but without NVML."""
     cpus = sorted(os.sched_getaffinity(0))
+    torch_version = _torch_version()
+    gpus = read_gpus(root, os.environ, torch_has_cuda=_has_cuda(torch_version))
     return HostFacts(
         num_cpus=len(cpus),
         num_cores=_count_cores(root, cpus),
@@ -88,8 +79,9 @@ def read_host_facts(root: Path = Path("/")) -> HostFacts:
         cpu_flags=_cpu_flags(root),
         mem_available_bytes=_mem_available_bytes(root),
         cgroup_free_bytes=_cgroup_free_bytes(root),
-        gpus=_read_gpus(root),
-        torch_version=_torch_version(),
+        gpus=gpus.visible,
+        num_hidden_gpus=gpus.num_hidden,
+        torch_version=torch_version,
         has_cpu_kernels=_has_cpu_kernels(),
     )
 
@@ -195,43 +187,7 @@ def _up_to_mount(mount: Path, path: str) -> Iterator[Path]:
     yield mount
 
 
-# ---------------------------------------------------------------- GPUs, torch
-
-
-class _NvmlMemory(ctypes.Structure):
-    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
-
-
-def _read_gpus(root: Path) -> tuple[GpuFacts, ...]:
-    """Query the driver's management library; without a driver, or with a broken one, there are no GPUs."""
-    if not (root / "dev/nvidiactl").exists():
-        return ()
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return ()
-    if nvml.nvmlInit_v2() != 0:
-        return ()
-    try:
-        count = ctypes.c_uint()
-        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-            return ()
-        return tuple(gpu for index in range(count.value) if (gpu := _read_gpu(nvml, index)) is not None)
-    finally:
-        nvml.nvmlShutdown()
-
-
-def _read_gpu(nvml: ctypes.CDLL, index: int) -> GpuFacts | None:
-    handle, memory, name = ctypes.c_void_p(), _NvmlMemory(), ctypes.create_string_buffer(96)
-    if nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) != 0:
-        return None
-    if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) != 0:
-        return None
-    nvml.nvmlDeviceGetName(handle, name, len(name))
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    failed = nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    capability = None if failed else (major.value, minor.value)
-    return GpuFacts(name.value.decode(errors="replace"), int(memory.total), int(memory.free), capability)
+# ---------------------------------------------------------------- torch
 
 
 def _torch_version() -> str:
@@ -239,6 +195,11 @@ def _torch_version() -> str:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _has_cuda(torch_version: str) -> bool:
+    is_other = torch_version.endswith(("+cpu", "+xpu")) or "rocm" in torch_version
+    return bool(torch_version) and not is_other
 
 
 def _read(path: Path) -> str:

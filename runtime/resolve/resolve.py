@@ -30,11 +30,13 @@ from .step_settings import StepSettings
 
 if TYPE_CHECKING:
     from ..model_files.model_spec import ModelSpec
+    from .gpus.driver_gpu import GpuFacts
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
 BF16_CAPABILITY: Final = (8, 0)  # Ampere
 CPU_MEM_FRACTION: Final = 0.4  # other programs use the same memory
-CUDA_MEM_FRACTION: Final = 0.88
+CUDA_MEM_FRACTION: Final = 0.94  # of what is left once weights, steps and recordings are measured: `fit_pool`
+CUDA_ESTIMATED_FRACTION: Final = 0.88  # of an estimate, before the weights are loaded
 MAX_AUTO_GRAPH_BATCH: Final = 256
 
 T = TypeVar("T")
@@ -84,7 +86,8 @@ class _Resolver:
         num_threads = self.num_threads()
         if self.spec.encoder is not None:
             self.set_encoder_step(device, num_threads)
-        steps = StepSettings(self.config, self.host, device)
+        gpu_bytes = min(gpu.total_bytes for gpu in self.used_gpus()) if device == "cuda" else 0
+        steps = StepSettings(self.config, gpu_bytes, device)
         chunk = steps.chunked_prefill_size()
         fraction = self.mem_fraction(device)
         quantization = self.quantization(device, dtype, model_impl)
@@ -165,18 +168,17 @@ class _Resolver:
         if parallel.pp > 1:
             check_stages(self.spec, parallel)
             self.check_beside_stages()
-        num_gpus, needed = (
-            len(self.host.gpus),
-            1 if parallel.executor == "ray" else parallel.ranks_on_one_host,
-        )
+        num_gpus, needed = len(self.host.gpus), self.num_gpus_needed()
+        hidden = f" ({self.host.num_hidden_gpus} more are hidden by CUDA_VISIBLE_DEVICES)"
+        has = f"{num_gpus}{hidden if self.host.num_hidden_gpus else ''}"
         if device == "cuda" and needed > num_gpus and parallel.dp > 1:
             raise ConfigError(
                 f"dp is {parallel.dp} and {_ranks_text(parallel)}, so {needed} GPUs are needed, but this machine has "
-                f"{num_gpus}; lower --dp or {_ranks_flags(parallel)}"
+                f"{has}; lower --dp or {_ranks_flags(parallel)}"
             )
         if device == "cuda" and needed > num_gpus and parallel.num_ranks > 1:
             raise ConfigError(
-                f"{_ranks_text(parallel)}, so {needed} GPUs are needed on each machine, but this one has {num_gpus}; "
+                f"{_ranks_text(parallel)}, so {needed} GPUs are needed on each machine, but this one has {has}; "
                 f"lower {_ranks_flags(parallel)}, or share the model among several machines with --nnodes"
             )
 
@@ -194,9 +196,23 @@ class _Resolver:
                 "(peft: merge_and_unload) or use --tp instead of --pp"
             )
 
+    def num_gpus_needed(self) -> int:
+        """GPUs that this engine uses on this machine, the first ones; Ray finds those of the other ranks itself."""
+        parallel = self.config.parallel
+        return 1 if parallel.executor == "ray" else parallel.ranks_on_one_host
+
+    def used_gpus(self) -> tuple[GpuFacts, ...]:
+        """The GPUs of this machine's ranks."""
+        return self.host.gpus[: self.num_gpus_needed()]
+
     def device(self) -> Any:
         gpus, asked = self.host.gpus, self.config.model.device
         if asked == "cuda":
+            if not gpus and self.host.num_hidden_gpus:
+                raise ConfigError(
+                    f"device is cuda, but CUDA_VISIBLE_DEVICES hides all {self.host.num_hidden_gpus} GPUs; name one in "
+                    "it or use --device cpu"
+                )
             if not gpus:
                 raise ConfigError("device is cuda, but no NVIDIA driver or GPU is visible; use --device cpu")
             if not self.host.torch_has_cuda:
@@ -212,13 +228,16 @@ class _Resolver:
             return self.note(
                 "device", "cpu", f"torch {self.host.torch_version} has no CUDA, though a GPU is visible"
             )
-        return self.note("device", "cpu", "no NVIDIA GPU is visible")
+        hidden = self.host.num_hidden_gpus
+        reason = f"CUDA_VISIBLE_DEVICES hides all {hidden} GPUs" if hidden else "no NVIDIA GPU is visible"
+        return self.note("device", "cpu", reason)
 
     def dtype(self, device: str, model_impl: str) -> Any:
         if self.config.model.dtype != "auto":
             return self.config.model.dtype
         if device == "cuda":
-            gpu = self.host.gpus[0]
+            # Models run in one dtype on all ranks, so the oldest GPU decides.
+            gpu = min(self.used_gpus(), key=lambda gpu: gpu.compute_capability or BF16_CAPABILITY)
             if gpu.compute_capability and gpu.compute_capability < BF16_CAPABILITY:
                 major, minor = gpu.compute_capability
                 reason = f"{gpu.name} (compute capability {major}.{minor}) has no bfloat16 instructions"
@@ -263,7 +282,9 @@ class _Resolver:
         if asked != "auto":
             return asked
         if device == "cuda":
-            return self.note("mem_fraction", CUDA_MEM_FRACTION, "memory is left for graphs and allocator")
+            return self.note(
+                "mem_fraction", CUDA_MEM_FRACTION, "the largest steps are measured; the rest is slack"
+            )
         return self.note("mem_fraction", CPU_MEM_FRACTION, "leaves memory to other programs on this machine")
 
     def pool(self, device: str, dtype: str, num_threads: int, chunk: int, fraction: float) -> PoolDecision:
@@ -272,9 +293,13 @@ class _Resolver:
             name=device,
             dtype=dtype,
             num_threads=num_threads,
-            free_bytes=self.host.gpus[0].free_bytes if device == "cuda" else host_free_bytes,
+            free_bytes=(
+                min(gpu.free_bytes for gpu in self.used_gpus()) if device == "cuda" else host_free_bytes
+            ),
             host_free_bytes=host_free_bytes,
         )
+        if device == "cuda" and self.config.cache.mem_fraction == "auto":
+            fraction = CUDA_ESTIMATED_FRACTION
         decision = PoolSize(self.config, self.spec, facts, chunk=chunk, fraction=fraction).decide()
         self.notes.update(decision.notes)
         return decision

@@ -7,7 +7,6 @@ from typing import Final, TypeVar
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..kv_size import GIB
-from .host_facts import HostFacts
 from .pool_size import prompt_tokens
 
 CPU_CHUNK_TOKENS: Final = 512
@@ -27,12 +26,12 @@ class StepSettings:
         notes: setting -> reason for its value, for each that was filled in or changed.
     """
 
-    def __init__(self, config: EngineConfig, host: HostFacts, device: str) -> None:
-        """`device`: "cpu" or "cuda", already resolved."""
+    def __init__(self, config: EngineConfig, gpu_bytes: int, device: str) -> None:
+        """`device`: "cpu" or "cuda", already resolved; `gpu_bytes`: memory of the smallest GPU that is used."""
         self._config = config
         self._scheduler = config.scheduler
         self._page_size = config.cache.page_size
-        self._host = host
+        self._gpu_bytes = gpu_bytes
         self._device = device
         self.notes: dict[str, str] = {}
 
@@ -52,7 +51,7 @@ class StepSettings:
                 "keeps a CPU step well under a second, so running requests keep decoding",
             )
         else:
-            gib = self._host.gpus[0].total_bytes / GIB
+            gib = self._gpu_bytes / GIB
             chunk = next((size for below, size in CUDA_CHUNK_TOKENS if gib < below), CUDA_LARGE_CHUNK_TOKENS)
             reason = f"for a GPU with {gib:.0f} GiB"
         rounded = max(self._page_size, chunk // self._page_size * self._page_size)

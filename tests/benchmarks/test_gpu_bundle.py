@@ -143,6 +143,28 @@ def test_a_download_is_used_again_and_the_archive_holds_the_files(bundle: Module
     assert files == ["sgl_kernel/__init__.py", bundle.COMMON]
 
 
+@pytest.mark.parametrize(
+    ("requirement", "version"),
+    [("pytest<9.2", "9.1.10"), ("pytest", "9.2.0"), ("pytest==9.1.9", "9.1.9"), ("pytest==8.0.0", None)],
+)
+def test_a_download_is_of_the_version_that_the_tests_run_with(
+    bundle: ModuleType, tmp_path: Path, requirement: str, version: str | None
+) -> None:
+    for each in ("9.1.9", "9.1.10", "9.2.0"):
+        (tmp_path / f"pytest-{each}-py3-none-any.whl").touch()
+    (tmp_path / "pytest_timeout-2.4.0-py3-none-any.whl").touch()
+    found = bundle.wheel_of(requirement, tmp_path)
+    assert (found and found.name.split("-")[1]) == version
+
+
+def test_the_bundles_pytest_is_that_of_the_project(bundle: ModuleType) -> None:
+    wanted = next(name for name in bundle.WHEELS if name.startswith("pytest<"))
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert f",{wanted.removeprefix('pytest')}" in next(
+        line for line in project.splitlines() if '"pytest>=' in line
+    )
+
+
 def test_it_is_known_for_which_python_a_bundle_is(tmp_path: Path) -> None:
     names = ["zmq/_zmq.abi3.so", "msgspec/_core.cpython-312-x86_64-linux-gnu.so", "gguf/constants.py"]
     assert script("gpu_path").versions_of(tmp_path) == []

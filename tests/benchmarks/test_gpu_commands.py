@@ -47,7 +47,18 @@ def test_the_check_runs(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    sections = run(tmp_path, "benchmarks.gpu_bench", "ceilings,Qwen3-0.6B")
+    sections = run(tmp_path, "benchmarks.gpu_bench", "ceilings,attention,all_reduce,Qwen3-0.6B")
+
+    measured = {figure["name"] for figure in sections["attention"]["figures"]}
+    assert {
+        "decode 4/2 heads of 16, 2 x 40: torch_native",
+        "decode 2/2 heads of 16, 2 x 40: torch_native, 3 drafts as rows",
+        "prompts over an fp8 pool: torch_native",
+    } <= measured
+    assert [figure["name"] for figure in sections["all_reduce"]["figures"]] == [
+        "sum of 8 KiB over 2 ranks: gloo"
+    ]
+    assert "    ((0, 0), 2): 'torch_native',  # 4/2 heads of 16" in sections["attention"]["notes"]
 
     figures = {figure["name"]: figure for figure in sections["Qwen3-0.6B"]["figures"]}
     assert {"tiny step, 1 request", "tiny step, 4 requests", "tiny prefill", "tiny offline"} <= set(figures)

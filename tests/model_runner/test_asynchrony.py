@@ -64,6 +64,9 @@ class NoHost:
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def fetch_pair(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return first, second
+
 
 class NoHostPages:
     """Swapping on a device without data; what it queues is tested with the pool itself."""
@@ -199,6 +202,9 @@ class LateDevice:
         host = torch.zeros_like(tensor)  # plausible, and wrong: nothing is finite, each token is 0
         self.copies.append((host, tensor.clone()))
         return host
+
+    def fetch_pair(self, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fetch(first), self.fetch(second)
 
     def run_until(self, num: int) -> None:
         for host, tensor in self.copies[self.num_arrived : num]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.model_runner import assembly, load
+from engine.model_runner import assembly, load, trial
 from engine.model_runner.attention.backend import AttentionBackend
 from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
@@ -173,13 +174,46 @@ def test_the_trial_asks_for_all_that_clients_can_ask_for(make):
     """Else what they ask for later takes memory that the pool has by then."""
     make(pool_is_estimate=True, planned=replace(PLANNED, num_host_pages=3))
 
-    moving, largest = make.plans
-    result = make.results[-1]
+    moving, largest, short, shortest, _ = make.plans
+    result = make.results[1]
     assert moving.swap_outs and moving.swap_ins and moving.page_copies
     assert largest.total_num_scheduled_tokens == 40 and len(result.logprobs) == 6
     assert all(each is not None and each.top_k == 20 for each in result.logprobs)
     assert {each.top_k for each in result.prompt_logprobs.values()} == {20}
     assert len(make.runners[0]._counts.in_prompt) >= 6, "everybody has penalties"
+    assert all(not result.errors for result in make.results)
+    assert [
+        np.frombuffer(plan.num_scheduled_tokens, dtype=np.int32).tolist() for plan in (short, shortest)
+    ] == [
+        [7, 7, 7, 7, 6, 6],
+        [2] * 6,
+    ]
+    assert not short.new_reqs[0].prefix_loc, "what this attention gathers is in the sums of the pool"
+
+
+def test_short_extends_come_with_a_long_context_and_fit_into_the_pool(make, monkeypatch):
+    """FA3's partial outputs of such a step are larger than anything of a step with one long prompt."""
+    monkeypatch.setattr(TorchNativeAttention, "gathered_token_bytes", 0)
+    make(pool_is_estimate=True, planned=replace(PLANNED, max_running_requests=20))
+
+    *_, short, shortest, again = make.plans
+    assert [len(new.prefix_loc) // 4 for new in short.new_reqs] == [63 - 2] + [0] * 19
+    assert short.total_num_scheduled_tokens == 40
+    slots = np.frombuffer(short.out_cache_loc, dtype=np.int32)
+    assert slots.max() < 4 * (make.runners[0].capacity.num_pages + 1), "20 extends of 2 take 20 pages"
+    assert len(shortest.rows) // 4 == 8 and len(shortest.finished_rows) // 4 == 20
+    assert not any(result.errors for result in make.results)
+    assert again.rows == again.finished_rows == shortest.rows
+
+
+def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch, caplog):
+    """Until such steps are recorded the host bounds the first token of short prompts."""
+    for launch_s in (0.0005, 0.004):
+        assert "kernel by kernel" not in caplog.text
+        clock = SimpleNamespace(perf_counter=iter((0.0, launch_s)).__next__)
+        monkeypatch.setattr(trial, "time", clock)
+        make(pool_is_estimate=True)
+    assert "takes the host 4.0 ms: smaller steps wait for it (launch_ms=4.0)" in caplog.text
 
 
 def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
@@ -187,9 +221,10 @@ def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
     loading = Loading(encoder, monkeypatch)
     runner = loading(planned=replace(PLANNED, num_pages=90))
 
-    moving, largest = loading.plans
+    moving, largest, short, *_ = loading.plans
+    assert not short.new_reqs[0].prefix_loc and short.pools == bytes([1]) * 6
     assert largest.samples == bytes(6) and largest.pools == bytes([1]) * 6
-    assert sorted(loading.results[-1].vectors) == list(range(6)) and not loading.results[-1].errors
+    assert sorted(loading.results[1].vectors) == list(range(6)) and not loading.results[1].errors
     assert moving.total_num_scheduled_tokens == 0
     assert runner.capacity.num_pages == 90, "as planned: two steps"
 
@@ -226,7 +261,7 @@ def test_a_pool_that_was_asked_for_stands(make):
 def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
     device = torch.device("cuda")
     monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
     )
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
     monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
@@ -240,6 +275,37 @@ def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
 def test_the_rank_with_the_least_memory_decides(make):
     assert make(group=SmallNeighbor(), pool_is_estimate=True).capacity.num_pages == 96
     assert make(group=SmallNeighbor(), pool_is_estimate=True).kv_pool.num_bytes == 97 * PAGE_BYTES
+
+
+class MeetingPlaces(SingleRank):
+    """Writes down where the ranks meet."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def meet(self, place: str) -> None:
+        self.events.append(f"meet {place}")
+
+
+def test_the_ranks_meet_after_the_sampler_is_compiled_and_before_any_step(make, monkeypatch):
+    """Rank 0 alone compiles it; the others would wait in the first step, for as long as a step may take."""
+    places, launch, made = MeetingPlaces(), ModelRunner.launch, vars(assembly)["make_sampler"]
+
+    def watched_sampler(*args: Any) -> Any:
+        places.events.append("compile")
+        return made(*args)
+
+    def watched_launch(runner: ModelRunner, plan: StepPlan) -> Any:
+        places.events.append("step")
+        return launch(runner, plan)
+
+    monkeypatch.setattr(assembly, "make_sampler", watched_sampler)
+    monkeypatch.setattr(ModelRunner, "launch", watched_launch)
+    make(group=places, pool_is_estimate=True)
+
+    prepared = ["compile", "meet sampler"]
+    steps = places.events.count("step")
+    assert places.events == ["meet weights", *prepared, *["step"] * steps, *prepared]
 
 
 def test_a_step_that_does_not_fit_beside_the_weights_is_an_error(make, monkeypatch):
@@ -269,7 +335,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
 def test_a_runner_that_cannot_be_made_is_an_error_with_a_way_out(make, monkeypatch, num_before, message):
     device = torch.device("cuda")
     monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, device)
+        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
     )
     monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)

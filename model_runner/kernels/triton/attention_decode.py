@@ -244,7 +244,9 @@ class DecodePlan:
 
 
 def keys_of_tile(shape: HeadShape, kv_dtype: torch.dtype) -> int:
-    """Keys per tile: as many as fit into `_TILE_BYTES`."""
+    """Keys per tile: as many as fit into `_TILE_BYTES`; few in float32, which has no tensor cores and would spill."""
+    if kv_dtype == torch.float32 and shape.padded_dim >= 128:
+        return MIN_DOT
     keys = _TILE_BYTES // (shape.padded_dim * kv_dtype.itemsize)
     return max(MIN_DOT, min(keys, _MAX_KEYS))
 
@@ -373,6 +375,7 @@ def variants() -> list[KernelVariant]:
                 {"BLOCK_G": _padded_group(variant.shape), **variant.constants(keys)},
                 num_warps=4,
                 num_stages=_NUM_STAGES,
+                min_arch=variant.min_arch,
             )
         )
     return found

@@ -41,6 +41,7 @@ from .attention_tiles import (
     capped,
     finished,
     from_pool,
+    next_power_of_2,
     pools,
     slots_of,
 )
@@ -277,6 +278,8 @@ def rows_of_tile(shape: HeadShape, kv_dtype: torch.dtype, longest: int) -> int:
     """
     if shape.padded_dim > 256:
         return 32
+    if kv_dtype == torch.float32 and shape.padded_dim >= 128:
+        return max(32, next_power_of_2(shape.group))
     few = kv_dtype in (torch.float32, torch.float8_e4m3fn) or shape.padded_dim > 128
     if few or longest * shape.group <= 64:
         return 64
@@ -375,7 +378,8 @@ def variants() -> list[KernelVariant]:
                     },
                     num_warps=tile.num_warps,
                     num_stages=tile.num_stages,
-                    max_stack_bytes=64,  # sm_80 spills some registers, sm_100 a few, sm_90 none
+                    max_stack_bytes=64,  # sm_80 spills some registers, sm_100 a few, sm_90 none but of fp8 at dim 256
+                    min_arch=variant.min_arch,
                 )
             )
     return found

@@ -151,48 +151,72 @@ _TRITON_NAMES: Final = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float32: "*fp32",
-    torch.float8_e4m3fn: "*u8",  # by hand: works on all architectures
+    torch.float8_e4m3fn: "*u8",  # by hand; natively "*fp8e4nv"
 }
 
 
 class Variant(NamedTuple):
-    """A model's attention that is compiled ahead of time."""
+    """A model's attention that is compiled ahead of time; `by_hand`: see `converts_by_hand`."""
 
     shape: HeadShape
     dtype: torch.dtype
     kv_dtype: torch.dtype
     cap: float = 0.0
     has_sinks: bool = False
+    by_hand: bool = True
 
     @property
     def name(self) -> str:
         """Name in the report."""
-        own, pool = (_TRITON_NAMES[name].removeprefix("*") for name in (self.dtype, self.kv_dtype))
+        own, pool = (name.removeprefix("*") for name in (_TRITON_NAMES[self.dtype], self._pool))
+        shape = f"dim {self.shape.head_dim} group {self.shape.group} page {self.shape.page_size}"
         more = (" capped" if self.cap else "") + (" sinks" if self.has_sinks else "")
-        return f"{own} pool {pool} dim {self.shape.head_dim} group {self.shape.group}{more}"
+        return f"{own} pool {pool} {shape}{more}"
+
+    @property
+    def min_arch(self) -> int:
+        """See `KernelVariant`."""
+        is_native = self.kv_dtype == torch.float8_e4m3fn and not self.by_hand
+        return FIRST_WITH_FP8 if is_native else 0
+
+    @property
+    def _pool(self) -> str:
+        return _TRITON_NAMES[self.kv_dtype] if self.by_hand or not self.min_arch else "*fp8e4nv"
 
     @property
     def pointers(self) -> dict[str, str]:
         """The pointer arguments that both kernels have."""
-        own, pool = _TRITON_NAMES[self.dtype], _TRITON_NAMES[self.kv_dtype]
+        own, pool = _TRITON_NAMES[self.dtype], self._pool
         partial = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
         return {"q_ptr": own, "k_ptr": pool, "v_ptr": pool, "table_ptr": "*i32", "out_ptr": own} | partial
 
     def constants(self, keys: int) -> dict[str, Any]:
         """The constexpr arguments of both kernels, for tiles of `keys` keys."""
         form = {"CAP": self.cap, "HAS_SINKS": self.has_sinks}
-        return form | self.shape.constants(keys, self.kv_dtype, by_hand=True)
+        return form | self.shape.constants(keys, self.kv_dtype, self.by_hand)
 
 
-_BF16: Final = torch.bfloat16
+FIRST_WITH_FP8: Final = 89
+"""The first compute capability, without the dot, with instructions for float8_e4m3fn."""
+
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 VARIANTS: Final = (
     Variant(HeadShape(8, 4, 128, 16), _BF16, _BF16),  # Llama-3.1-8B, Qwen3-8B
     Variant(HeadShape(8, 2, 128, 64), _BF16, _BF16),  # Qwen3-0.6B
     Variant(HeadShape(3, 3, 64, 16), _BF16, _BF16),  # SmolLM2-135M
     Variant(HeadShape(1, 4, 256, 16), _BF16, _BF16),  # Gemma 3
     Variant(HeadShape(32, 1, 96, 16), _BF16, _BF16),  # Phi-3
-    Variant(HeadShape(8, 4, 128, 16), _BF16, torch.float8_e4m3fn),
+    Variant(HeadShape(8, 4, 128, 64), _BF16, _BF16),  # whole tiles of a page
+    Variant(HeadShape(32, 1, 64, 16), _BF16, _BF16),  # SmolLM2-1.7B
+    Variant(HeadShape(32, 1, 80, 16), _BF16, _BF16),
+    Variant(HeadShape(8, 8, 128, 16), _BF16, _BF16),  # Llama-3.1-70B
+    Variant(HeadShape(4, 16, 128, 16), _BF16, _BF16),
+    Variant(HeadShape(8, 4, 128, 16), _BF16, _FP8),
+    Variant(HeadShape(8, 4, 128, 16), _BF16, _FP8, by_hand=False),
+    Variant(HeadShape(1, 4, 256, 16), _BF16, _FP8, by_hand=False),
     Variant(HeadShape(8, 4, 64, 16), torch.float32, torch.float32),
+    Variant(HeadShape(8, 4, 128, 16), torch.float32, torch.float32),
+    Variant(HeadShape(1, 4, 256, 16), torch.float32, torch.float32),
     Variant(HeadShape(8, 2, 256, 16), _BF16, _BF16, cap=50.0),  # Gemma 2
     Variant(HeadShape(8, 8, 64, 16), _BF16, _BF16, has_sinks=True),  # gpt-oss
     Variant(HeadShape(1, 8, 512, 16), _BF16, _BF16),  # Gemma 4, layers without a window

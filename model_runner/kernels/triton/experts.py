@@ -1,5 +1,6 @@
 """The experts of a mixture in Triton: four launches for any routing, without reading anything back to the host.
 
+    count      of steps with many rows, first: how many rows each expert has
     align      rows (one token for one of its experts) sorted by expert, each expert's rows padded to whole blocks
     gate, up   a block of rows times the weights of its expert, SiLU(gate) * up
     down       the same rows times the second weights
@@ -29,6 +30,7 @@ from ...ops import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 
 _CHUNK: Final = 1024  # rows that a program of `align` reads at a time
+_COUNTED_FROM: Final = 4 * _CHUNK  # rows that are counted once, and not by each expert's program of `align`
 _COMBINE_BLOCK: Final = 512
 
 
@@ -50,8 +52,26 @@ _HIGH: Final = _Tile(128, 64, 64, 8, 3)
 
 # Specialization on row counts would compile kernels while serving: for 1, for multiples of 16, and for others.
 @triton.jit(do_not_specialize=["num_rows"])
+def _count_kernel(
+    expert_ids_ptr,
+    counts_ptr,  # [BINS] int32, zeros
+    num_rows,
+    NUM_EXPERTS: tl.constexpr,
+    BINS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """One program per chunk of rows."""
+    row = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    bin_ = tl.arange(0, BINS)
+    ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
+    counts = tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows past the end
+    tl.atomic_add(counts_ptr + bin_, counts, mask=(bin_ < NUM_EXPERTS) & (counts > 0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _align_kernel(
     expert_ids_ptr,
+    counts_ptr,
     sorted_rows_ptr,
     block_expert_ptr,
     num_blocks_ptr,
@@ -60,16 +80,20 @@ def _align_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
     """One program per expert: counts the rows of all experts to find where its own begin, then lists its own rows."""
     expert = tl.program_id(0)
     lane = tl.arange(0, CHUNK)
     bin_ = tl.arange(0, BINS)
-    counts = tl.zeros([BINS], dtype=tl.int32)
-    for start in range(0, num_rows, CHUNK):
-        row = start + lane
-        ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
-        counts += tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows past the end
+    if COUNTED:
+        counts = tl.load(counts_ptr + bin_)
+    else:
+        counts = tl.zeros([BINS], dtype=tl.int32)
+        for start in range(0, num_rows, CHUNK):
+            row = start + lane
+            ids = tl.load(expert_ids_ptr + row, mask=row < num_rows, other=NUM_EXPERTS).to(tl.int32)
+            counts += tl.histogram(ids, BINS)  # bin NUM_EXPERTS: rows past the end
     blocks = tl.where(bin_ < NUM_EXPERTS, (counts + ROWS - 1) // ROWS, 0)
     first_block = tl.sum(tl.where(bin_ < expert, blocks, 0), axis=0)
     my_blocks = tl.sum(tl.where(bin_ == expert, blocks, 0), axis=0)
@@ -217,6 +241,7 @@ class TritonExperts:
         shares = torch.zeros((1, 1), device=x.device)
         for tile in _tiles(x.dtype.itemsize):
             self._rows(x, shares, expert_ids, tile)
+            _align(expert_ids, len(self._down), tile.rows, counted=True)
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
         """See `ExpertWeights`."""
@@ -292,23 +317,25 @@ class _Blocks(NamedTuple):
     num_rows: int
 
 
-def _align(expert_ids: Tensor, num_experts: int, block_rows: int) -> _Blocks:
+def _align(expert_ids: Tensor, num_experts: int, block_rows: int, *, counted: bool = False) -> _Blocks:
     num_rows, device = expert_ids.numel(), expert_ids.device
+    counted = counted or num_rows >= _COUNTED_FROM
+    constants = {
+        "NUM_EXPERTS": num_experts,
+        "BINS": triton.next_power_of_2(num_experts + 1),
+        "CHUNK": _CHUNK,
+    }
     # Every expert may have one partial block.
     max_blocks = min(num_rows, num_rows // block_rows + num_experts)
     sorted_rows = torch.empty(max_blocks * block_rows, dtype=torch.int32, device=device)
     experts = torch.empty(max_blocks, dtype=torch.int32, device=device)
     num = torch.empty(1, dtype=torch.int32, device=device)
+    counts = num  # not read
+    if counted:
+        counts = torch.zeros(constants["BINS"], dtype=torch.int32, device=device)
+        _count_kernel[(triton.cdiv(num_rows, _CHUNK),)](expert_ids, counts, num_rows, **constants)
     _align_kernel[(num_experts,)](
-        expert_ids,
-        sorted_rows,
-        experts,
-        num,
-        num_rows,
-        NUM_EXPERTS=num_experts,
-        BINS=triton.next_power_of_2(num_experts + 1),
-        ROWS=block_rows,
-        CHUNK=_CHUNK,
+        expert_ids, counts, sorted_rows, experts, num, num_rows, ROWS=block_rows, COUNTED=counted, **constants
     )
     return _Blocks(sorted_rows, experts, num, max_blocks, num_rows)
 
@@ -371,10 +398,19 @@ def pack_experts(experts: ExpertSource) -> ExpertWeights:
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`. Shapes of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
-    align = {"expert_ids_ptr": "*i64", "sorted_rows_ptr": "*i32", "block_expert_ptr": "*i32"}
-    align |= {"num_blocks_ptr": "*i32", "num_rows": "i32"}
-    constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "ROWS": 16, "CHUNK": _CHUNK}
-    found = [KernelVariant("experts align", _align_kernel, align, constants)]
+    count = {"expert_ids_ptr": "*i64", "counts_ptr": "*i32", "num_rows": "i32"}
+    align = {**count, "sorted_rows_ptr": "*i32", "block_expert_ptr": "*i32", "num_blocks_ptr": "*i32"}
+    constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "CHUNK": _CHUNK}
+    found = [KernelVariant("experts count", _count_kernel, count, constants)]
+    found += [
+        KernelVariant(
+            f"experts align{' counted' if counted else ''}",
+            _align_kernel,
+            align,
+            {**constants, "ROWS": 16, "COUNTED": counted},
+        )
+        for counted in (False, True)
+    ]
     combine = {"rows_ptr": "*bf16", "shares_ptr": "*fp32", "out_ptr": "*bf16", "width": "i32:16"}
     constants = {"NUM_ACTIVE": 8, "WEIGHTED": True, "BLOCK": _COMBINE_BLOCK}
     found.append(KernelVariant("experts combine", _combine_kernel, combine, constants, num_warps=2))

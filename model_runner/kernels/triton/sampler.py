@@ -63,7 +63,7 @@ BOUND_STEPS: tl.constexpr = tl.constexpr(12)
 
 @triton.jit(do_not_specialize=["grammar_stride"])
 def survey_kernel(
-    logits_ptr,  # [S, V] float32
+    logits_ptr,  # [S, V] float32, or a dtype that is widened to it
     logits_stride,
     table_ptr,  # [S, WIDTH] int32
     edited_ptr,  # [rows with edits, V] float32, written here: the processed logits
@@ -90,7 +90,7 @@ def survey_kernel(
     num_rows = tl.num_programs(1)
     token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token_ids < vocab_size
-    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=inside, other=0.0)
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=inside, other=0.0).to(tl.float32)
     bad = tl.max((tl.abs(x) < infinity).to(tl.int32) ^ 1, axis=0)
     tl.store(figure_at(stats_ptr, BAD, row, num_rows, num_chunks, chunk), bad.to(tl.float32))
     x = tl.where(inside, x, -infinity)
@@ -269,5 +269,12 @@ def shortlist_kernel(
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
-    surveys = [row_variant(survey_kernel, kind, SURVEY_WARPS) for kind in ("greedy", "draw", "edited")]
-    return [*surveys, row_variant(shortlist_kernel, "filtered", SURVEY_WARPS)]
+    surveys = [
+        row_variant(survey_kernel, kind, SURVEY_WARPS, logits)
+        for kind in ("greedy", "draw", "edited")
+        for logits in ("bf16", "fp32")
+    ]
+    return [
+        *surveys,
+        *(row_variant(shortlist_kernel, "filtered", SURVEY_WARPS, kind) for kind in ("bf16", "fp32")),
+    ]

@@ -258,4 +258,8 @@ def _filtered_draw(source, table_ptr, row, vocab_size, bound, largest, total, BL
 
 def variants() -> list[KernelVariant]:
     """See `compile_report`."""
-    return [row_variant(choose_kernel, kind, CHOOSE_WARPS) for kind in ("greedy", "filtered", "edited")]
+    return [
+        row_variant(choose_kernel, kind, CHOOSE_WARPS, logits)
+        for kind in ("greedy", "filtered", "edited")
+        for logits in ("bf16", "fp32")
+    ]

@@ -25,7 +25,7 @@ SUM: tl.constexpr = tl.constexpr(1)
 
 @triton.jit(do_not_specialize=["top_k"])
 def survey_logprobs_kernel(
-    logits_ptr,  # [S, V] float32
+    logits_ptr,  # [S, V] float32, or a dtype that is widened to it
     logits_stride,
     indices_ptr,  # [n] int64, row indices into the logits
     stats_ptr,  # [2, n, C] float32, written here
@@ -43,7 +43,7 @@ def survey_logprobs_kernel(
     row = tl.load(indices_ptr + line)
     token_ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = token_ids < vocab_size
-    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=inside, other=-infinity)
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=inside, other=-infinity).to(tl.float32)
     largest = tl.max(x, axis=0)
     shift = tl.where(largest == -infinity, 0.0, largest)
     tl.store(stats_ptr + (line + BEST * num_lines) * num_chunks + chunk, largest)
@@ -87,7 +87,8 @@ def collect_logprobs_kernel(
     normalizer = largest + tl.log(total)
     row = tl.load(indices_ptr + line)
     chosen = tl.load(chosen_ptr + row)
-    tl.store(token_ptr + line, tl.load(logits_ptr + row * logits_stride + chosen) - normalizer)
+    logit = tl.load(logits_ptr + row * logits_stride + chosen).to(tl.float32)
+    tl.store(token_ptr + line, logit - normalizer)
     places = tl.arange(0, CANDIDATES)
     ranked = tl.load(
         top_ptr + line * num_chunks * top_k + places, mask=places < num_chunks * top_k, other=NONE
@@ -105,7 +106,7 @@ def collect_logprobs_kernel(
 def variants() -> list[KernelVariant]:
     """For `compile_report`: as launched for a vocabulary of 152k and 20 likeliest tokens."""
     common = {
-        "logits_ptr": "*fp32",
+        "logits_ptr": "*bf16",
         "logits_stride": "i64:16",
         "indices_ptr": "*i64",
         "stats_ptr": "*fp32",

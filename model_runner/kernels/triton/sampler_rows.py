@@ -69,17 +69,17 @@ def scaled_logits(logits_ptr, logits_stride, edited_ptr, table_ptr, row, token_i
     infinity = float("inf")
     edited_row = integer_of(table_ptr, row, EDITED)
     own = inside & (edited_row < 0)
-    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=own, other=-infinity)
+    x = tl.load(logits_ptr + row * logits_stride + token_ids, mask=own, other=-infinity).to(tl.float32)
     other = inside & (edited_row >= 0)
     address = edited_ptr + tl.maximum(edited_row, 0).to(tl.int64) * vocab_size + token_ids
     x = tl.where(edited_row < 0, x, tl.load(address, mask=other, other=-infinity))
     return tl.div_rn(x, number_of(table_ptr, row, TEMPERATURE))
 
 
-def row_variant(kernel: Any, kind: str, num_warps: int) -> KernelVariant:
-    """For `compile_report`: the launch for a vocabulary of 152k, for one kind of batch."""
+def row_variant(kernel: Any, kind: str, num_warps: int, logits: str = "bf16") -> KernelVariant:
+    """For `compile_report`: the launch for a vocabulary of 152k, for one kind of batch and dtype of logits."""
     pointers = {
-        "logits_ptr": "*fp32",
+        "logits_ptr": f"*{logits}",
         "logits_stride": "i64",
         "table_ptr": "*i32",
         "edited_ptr": "*fp32",
@@ -103,7 +103,7 @@ def row_variant(kernel: Any, kind: str, num_warps: int) -> KernelVariant:
     }
     constants = {"CHUNK": 2048, "GROUP": 128, "CHUNKS": 128, "BLOCK": 4096, **_KINDS[kind]}
     return KernelVariant(
-        name=f"sampler {kernel.__name__} {kind}",
+        name=f"sampler {kernel.__name__} {kind} {logits}",
         kernel=kernel,
         signature={arg: pointers[arg] for arg in kernel.arg_names if arg in pointers},
         constexprs={arg: constants[arg] for arg in kernel.arg_names if arg in constants},

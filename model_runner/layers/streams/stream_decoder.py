@@ -12,6 +12,7 @@ from ..row_selection import kept_adapters
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
     from torch import Tensor
 
     from ...adapter_runs import AdapterRuns
@@ -141,3 +142,12 @@ class StreamDecoder:
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
         """See `CausalLM`."""
         return self.head(self.norm(hidden), adapters)
+
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """See `CausalLM`."""
+        self.head.write(self.norm(hidden), adapters, out)
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """See `CausalLM`."""
+        return self.head.dtype

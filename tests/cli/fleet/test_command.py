@@ -14,7 +14,8 @@ from engine.cli.fleet import run as run_module
 from engine.cli.fleet.run import FleetPlan, ready_text
 from engine.cli.fleet.serve_arguments import ServeArguments, parse_serve
 from engine.runtime.errors import ConfigError
-from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
+from engine.runtime.resolve.gpus.driver_gpu import GpuFacts
+from engine.runtime.resolve.host_facts import HostFacts
 
 
 def host(num_gpus: int = 0) -> HostFacts:

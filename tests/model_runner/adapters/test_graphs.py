@@ -34,7 +34,9 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
     for is_recorded in (True, False):
         if is_recorded:
             monkeypatch.setattr(
-                load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, min(num, 4), cuda)
+                load,
+                "sizes_to_record",
+                lambda kernels, num, _, **more: sizes_to_record(kernels, min(num, 4), cuda),
             )
             monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: device)
         driver = make_driver(

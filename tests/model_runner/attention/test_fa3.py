@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention import fa3
 from engine.model_runner.attention.fa3 import FlashAttention3
+from engine.model_runner.kernels import probe
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
@@ -79,6 +81,23 @@ def test_a_step_planned_on_the_device_is_dense_attention_too(fake, lens, page_si
     assert_close([ours], [expected], BF16)
 
 
+@pytest.mark.parametrize("extend_lens", [[40, 7, 1], [1, 1, 1]])
+def test_with_an_fp8_pool_queries_are_fp8_too(fake, extend_lens):
+    """And the result is as close to dense attention over the pool's values as 3 bits of mantissa allow."""
+    pages = paged(spec_of(4, 2, 16), 16, [100, 33, 17], BF16, 0, kv_dtype=FP8)
+    ours, expected = pages.run(extend_lens)
+    for one, other in zip(ours, expected, strict=True):
+        assert one.dtype == BF16
+        torch.testing.assert_close(one.float(), other.float(), atol=0.25, rtol=0.1)
+
+
+def test_queries_beyond_the_range_of_fp8_are_cut_and_not_nan(fake):
+    pages = paged(spec_of(4, 2, 16), 16, [20], BF16, 0, kv_dtype=FP8)
+    pages.fill([1], 0)
+    step = pages.bound().plan_step(pages.layout([1]))
+    assert bool(step.forward(0, pages.q * 1000.0).isfinite().all())
+
+
 def test_a_page_table_is_as_wide_as_the_longest_request_or_for_recordings_as_any():
     """A recording is replayed with longer requests than it was made with."""
     fake = FakeFlashAttention("0.4.5")
@@ -92,6 +111,16 @@ def test_a_page_table_is_as_wide_as_the_longest_request_or_for_recordings_as_any
         recorded = backend.decode_step(torch.tensor([0, 1]), torch.tensor([3, 4], dtype=torch.int32))
     assert planned.arguments[0]["page_table"].shape == (3, 3)
     assert recorded.arguments[0]["page_table"].shape == (2, 7)
+
+
+def test_drafts_may_be_more_rows_than_requests_can_run(fake):
+    """A row for each token of a request, with its own length; attention is that of the tokens one by one."""
+    pages = paged(spec_of(4, 2, 16), 16, [40], BF16, 0)
+    (expected,) = pages.fill([7])
+    rows = torch.from_numpy(pages.rows).repeat(7)
+    seq_lens = torch.arange(34, 41, dtype=torch.int32)
+    step = pages.bound().decode_step(rows, seq_lens)
+    assert_close([step.forward(1, pages.q)], [expected], BF16)
 
 
 def test_metadata_are_made_once_per_step_and_window(fake):
@@ -141,11 +170,18 @@ def test_nothing_speaks_against_it_where_its_wheels_have_code(fake, monkeypatch,
             {"dtype": torch.float32, "kv_dtype": torch.float32},
             "computes in bfloat16 and float16, not in float32",
         ),
-        ({"kv_dtype": FP8}, "needs queries and keys in one precision, not bfloat16 and float8_e4m3fn"),
+        ({"kv_dtype": FP16}, "needs queries and keys in one precision, not bfloat16 and float16"),
+        ({"kv_dtype": FP8}, "has no code on this GPU for fp8 KV and head_dim 128"),
     ],
 )
 def test_reasons_of_the_model(fake, monkeypatch, changes, reason):
     assert reasons(monkeypatch, HOPPER, **changes) == [reason]
+
+
+def test_an_fp8_pool_is_read_where_there_is_code_and_on_request(fake, monkeypatch):
+    assert reasons(monkeypatch, HOPPER._replace(flash_fp8_dims=(128,)), kv_dtype=FP8) == []
+    assert FlashAttention3.reasons_to_ask(BF16, FP8)
+    assert not FlashAttention3.reasons_to_ask(BF16, BF16)
 
 
 def test_reasons_of_the_machine(fake, monkeypatch):
@@ -155,6 +191,34 @@ def test_reasons_of_the_machine(fake, monkeypatch):
     ]
     missing = HOPPER._replace(sgl_kernel=Finding(None, "not installed", "pip install it"))
     assert reasons(monkeypatch, missing) == ["sgl_kernel: not installed"]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "found"),
+    [(64, []), (96, ["sgl_kernel 0.4.10 has no code for head_dim 96 on this GPU"]), (128, []), (40, [])],
+)
+def test_a_wheel_without_code_for_the_models_heads(fake, monkeypatch, head_dim, found):
+    """The reduced one that is carried to a GPU machine; the first step would end with "no kernel image"."""
+    reduced = HOPPER._replace(flash_dims=(128, 64, 256))
+    assert reasons(monkeypatch, reduced, head_dim=head_dim) == found
+    assert reasons(monkeypatch, HOPPER, head_dim=head_dim) == []
+    told = reasons(monkeypatch, reduced._replace(flash_error="no kernel image"), head_dim=head_dim)
+    assert told == [f"{reason} (no kernel image)" for reason in found]
+
+
+@pytest.mark.parametrize("version", sgl_signatures.VERSIONS)
+def test_the_trial_calls_the_kernel_with_arguments_that_it_has(version):
+    """A call that it would refuse would look like a wheel without any code."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(probe._TRIAL))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "flash_attn_with_kvcache"
+    ]
+    (call,) = calls
+    names = {str(keyword.arg): None for keyword in call.keywords}
+    signature = sgl_signatures.function(version, "flash_attn.flash_attn_with_kvcache")
+    bound = signature.bind(*call.args, **names)
+    assert list(bound.arguments)[:3] == ["q", "k_cache", "v_cache"]
 
 
 def test_a_wheel_without_the_library_of_fa3(monkeypatch):
@@ -170,6 +234,24 @@ def test_all_reasons_come_at_once():
     )
     assert len(found) == 3
     assert found[0] == "needs a CUDA device, not cpu"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "page_size", "advice"),
+    [
+        (64, 64, ""),
+        (128, 64, ""),
+        (128, 128, "64"),
+        (192, 64, ""),
+        (192, 96, "64"),
+        (256, 32, ""),
+        (256, 64, "32"),
+    ],
+)
+def test_pages_as_large_as_a_block_of_keys_are_refused(head_dim, page_size, advice):
+    """They are loaded whole, with what another request has left in them, and 0 * NaN is NaN."""
+    found = FlashAttention3.reasons_against_pages(spec_of(4, 2, head_dim), page_size)
+    assert [reason.rpartition(" ")[2] for reason in found] == ([advice] if advice else [])
 
 
 # ---------------------------------------------------------------- the real one

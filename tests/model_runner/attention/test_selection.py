@@ -20,17 +20,33 @@ class FastBackend:
     name = "fast"
 
     @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        return ["less exact"] if kv_dtype == torch.float16 else []
+
+    @staticmethod
+    def reasons_against_pages(spec: Any, page_size: int) -> list[str]:
+        return ["pages of 64"] if page_size == 64 else []
+
+    @staticmethod
     def reasons_against(
         spec: Any, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
         reasons = ["head_dim 40 is not a multiple of 64"] if spec == "odd model" else []
-        if kv_dtype != dtype:
+        if kv_dtype == FP8:
             reasons.append("one precision for all")
         return [*reasons, "needs a GPU"] if device.type == "cpu" else reasons
 
 
 class SlowBackend(FastBackend):
     name = "slow"
+
+    @staticmethod
+    def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
+        return []
+
+    @staticmethod
+    def reasons_against_pages(spec: Any, page_size: int) -> list[str]:
+        return []
 
     @staticmethod
     def reasons_against(
@@ -44,15 +60,53 @@ def select(
     device: str = "meta",
     kv_dtype: torch.dtype = BF16,
     asked: tuple[str, str] | None = None,
+    page_size: int = 16,
 ) -> str:
     backends = cast("Any", (FastBackend, SlowBackend))
-    return select_backend(cast("Any", spec), torch.device(device), BF16, kv_dtype, asked, backends).name
+    kind = torch.device(device)
+    return select_backend(cast("Any", spec), kind, BF16, kv_dtype, asked, page_size, backends).name
 
 
 def test_backends_passed_over_are_logged_with_all_reasons(caplog):
     with caplog.at_level(logging.DEBUG):
         assert select("odd model", "cpu") == "slow"
     assert "fast passed over: head_dim 40 is not a multiple of 64; needs a GPU" in caplog.text
+
+
+def test_one_that_computes_something_else_waits_to_be_asked(caplog):
+    with caplog.at_level(logging.DEBUG):
+        assert select(kv_dtype=torch.float16) == "slow"
+    assert "fast passed over: less exact" in caplog.text
+    assert select(kv_dtype=torch.float16, asked=("fast", "fast")) == "fast"
+    assert select(kv_dtype=torch.float16, asked=("fast", "slow")) == "fast,slow"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_dtype", "expected"),
+    [((4, 4), BF16, "fast,slow"), ((8, 2), BF16, "fast"), ((4, 2), BF16, "fast"), ((4, 4), FP8, "slow")],
+)
+def test_decodes_go_where_they_were_measured_to_be_faster(monkeypatch, heads, kv_dtype, expected):
+    """By head shape: a kernel for grouped heads may read the keys of single ones at half the rate."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    choices = {((9, 0), 1): "slow", ((9, 0), 4): "nowhere", ((8, 0), 2): "slow"}
+    backends, cuda = cast("Any", (FastBackend, SlowBackend)), torch.device("cuda")
+
+    chosen = select_backend(
+        spec_of(heads[0], heads[1], 64), cuda, BF16, kv_dtype, None, 16, backends, choices
+    )
+    assert chosen.name == expected
+    asked = select_backend(spec_of(4, 4, 64), cuda, BF16, BF16, ("fast", "fast"), 16, backends, choices)
+    assert asked.name == "fast"
+
+
+def test_a_size_of_pages_may_speak_against_it_and_a_warning_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert select("odd model", page_size=64) == "slow"
+        assert not caplog.messages, "it would not run with other pages either"
+        assert select(page_size=64) == "slow"
+    assert caplog.messages == ["attention_backend=fast passed over: pages of 64"]
+    with pytest.raises(ConfigError, match="cannot run here: fast: pages of 64; omit"):
+        select(asked=("fast", "fast"), page_size=64)
 
 
 def test_the_preferred_one_is_taken_when_nothing_speaks_against_it():

@@ -38,6 +38,15 @@ def operations(group: TorchGroup) -> dict[str, Any]:
     }
 
 
+def meet_again(group: TorchGroup) -> tuple[float, float]:
+    """When this rank came to the second meeting at one place, the last one late, and when it left."""
+    group.meet("sampler")
+    time.sleep(0.2 if group.rank == group.size - 1 else 0.0)
+    came_s = time.monotonic()
+    group.meet("sampler")
+    return came_s, time.monotonic()
+
+
 def listening_addresses() -> list[str]:
     """Where this process listens on TCP."""
     inodes = {os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd)}
@@ -74,6 +83,7 @@ def main() -> None:
         )
     )
     result: dict[str, Any] = {"operations": operations(group), "listening": listening_addresses()}
+    result["met"] = meet_again(group)
     result["tokens"] = []
     for folder in map(Path, arguments["models"]):
         tiny = TinyModel(None, folder, read_hf_spec(folder))

@@ -268,7 +268,7 @@ def test_cuda_graphs_of_stages_are_replayed(make_tiny_model):
         patch.setattr(load, "select_ops", lambda target: select_ops(target, plain))
         eager = load_all(1)
         sizes = partial(sizes_to_record, device=torch.device("cuda"))
-        patch.setattr(load, "sizes_to_record", lambda kernels, num, _: sizes(kernels, num))
+        patch.setattr(load, "sizes_to_record", lambda kernels, num, _, **more: sizes(kernels, num, **more))
         patch.setattr(assembly, "CudaGraphDevice", make_device)
         staged = load_all(3)
 

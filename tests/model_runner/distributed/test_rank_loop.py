@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, cast
 
 import msgspec
@@ -105,7 +106,80 @@ def test_with_overlap_one_stays_under_way_and_is_settled_when_nothing_comes():
         rank.step()
 
     assert journal.events == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
-    assert journal.waits == [0.5, 0.0, 0.0]
+    assert journal.waits == [0.5, 0.5, 0.5]
+
+
+class VirtualTime:
+    """A rank beside an overlapping rank 0, on devices that begin a step when both ranks have launched it. In ms.
+
+    Rank 0 plans and sends step n, launches it, then waits for step n-1 and settles it. The clock is the rank's own.
+    """
+
+    PLAN, LAUNCH, STEP, SETTLE = 0.15, 0.25, 3.0, 0.25
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.sent = [0.0, self.PLAN]
+        self.ends = [0.0]
+        self.num_received = 0
+
+    def poll(self, timeout_s: float) -> list[LaunchStep]:
+        arrival, until = self.sent[self.num_received + 1], self.now + 1000 * timeout_s
+        if arrival > until:
+            self.now = until
+            return []
+        self.now = max(self.now, arrival)
+        self.num_received += 1
+        return [LaunchStep(plan(self.num_received))]
+
+    def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Any:
+        self.now += self.LAUNCH
+        rank_0_launched = self.sent[plan.step_id] + self.LAUNCH
+        settled = max(rank_0_launched, self.ends[-1]) + (self.SETTLE if plan.step_id > 1 else 0.0)
+        self.sent.append(settled + self.PLAN)
+        self.ends.append(max(self.now, rank_0_launched, self.ends[-1]) + self.STEP)
+        return VirtualStep(self, self.ends[-1])
+
+    @contextmanager
+    def wait_for_others(self) -> Iterator[None]:
+        yield
+
+
+class VirtualStep:
+    def __init__(self, time: VirtualTime, end: float) -> None:
+        self.time, self.end = time, end
+
+    def wait(self) -> StepResult:
+        self.time.now = max(self.time.now, self.end)
+        return StepResult(0)
+
+
+def test_with_overlap_the_devices_never_wait_for_the_launches_of_another_rank():
+    time = VirtualTime()
+    rank = loop(time, overlap=True)
+
+    while time.num_received < 50:
+        rank.step()
+
+    took = [end - before for before, end in pairwise(time.ends)]
+    assert took[1:] == pytest.approx([time.STEP] * 49)
+
+
+def test_a_pipeline_stage_answers_before_it_waits_for_another_plan():
+    """Rank 0 may need the answer to make the plan: the rank would wait for half a second, once per step."""
+
+    class Stage:
+        def launch(self, message: LaunchStep) -> Any:
+            return journal.launch(message.plan)
+
+    journal: Any = Journal([[1], [], [2], []])
+    rank = RankLoop(journal, journal, cast(Any, None), journal, overlap=True, stage=cast(Any, Stage()))
+
+    for _ in range(4):
+        rank.step()
+
+    assert journal.events == ["launch 1", "wait 1", "launch 2", "wait 2"]
+    assert journal.waits == [0.5, 0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("arrivals", [[2], [1, 3], [1, 1]])

@@ -101,6 +101,8 @@ def test_two_processes_say_what_one_says_and_notice_a_death(make_tiny_model, tmp
             "min": 49,
         }
         assert set(said["listening"]) == {"127.0.0.1"}
+    (came_s, _), (late_s, _) = first["met"], second["met"]
+    assert came_s < late_s < first["met"][1]
     assert first["lost"].startswith("rank 0 of 2 lost the others in all_reduce: ")
     assert "\n" not in first["lost"] and "GLHF" not in first["lost"]
     assert "Timed out" not in first["lost"]  # the death is noticed, and not the silence

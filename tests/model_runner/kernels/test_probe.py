@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.model_runner.kernels.probe import Facts, Installed, gather_facts, judge, log_lines, try_sgl_kernel
+from engine.model_runner.kernels.probe import (
+    Facts,
+    Installed,
+    Trial,
+    gather_facts,
+    judge,
+    log_lines,
+    try_sgl_kernel,
+)
 
 GOOD = Facts(
     torch_version="2.14.1+cu130",
@@ -187,22 +195,28 @@ Error details from previous import attempts:
     ],
 )
 def test_a_trial_may_die(trial, expected):
-    assert try_sgl_kernel(0, trial) == expected
+    assert try_sgl_kernel(0, trial) == Trial(expected)
 
 
 def test_a_trial_is_of_the_gpu_that_is_asked_about():
-    assert try_sgl_kernel(3, "import json, sys; print(json.dumps({'error': sys.argv[1]}))") == "3"
+    assert try_sgl_kernel(3, "import json, sys; print(json.dumps({'error': sys.argv[1]}))").error == "3"
+
+
+def test_a_trial_says_for_which_heads_there_is_code():
+    """A reduced wheel has some only, and a call without code ended in the first step of serving."""
+    answer = {"error": None, "flash_dims": [128, 64], "flash_fp8_dims": [128]}
+    assert try_sgl_kernel(0, f"import json; print(json.dumps({answer}))") == Trial(None, (128, 64), (128,))
 
 
 def test_a_trial_may_hang():
-    assert try_sgl_kernel(0, "while True: pass", time_limit_s=0.2) == "its trial took more than 0.2 s"
+    assert try_sgl_kernel(0, "while True: pass", time_limit_s=0.2).error == "its trial took more than 0.2 s"
 
 
 @pytest.mark.slow  # imports torch
 def test_the_trial_itself_says_that_it_is_not_installed(monkeypatch):
     """The real one, as far as it comes without the package."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    error = try_sgl_kernel(0)
+    error = try_sgl_kernel(0).error
     assert error is not None and ("sgl_kernel" in error or "GPU" in error or "CUDA" in error)
 
 

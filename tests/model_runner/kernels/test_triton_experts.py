@@ -108,6 +108,33 @@ def test_more_rows_than_a_block_and_experts_without_any(device, tile, monkeypatc
     torch.testing.assert_close(ours.double(), exact(gate_up, down, x, shares, ids), atol=1e-5, rtol=1e-5)
 
 
+def test_rows_that_were_counted_before_lie_where_each_expert_would_have_put_them(device, monkeypatch):
+    """Each of E programs counted the rows of all: 128 times 65,536 for a prompt of 8,192 tokens."""
+    monkeypatch.setattr(experts, "_CHUNK", 32)
+    torch.manual_seed(3)
+    ids = torch.randint(0, 6, (70, 2), device=device)
+    ids[ids == 4] = 5  # one without any
+    counting: list[tuple[int, ...]] = []
+    kernel = experts._count_kernel
+
+    class Counting:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            counting.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(experts, "_count_kernel", Counting())
+    by_each = experts._align(ids, 7, 16)
+    assert not counting
+    monkeypatch.setattr(experts, "_COUNTED_FROM", 140)
+    by_one = experts._align(ids, 7, 16)
+
+    assert counting == [(5,)]
+    num = int(by_each.num)
+    assert int(by_one.num) == num > 5
+    assert torch.equal(by_one.experts[:num], by_each.experts[:num])
+    assert torch.equal(by_one.sorted_rows[: 16 * num], by_each.sorted_rows[: 16 * num])
+
+
 class Noting:
     """Stands for a kernel: remembers for what Triton would compile it."""
 
@@ -133,7 +160,8 @@ class Noting:
 def test_no_number_of_tokens_is_compiled_for_while_serving(device, dtype, monkeypatch):
     """Rows in multiples of 16 and others, one block and many; each token's sum depends on the model alone."""
     compiled: set[Any] = set()
-    for name in ("_align_kernel", "_product_kernel", "_combine_kernel"):
+    monkeypatch.setattr(experts, "_COUNTED_FROM", 200)
+    for name in ("_count_kernel", "_align_kernel", "_product_kernel", "_combine_kernel"):
         monkeypatch.setattr(experts, name, Noting(getattr(experts, name), compiled))
     gate_up = torch.zeros(4, 32, 24, dtype=dtype, device=device)
     down = torch.zeros(4, 24, 16, dtype=dtype, device=device)

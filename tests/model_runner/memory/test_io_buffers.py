@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.model_runner.memory.io_buffers import InputBuffers, fill, layout, views
+from engine.model_runner.memory.io_buffers import InputBuffers, OutputBuffers, fill, layout, views
+from engine.model_runner.sampling.triton_backend import _results
 
 ARRAYS: list[Any] = [
     np.arange(5, dtype=np.int64),
@@ -69,3 +70,43 @@ def test_on_a_gpu_the_values_arrive():
     buffers = InputBuffers(torch.device("cuda"))
     check(buffers.put_all(ARRAYS))
     check([buffers.put(np.ascontiguousarray(array)) for array in ARRAYS])
+
+
+class Copies(OutputBuffers):
+    """As on a GPU, where the results are in other memory; counts the copies."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self._is_host = False
+        self.num_bytes: list[int] = []
+
+    def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.num_bytes.append(tensor.nbytes)
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("num", [1, 2, 7, 256])
+def test_tokens_and_flags_of_a_gpu_come_with_one_copy(num):
+    """It took two allocations of page-locked memory and two copies per step."""
+    outputs = Copies()
+    token_ids, finite = _results(num, torch.device("cpu"))
+    assert token_ids.data_ptr() % 16 == finite.data_ptr() % 16 == 0
+    token_ids.copy_(torch.arange(num) - 1)
+    finite.copy_(torch.arange(num) % 3 > 0)
+    on_host = outputs.fetch_pair(token_ids, finite)
+
+    assert torch.equal(on_host[0], token_ids) and torch.equal(on_host[1], finite)
+    assert len(outputs.num_bytes) == 1 and outputs.num_bytes[0] < 9 * num + 16
+    assert on_host[0].data_ptr() != token_ids.data_ptr()
+
+
+def test_results_that_lie_apart_come_one_after_the_other():
+    outputs = Copies()
+    token_ids, finite = torch.arange(3), torch.tensor([True, False, True])
+    assert [each.tolist() for each in outputs.fetch_pair(token_ids, finite)] == [
+        [0, 1, 2],
+        [True, False, True],
+    ]
+    assert outputs.num_bytes == [24, 3]
+    both = OutputBuffers(torch.device("cpu")).fetch_pair(token_ids, finite)
+    assert both[0] is token_ids and both[1] is finite

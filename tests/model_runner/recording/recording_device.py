@@ -66,9 +66,11 @@ class RecordingDevice:
 
     Attributes:
         num_captured, num_replayed: recordings made, and steps done by them.
+        recordings: the operations of each.
     """
 
     def __init__(self) -> None:
+        self.recordings: list[list[Operation]] = []
         self.num_captured = 0
         self.num_replayed = 0
 
@@ -78,6 +80,7 @@ class RecordingDevice:
         with recorder:
             run()
         self.num_captured += 1
+        self.recordings.append(recorder.operations)
 
         def replay() -> None:
             self.num_replayed += 1

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
 from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.sampling import native_backend
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
@@ -25,6 +27,7 @@ from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import Driver, Request, TinyModel, engine_config, int32
+from tests.model_runner.drafted_steps import step_with_drafts
 from tests.model_runner.recording.recording_device import DeviceAttention, RecordingDevice, RerunningDevice
 from tests.triton_interpreter import repair_interpreter
 
@@ -44,11 +47,15 @@ PLAIN = {op: providers[-1:] for op, providers in PROVIDERS.items()}
 
 
 def make(
-    tiny: TinyModel, device: RecordingDevice | None, attention: Any = DeviceAttention, **kernels: Any
+    tiny: TinyModel,
+    device: RecordingDevice | None,
+    attention: Any = DeviceAttention,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    **kernels: Any,
 ) -> Driver:
     """A driver with poisoned KV memory, with recordings or without; its attention is the same either way."""
     capacity = Capacity(128, 200, 4, ROWS, tiny.spec.vocab_size)
-    config = ModelConfig(dtype="float32", device="cpu", num_threads=torch.get_num_threads(), seed=1)
+    config = ModelConfig(dtype=dtype, device="cpu", num_threads=torch.get_num_threads(), seed=1)
     source = ModelSource("hf", str(tiny.folder), "test")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "select_backend", lambda *_args: attention)
@@ -57,7 +64,9 @@ def make(
         if device is not None:  # then this CPU is said to be a GPU
             cuda = torch.device("cuda")
             patch.setattr(
-                load, "sizes_to_record", lambda kernels, num, _: sizes_to_record(kernels, num, cuda)
+                load,
+                "sizes_to_record",
+                lambda kernels, num, _, **more: sizes_to_record(kernels, num, cuda, **more),
             )
             patch.setattr(assembly, "CudaGraphDevice", lambda _device: device)
         runner = load.load_model_runner(engine_config(config, **kernels), source, tiny.spec, capacity)
@@ -69,6 +78,20 @@ def make(
 @pytest.fixture
 def tiny(make_tiny_llama: Callable[..., TinyModel]) -> TinyModel:
     return make_tiny_llama()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads leave logits in the serving dtype, and the sampler takes it."""
+    build = vars(load)["build_model"]
+
+    def built(context: Any) -> Any:
+        model: Any = build(context)
+        model.head.dtype = context.dtype
+        return model
+
+    monkeypatch.setattr(load, "build_model", built)
+    monkeypatch.setattr(native_backend, "reasons_against_library", lambda: ["it is for CPUs"])
 
 
 # ------------------------------------------------------------ sizes
@@ -105,6 +128,57 @@ def test_decodes_of_every_size_are_replayed_and_give_the_same_tokens(tiny):
 
     assert device.num_captured == len(batch_sizes(ROWS))
     assert device.num_replayed == recorded.runner.executor.num_replayed == 5 * 3
+
+
+def test_recorded_logits_are_in_the_serving_dtype_and_the_head_writes_them_in_place(tiny, as_on_a_gpu):
+    """A copy in float32 and one into the shared memory made it five passes through memory."""
+    device = RecordingDevice()
+    recorded, eager = make(tiny, device, dtype="bfloat16"), make(tiny, None, dtype="bfloat16")
+    prompts, kinds = [[5 + n, 9, 2 * n] for n in range(4)], KINDS
+    assert recorded.generate(prompts, kinds, num=4) == eager.generate(prompts, kinds, num=4)
+
+    of_one_request = device.recordings[-1]
+    shape = (1, tiny.spec.vocab_size)
+    written = [
+        (operation.func, result.dtype)
+        for operation in of_one_request
+        for result in operation.results
+        if result.shape == shape
+    ]
+    assert written == [(torch.ops.aten.mm.out, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_drafts_are_verified_by_the_recording_of_as_many_tokens(make_tiny_model, window):
+    """They were launched kernel by kernel, which a small model's drafts do not make up for."""
+    tiny = make_tiny_model("mistral", sliding_window=window)
+    device = RecordingDevice()
+    recorded, eager = make(tiny, device), make(tiny, None)
+    prompts = [list(range(3 + n, 30 + 4 * n)) for n in range(3)]
+    drafting = [KINDS[0], KINDS[1], replace(KINDS[1], top_k=20, seed=9)]  # without penalties
+    alone = [
+        eager.generate([prompt], kind, num=20)[0] for prompt, kind in zip(prompts, drafting, strict=True)
+    ]
+    reqs = [recorded.start(prompt, kind) for prompt, kind in zip(prompts, drafting, strict=True)]
+    recorded.step([(req, len(req.tokens)) for req in reqs])
+    assert device.num_replayed == 0
+
+    counts = []
+    for wrong in (9, 0, 2, 1):  # which draft of the first request is wrong
+        work = []
+        for n, (req, text) in enumerate(zip(reqs, alone, strict=True)):
+            drafts = text[len(req.output) :][: 3 - n]
+            if n == 0 and wrong < len(drafts):
+                drafts[wrong] = (drafts[wrong] + 1) % 96
+            work.append((req, drafts))
+        counts.append(step_with_drafts(recorded, work))
+        recorded.step([(req, 1) for req in reqs])
+
+    assert counts == [[4, 3, 2], [1, 3, 2], [3, 3, 2], [2, 3, 2]]
+    assert [req.output for req in reqs] == [
+        text[: len(req.output)] for req, text in zip(reqs, alone, strict=True)
+    ]
+    assert device.num_replayed == 8
 
 
 def test_chunks_run_as_they_are_and_the_last_token_of_a_prompt_by_a_recording(tiny):
@@ -319,25 +393,45 @@ def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeyp
     assert again.output == tiny.greedy([5, 6, 7], 4)
 
 
+def on_gpu(tiny: TinyModel, *, recorded: bool) -> Driver:
+    runner = load.load_model_runner(
+        engine_config(
+            ModelConfig(dtype="float32", device="cuda", num_threads=1, max_model_len=128),
+            page_size=16,
+            record_steps=recorded,
+        ),
+        ModelSource("hf", str(tiny.folder), "test"),
+        tiny.spec,
+        Capacity(128, 100, 16, ROWS, tiny.spec.vocab_size),
+    )
+    assert len(runner.sizes.recorded_bytes) == (len(batch_sizes(ROWS)) if recorded else 0)
+    return Driver(runner, runner.capacity)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_recorded_decodes_give_the_same_tokens(tiny):
     outputs = []
     for recorded in (True, False):
-        runner = load.load_model_runner(
-            engine_config(
-                ModelConfig(dtype="float32", device="cuda", num_threads=1, max_model_len=128),
-                page_size=16,
-                record_steps=recorded,
-            ),
-            ModelSource("hf", str(tiny.folder), "test"),
-            tiny.spec,
-            Capacity(128, 100, 16, ROWS, tiny.spec.vocab_size),
-        )
-        assert len(runner.sizes.recorded_bytes) == (len(batch_sizes(ROWS)) if recorded else 0)
-        driver = Driver(runner, runner.capacity)
+        driver = on_gpu(tiny, recorded=recorded)
         prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(9)]
         outputs.append(driver.generate(prompts, [KINDS[n % 4] for n in range(9)], num=12))
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_drafts_are_verified_by_recordings(tiny):
+    prompts = [list(range(3 + n, 30 + 4 * n)) for n in range(3)]
+    alone = on_gpu(tiny, recorded=False).generate(prompts, num=30)
+    driver = on_gpu(tiny, recorded=True)
+    reqs = [driver.start(prompt) for prompt in prompts]
+    driver.step([(req, len(req.tokens)) for req in reqs])
+    for _ in range(4):
+        counts = step_with_drafts(
+            driver, [(req, text[len(req.output) :][:3]) for req, text in zip(reqs, alone, strict=True)]
+        )
+        assert counts == [4, 4, 4]
+    assert driver.runner.executor.num_replayed == 4
+    assert [req.output for req in reqs] == [text[:17] for text in alone]
 
 
 # ------------------------------------------------------------ settings
@@ -354,6 +448,18 @@ def test_on_a_cpu_there_are_no_graphs():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert sizes_to_record(KernelConfig(record_steps=True), 4, cpu) == []
     assert sizes_to_record(KernelConfig(record_steps=True), 4, cuda) == [1, 2, 3, 4]
+
+
+def test_recordings_reach_as_far_as_the_tokens_of_steps_with_drafts():
+    """Eight requests with three drafts each are 32 rows; sizes up to eight would leave them to launches."""
+    cuda, kernels = torch.device("cuda"), KernelConfig(record_steps=True)
+    assert sizes_to_record(kernels, 8, cuda, max_drafts=3)[-1] == 32
+    assert sizes_to_record(kernels, 40, cuda, max_drafts=3)[-1] == 64
+    assert sizes_to_record(kernels, 200, cuda, max_drafts=3)[-1] == 200
+    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=8), 8, cuda, max_drafts=3)[-1] == 32
+    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=4), 8, cuda, max_drafts=3)[-1] == 4, (
+        "as asked"
+    )
 
 
 def test_attention_that_needs_the_host_cannot_be_recorded(tiny, monkeypatch, caplog):

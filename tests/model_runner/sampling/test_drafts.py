@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling.draft_batch import DraftBatch
 from engine.runtime.sampling_params import SamplingParams
-from engine.runtime.step_plan import StepPlan
-from tests.model_runner.conftest import Driver, Request, int32
+from tests.model_runner.conftest import Driver, Request
+from tests.model_runner.drafted_steps import drafted
+from tests.model_runner.drafted_steps import step_with_drafts as step
 
 NUM = 24
 KINDS = {
@@ -32,31 +31,6 @@ KINDS = {
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(96) for _ in range(length)]
-
-
-def drafted(driver: Driver, work: Sequence[tuple[Request, list[int]]]) -> StepPlan:
-    """A step in which each request decodes with these drafts."""
-    plan = driver.plan([(req, 1 + len(drafts)) for req, drafts in work])
-    return replace(
-        plan,
-        samples=bytes([1] * len(work)),
-        num_drafts=int32(len(drafts) for _, drafts in work),
-        draft_ids=int32(draft for _, drafts in work for draft in drafts),
-    )
-
-
-def step(driver: Driver, work: Sequence[tuple[Request, list[int]]]) -> list[int]:
-    """Make such a step; how many tokens each request got."""
-    result = driver.runner.launch(drafted(driver, work)).wait()
-    counts: list[int] = np.frombuffer(result.num_next_tokens, dtype=np.int32).tolist()
-    token_ids = np.frombuffer(result.next_token_ids, dtype=np.int32).tolist()
-    assert len(counts) == len(work) and sum(counts) == len(token_ids)
-    for (req, drafts), count in zip(work, counts, strict=True):
-        run, token_ids = token_ids[:count], token_ids[count:]
-        assert run[:-1] == drafts[: count - 1]
-        req.computed += count
-        req.tokens += run
-    return counts
 
 
 @pytest.fixture(params=list(KINDS))

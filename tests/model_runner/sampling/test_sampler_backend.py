@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -343,7 +344,30 @@ def test_triton_waits_for_nothing_and_uploads_once(monkeypatch):
     assert (len(survey.grids), len(shortlist.grids), len(sample.grids), len(uploads)) == (2, 1, 2, 1)
 
 
-def test_warming_up_launches_what_serving_will(monkeypatch):
+def test_logits_of_16_bits_give_the_tokens_and_logprobs_of_the_same_numbers_in_32(monkeypatch):
+    """A GPU's head leaves them in the serving dtype: a fifth of the bytes that pass through memory."""
+    rng = np.random.default_rng(11)
+    mixed = Batch([replace(random_row(rng, 200), allowed=None) for _ in range(4)], 200)
+    rows = [
+        Row(SamplingParams(seed=n, **options), peaked(200, n)) for n, options in enumerate(KINDS.values())
+    ]
+    for batch in (mixed, Batch(rows, 200)):
+        narrow = batch.logits.bfloat16()
+        batch.logits = narrow.float()
+        indices, token_ids = np.arange(len(batch.rows)), torch.arange(len(batch.rows), device=DEVICE)
+        for backend in (TritonSamplerBackend(batch.counts, SMALL), TorchSamplerBackend(batch.counts)):
+            expected = batch.sample(backend)
+            expected_logprobs = backend.logprobs(batch.logits, indices, token_ids, 3)
+            with monkeypatch.context() as patch:
+                patch.setattr(batch, "logits", narrow)
+                found, logprobs = batch.sample(backend), backend.logprobs(narrow, indices, token_ids, 3)
+            assert found[:2] == expected[:2] and torch.equal(found[2], expected[2])
+            for ours, theirs in zip(logprobs, expected_logprobs, strict=True):
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_warming_up_launches_what_serving_will(monkeypatch, dtype):
     """Each variant that any of many batches asks for was compiled before."""
     launched: set[Any] = set()
 
@@ -366,7 +390,7 @@ def test_warming_up_launches_what_serving_will(monkeypatch):
     rows += [Row(SamplingParams(seed=1), peaked(40, 1)), Row(GREEDY, peaked(40, 2))]
     everything = Batch(rows, 40)
     backend = TritonSamplerBackend(everything.counts, SMALL)
-    backend.warm_up(40)
+    backend.warm_up(40, dtype)
     compiled = launched.copy()
     assert {name for name, *_ in compiled} == {
         "survey_kernel",
@@ -377,17 +401,17 @@ def test_warming_up_launches_what_serving_will(monkeypatch):
     }
     for part in (rows, rows[-1:], rows[-2:], *([row] for row in rows)):
         batch = Batch(part, 40)
-        TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits, batch.plan)
+        TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits.to(dtype), batch.plan)
     for top_k in (0, 1, 2, 20):
         backend.logprobs(
-            everything.logits, np.array([1, 0]), torch.zeros(len(rows), device=DEVICE).long(), top_k
+            everything.logits.to(dtype), np.array([1, 0]), torch.zeros(len(rows), device=DEVICE).long(), top_k
         )
     assert launched == compiled
 
 
 class TestSelection:
     class Nobody:
-        def __init__(self, counts: TokenCounts) -> None:
+        def __init__(self, counts: TokenCounts, logits_dtype: torch.dtype) -> None:
             self.counts = counts
 
         def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -420,11 +444,10 @@ class TestSelection:
         counts, device = TokenCounts(9, InputBuffers(torch.device("cpu"))), torch.device("cpu")
         willing = SamplerProvider("willing", lambda _device: [], self.Nobody)
         refusing = SamplerProvider(
-            "refusing", lambda _device: ["no"], lambda _counts: pytest.fail("was made")
+            "refusing", lambda _device: ["no"], lambda _counts, _dtype: pytest.fail("was made")
         )
-        assert isinstance(
-            select_sampler_backend(counts, device, (refusing, willing, *PROVIDERS)), self.Nobody
-        )
+        providers = (refusing, willing, *PROVIDERS)
+        assert isinstance(select_sampler_backend(counts, device, providers=providers), self.Nobody)
 
     def test_a_sampler_without_a_chooser_has_torch(self):
         counts = TokenCounts(9, InputBuffers(torch.device("cpu")))

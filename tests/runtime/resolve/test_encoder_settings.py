@@ -14,7 +14,8 @@ from engine.runtime.feasibility import capacity_of
 from engine.runtime.model_files.encoder_spec import EncoderSpec
 from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.weight_memory import num_parameters
-from engine.runtime.resolve.host_facts import GpuFacts, HostFacts
+from engine.runtime.resolve.gpus.driver_gpu import GpuFacts
+from engine.runtime.resolve.host_facts import HostFacts
 from engine.runtime.resolve.resolve import resolve
 
 GIB = 1 << 30
