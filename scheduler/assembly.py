@@ -235,6 +235,7 @@ def assemble(
             reservations=reservations,
             stop_rules=stop_rules,
             stats=stats,
+            by_priority=policy.by_priority,
         ),
     )
 
@@ -250,6 +251,7 @@ def _make_transfer(
     reservations: Reservations,
     stop_rules: StopRules,
     stats: SchedulerStats,
+    by_priority: bool,
 ) -> TransferRole:
     timeout_s = config.disaggregation_timeout
     match config.disaggregation_mode:
@@ -267,6 +269,7 @@ def _make_transfer(
                 max_open=memory.pool.num_rows,
                 timeout_s=timeout_s,
                 fallback=config.disaggregation_fallback,
+                by_priority=by_priority,
             )
         case "null" | "both":  # of both, each replica has its own mode
             return NoTransfer()

@@ -9,6 +9,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,8 +154,10 @@ def _make_transfer(child: Child, pool: KVPool) -> KVTransfer:
 
     memory = PageMemory(pool)
     weights = weights_fingerprint(Path(settings.source.path), config.model.load_format)
-    layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp)
-    return make_link(config, memory, layout, settings.endpoints.scheduler)
+    model = blake2b(msgspec.json.encode(settings.spec), digest_size=16).hexdigest()
+    layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp, model)
+    vocab_size = settings.spec.vocab_size
+    return make_link(config, memory, layout, settings.endpoints.scheduler, vocab_size=vocab_size)
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

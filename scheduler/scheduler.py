@@ -59,7 +59,14 @@ from ..runtime.messages import (
     UnloadAdapter,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
-from ..runtime.transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferCommand, TransferFigures
+from ..runtime.transport.kv_transfer import (
+    FromPeer,
+    PagesWritten,
+    PeerFenced,
+    PeerLost,
+    TransferCommand,
+    TransferFigures,
+)
 from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
 from .assembly import assemble
@@ -190,7 +197,7 @@ class Scheduler:
                 self._take_adapter(message, now_s)
             case UnloadAdapter():
                 self._unload_adapter(message, now_s)
-            case FromPeer() | PagesWritten() | PeerLost():
+            case FromPeer() | PagesWritten() | PeerLost() | PeerFenced():
                 self._change(self._transfer.handle(message, now_s), now_s)
             case _:
                 assert_never(message)
@@ -509,7 +516,7 @@ class Scheduler:
                 self._parts.ledger.check_idle()
             self._parts.estimator.reset()
             return
-        if self._transfer.num_open:  # each ends by itself, at its time limit at the latest
+        if self._transfer.num_open:  # each ends at a time limit, of the role or of the link, at the latest
             sentinel.progress()
             return
         if self._parts.out_of_memory.hold_until_s is not None or self._parts.adapters.num_reading:

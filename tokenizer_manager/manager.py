@@ -10,6 +10,7 @@ Its parts share one request log. Everything runs on one event loop; only the tok
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 import uuid
@@ -59,6 +60,7 @@ from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+_LOOK_S: Final = 0.1
 _TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
 """Error code by the status of a request that the scheduler ended at a time limit."""
 
@@ -306,8 +308,16 @@ class TokenizerManager:
         self._overload.close()
 
     async def wait_idle(self) -> None:
-        """Return when no stream is open."""
+        """Return when no stream is open, and no prompt is on its way to another engine or waits for its claim."""
         await self.request_log.wait_empty()
+        while self._hands_over:
+            await asyncio.sleep(_LOOK_S)  # reports come every second
+
+    @property
+    def _hands_over(self) -> bool:
+        report = self.engine.report
+        rooms = None if report is None or self.engine.is_dead else report.transfer
+        return rooms is not None and rooms.open + rooms.waiting > 0
 
     def abort_all(self, message: str) -> None:
         """End every open stream with a 503 that says `message`, and abort its requests."""

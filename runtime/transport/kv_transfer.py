@@ -12,6 +12,10 @@ first token:
                                              ◄──     Prefilled (first token), or ClaimFailed
     ClaimAborted (room)                      ──►
                                              ◄──     AbortAck: nothing will be written any more
+    RoomReleased (room)                      ──►     the prompt is not needed
+
+`Welcome` also says that nothing of an earlier connection will be written any more. A prefill engine that does not know
+the sender of a message, because it was silent for too long, answers `SayHello`.
 
 A claim has an *attempt* number, which the decode engine never uses twice. The same structs are messages of the two
 schedulers: `FromPeer` and `ToPeer` add the name of the other engine.
@@ -30,6 +34,7 @@ class KVLayout(Record, frozen=True):
     Attributes:
         release: version of the engine.
         weights: fingerprint of the weight files.
+        model: digest of what the configuration files say of the model.
         page_size: tokens per page.
         tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order.
         tp: ranks that share the model.
@@ -40,12 +45,14 @@ class KVLayout(Record, frozen=True):
     page_size: int
     tensors: tuple[tuple[str, int], ...]
     tp: int = 1
+    model: str = ""
 
     def difference(self, other: KVLayout) -> str:
         """In words, how this layout differs from another one; "" if pages can be exchanged."""
         for name, what in (
             ("release", "engine version"),
             ("weights", "weight files (fingerprint)"),
+            ("model", "configuration of the model (digest)"),
             ("page_size", "--page-size"),
             ("tp", "--tp"),
             ("tensors", "KV dtype or shape"),
@@ -106,6 +113,12 @@ class ClaimAborted(Message, frozen=True):
     attempt: int
 
 
+class RoomReleased(Message, frozen=True):
+    """The decode engine does not need the prompt, and makes no claim."""
+
+    room: str
+
+
 class Ping(Message, frozen=True):
     """A sign of life; answered by `Pong`."""
 
@@ -114,7 +127,11 @@ class Ping(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Pages can be exchanged."""
+    """Pages can be exchanged. Nothing is written any more for claims of an earlier connection."""
+
+
+class SayHello(Message, frozen=True):
+    """The sender of a message is not known, or not any more: begin again with `Hello`."""
 
 
 class Refused(Message, frozen=True):
@@ -173,8 +190,8 @@ class PageData(Message, frozen=True):
     attempt: int
 
 
-ToPrefill = Hello | Claim | ClaimAborted | Ping
-ToDecode = Welcome | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
+ToPrefill = Hello | Claim | ClaimAborted | RoomReleased | Ping
+ToDecode = Welcome | SayHello | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
 
 
 # ---------------------------------------------------------------- KVTransfer -> scheduler
@@ -184,7 +201,7 @@ class FromPeer(Message, frozen=True):
     """A message of the other engine. `peer`: HOST:PORT of a prefill engine, or the name of a decode engine."""
 
     peer: str
-    message: Claim | ClaimAborted | Prefilled | ClaimFailed | AbortAck
+    message: Claim | ClaimAborted | RoomReleased | Prefilled | ClaimFailed | AbortAck
 
 
 class PagesWritten(Message, frozen=True):
@@ -209,6 +226,12 @@ class PeerLost(Message, frozen=True):
     is_fenced: bool
 
 
+class PeerFenced(Message, frozen=True):
+    """Nothing is written any more for claims that were given up when the other engine was lost."""
+
+    peer: str
+
+
 # ---------------------------------------------------------------- scheduler -> KVTransfer
 
 
@@ -216,7 +239,7 @@ class ToPeer(Record, frozen=True):
     """Send a message to the other engine."""
 
     peer: str
-    message: Claim | ClaimAborted | Prefilled | ClaimFailed | AbortAck
+    message: Claim | ClaimAborted | RoomReleased | Prefilled | ClaimFailed | AbortAck
 
 
 class WritePages(Record, frozen=True):

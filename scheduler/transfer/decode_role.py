@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import logging
-from collections import deque
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -18,8 +19,10 @@ from ...runtime.transport.kv_transfer import (
     ClaimFailed,
     FromPeer,
     PagesWritten,
+    PeerFenced,
     PeerLost,
     Prefilled,
+    RoomReleased,
     ToPeer,
     TransferCommand,
     TransferFigures,
@@ -41,6 +44,8 @@ from .role import NO_CHANGES, Changes, Step, TransferNews
 logger = logging.getLogger(__name__)
 
 FAILED_STATUS: Final = 503
+
+_BY_ARRIVAL: Final = operator.attrgetter("seq")
 
 
 @dataclass(slots=True)
@@ -64,6 +69,10 @@ class _Incoming:
     expires_s: float
 
 
+def _by_priority(req: Req) -> tuple[int, int]:
+    return -req.priority, req.seq
+
+
 class DecodeRole:
     """See `TransferRole`. Prompts are claimed in the order of arrival, each when its pages can be had."""
 
@@ -78,6 +87,7 @@ class DecodeRole:
         "_last_attempt",
         "_max_open",
         "_open",
+        "_order",
         "_queue",
         "_requests",
         "_reservations",
@@ -100,6 +110,7 @@ class DecodeRole:
         max_open: int,
         timeout_s: float,
         fallback: bool,
+        by_priority: bool,
     ) -> None:
         """Take the parts.
 
@@ -107,6 +118,7 @@ class DecodeRole:
             max_open: prompts that are claimed at the same time.
             timeout_s: for a claim; the prompt waits and is computed in this time.
             fallback: compute a prompt here if it does not come; else its request fails.
+            by_priority: requests of the highest priority claim first.
         """
         self._requests = requests
         self._cache = cache
@@ -118,9 +130,8 @@ class DecodeRole:
         self._max_open = max_open
         self._timeout_s = timeout_s
         self._fallback = fallback
-        self._queue: deque[Req] = (
-            deque()
-        )  # not claimed yet; those that have ended stay until they are looked at
+        self._queue: list[Req] = []  # not claimed yet, in the order of their claims; some may have ended
+        self._order: Callable[[Req], Any] = _by_priority if by_priority else _BY_ARRIVAL
         self._open: dict[str, _Incoming] = {}  # by room
         self._rooms: dict[str, str] = {}  # rid -> room, of those
         self._draining: dict[
@@ -143,7 +154,7 @@ class DecodeRole:
 
     def arrived(self, req: Req, now_s: float) -> None:
         if req.awaits_kv:
-            self._queue.append(req)
+            bisect.insort(self._queue, req, key=self._order)
 
     def plan(self, now_s: float) -> Changes:
         steps: list[Step] = []
@@ -154,14 +165,7 @@ class DecodeRole:
                 self._without(
                     incoming.req, "timeout", f"no prompt within {self._timeout_s:g} s", now_s, steps, rows
                 )
-        while self._queue:
-            req = self._queue[0]
-            if req.status is not ReqStatus.RECEIVING:  # it has ended
-                self._queue.popleft()
-                continue
-            if len(self._open) >= self._max_open or not self._claim(req, now_s, steps):
-                break
-            self._queue.popleft()
+        self._claim_waiting(now_s, steps)
         return Changes(steps, rows) if steps or rows else NO_CHANGES
 
     def settled(self, batch: ScheduleBatch, now_s: float) -> None:
@@ -187,6 +191,8 @@ class DecodeRole:
                 self._end_attempt(peer, ended, now_s, steps, rows)
             case PeerLost():
                 self._lose(message, now_s, steps, rows)
+            case PeerFenced():
+                self._free_drained(message.peer)
             case FromPeer() | PagesWritten():
                 logger.warning("dropped a message that is not for a decode engine peer=%s", message.peer)
         return Changes(steps, rows, grammar_ends) if steps or rows else NO_CHANGES
@@ -215,6 +221,19 @@ class DecodeRole:
 
     # ------------------------------------------------------------ claims
 
+    def _claim_waiting(self, now_s: float, steps: list[Step]) -> None:
+        """Claim for the requests of the queue, up to the first one that lacks memory."""
+        left: list[Req] = []
+        for index, req in enumerate(self._queue):
+            if req.status is not ReqStatus.RECEIVING:
+                continue  # it has ended
+            if self._sibling_is_open(req):
+                left.append(req)  # its pages are on the way
+            elif len(self._open) >= self._max_open or not self._claim(req, now_s, steps):
+                left += self._queue[index:]
+                break
+        self._queue = left
+
     def _claim(self, req: Req, now_s: float, steps: list[Step]) -> bool:
         """Claim a prompt, or queue its request to be computed here; False: neither is possible now."""
         assert req.handoff is not None
@@ -225,11 +244,11 @@ class DecodeRole:
         room = req.handoff.room
         if not missing or room in self._open:
             why = "all whole pages are cached" if not missing else f"the room {room} is in use"
+            if not missing:
+                self._commands.append(ToPeer(req.handoff.peer, RoomReleased(room)))
             self._compute_here(req, now_s)
             steps.append(Step(req.rid, "computed here", why))
             return True
-        if self._sibling_is_open(req):
-            return False  # its pages are on the way
         if not self._has_room(missing, match):
             return False
         lease = self._cache.lock(req.extra_key, match, req.priority)
@@ -354,8 +373,11 @@ class DecodeRole:
                 self._give_up(room, incoming)  # a frozen engine acknowledges it when it goes on
                 self._without(incoming.req, "lost", message.reason, now_s, steps, rows)
         if message.is_fenced:
-            for key in [key for key in self._draining if key[0] == message.peer]:
-                self._incoming.give_back(self._draining.pop(key))
+            self._free_drained(message.peer)
+
+    def _free_drained(self, peer: str) -> None:
+        for key in [key for key in self._draining if key[0] == peer]:
+            self._incoming.give_back(self._draining.pop(key))
 
     def _without(
         self, req: Req, kind: str, reason: str, now_s: float, steps: list[Step], rows: list[TokenOutput]

@@ -19,8 +19,10 @@ from ...runtime.transport.kv_transfer import (
     ClaimFailed,
     FromPeer,
     PagesWritten,
+    PeerFenced,
     PeerLost,
     Prefilled,
+    RoomReleased,
     ToPeer,
     TransferCommand,
     TransferFigures,
@@ -141,7 +143,9 @@ class PrefillRole:
         assert req.handoff is not None
         name = req.handoff.room
         if name in self._tombs or (name in self._rooms and self._rooms[name].rid):
-            logger.warning("room %s was used before; rid=%s is computed, and sent to no one", name, req.rid)
+            logger.info(
+                "the room of rid=%s has ended: its prompt is computed, and sent to no engine", req.rid
+            )
             return
         room = self._rooms.setdefault(name, _Room())
         room.rid, room.token_ids, room.namespace = req.rid, req.fill_ids, req.extra_key
@@ -191,6 +195,10 @@ class PrefillRole:
                 steps = self._claim(peer, claim, now_s)
             case FromPeer(peer=peer, message=ClaimAborted() as aborted):
                 steps = self._abort(peer, aborted, now_s)
+            case FromPeer(message=RoomReleased() as released):
+                self._release(released.room)
+            case PeerFenced():
+                pass  # for a decode engine
             case FromPeer():
                 logger.warning("dropped a message that is not for a prefill engine peer=%s", message.peer)
                 return NO_CHANGES
@@ -345,6 +353,14 @@ class PrefillRole:
             self._commands.append(ToPeer(peer, AbortAck(message.room, message.attempt)))
         return []
 
+    def _release(self, name: str) -> None:
+        """The prompt of a room is not needed; its request, which may not have come yet, goes on alone."""
+        room = self._rooms.get(name)
+        if room is None:
+            self._bury(name)
+        elif room.claim is None:
+            self._end(name, room)
+
     # ------------------------------------------------------------ ends
 
     def _fail(self, name: str, room: _Room, kind: str, reason: str) -> list[Step]:
@@ -359,6 +375,9 @@ class PrefillRole:
         self._end_claim(room, ending)
         del self._rooms[name]
         self._rids.pop(room.rid, None)
+        self._bury(name)
+
+    def _bury(self, name: str) -> None:
         self._tombs[name] = None
         if len(self._tombs) > KEPT_TOMBSTONES:
             self._tombs.popitem(last=False)

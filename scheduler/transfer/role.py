@@ -29,6 +29,7 @@ from ...runtime.messages import TokenOutput
 from ...runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
+    PeerFenced,
     PeerLost,
     TransferCommand,
     TransferFigures,
@@ -37,7 +38,7 @@ from ..batch import ScheduleBatch
 from ..prefix_cache.base import Lease
 from ..requests.req import Req
 
-TransferNews = FromPeer | PagesWritten | PeerLost
+TransferNews = FromPeer | PagesWritten | PeerLost | PeerFenced
 
 _NO_FIGURES: Final = None
 

@@ -29,11 +29,14 @@ from ....runtime.transport.kv_transfer import (
     Hello,
     KVLayout,
     PageData,
+    PeerFenced,
     PeerLost,
     Ping,
     Pong,
     Prefilled,
     Refused,
+    RoomReleased,
+    SayHello,
     ToDecode,
     ToPeer,
     ToPrefill,
@@ -50,6 +53,11 @@ PEER_SILENCE_S: Final = 15.0
 """A prefill engine without an answer for so long is lost; far more than a busy machine delays one."""
 CONNECT_S: Final = 15.0
 """A claim fails if its prefill engine has not been reached by then."""
+FENCE_S: Final = 300.0
+"""A prefill engine that was lost may write into the pages of its claims for at most so long. One that was stopped for
+longer must not go on: start it again."""
+FORGET_S: Final = 60.0
+MAX_PEERS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 500
 _EVENTS_PER_POLL: Final = 64
@@ -69,7 +77,10 @@ class _Peer:
     Attributes:
         waiting: claims that are not sent, with the time at which they came.
         must_greet: it is connected, and `Hello` is not sent.
-        open: (room, attempt) of claims that were sent and are not answered.
+        open: claims that were sent and are not answered, by (room, attempt).
+        given_up: (room, attempt) of such claims when the engine was lost, for which it may still write.
+        fenced_s: when it is too late for that, whatever it does.
+        idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
     """
 
     name: str
@@ -81,7 +92,10 @@ class _Peer:
     pinged_s: float = 0.0
     must_greet: bool = False
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
-    open: set[tuple[str, int]] = field(default_factory=set)
+    open: dict[tuple[str, int], Claim] = field(default_factory=dict)
+    given_up: set[tuple[str, int]] = field(default_factory=set)
+    fenced_s: float = 0.0
+    idle_since_s: float | None = None
 
 
 class DecodeLink:
@@ -94,9 +108,11 @@ class DecodeLink:
         layout: KVLayout,
         backend: str,
         target: PageTarget,
+        vocab_size: int,
         scheduler: str,
     ) -> None:
-        """Start the thread; the arguments are those of `PrefillLink`."""
+        """Start the thread; the other arguments are those of `PrefillLink`. `vocab_size`: token ids are below it."""
+        self._vocab_size = vocab_size
         self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._key = key
         self._hello = Hello(layout, backend, target.target())
@@ -148,14 +164,13 @@ class DecodeLink:
                     self._watch(peer)
                     self._read(peer)
                     self._check_time(peer)
+                self._forget_idle()
         except Exception as error:
             self._failure = error
         finally:
             self._target.close()
             for peer in self._peers.values():
-                peer.socket.disable_monitor()
-                peer.monitor.close(linger=0)
-                peer.socket.close(linger=0)
+                self._close(peer)
             self._commands.wake.close()
             self._outbox.close()
 
@@ -169,9 +184,16 @@ class DecodeLink:
                 self._claim(command.peer, command.message)
             case ClaimAborted():
                 self._abort(command.peer, command.message)
+            case RoomReleased() as released:
+                peer = self._peers.get(command.peer)
+                if peer is not None and peer.state is _State.WELCOME:  # else it finds out by itself
+                    self._tell(peer, released)
 
     def _claim(self, name: str, claim: Claim) -> None:
         peer = self._peers.get(name)
+        if peer is None and len(self._peers) >= MAX_PEERS:
+            self._fail(name, claim, f"this engine is connected to {MAX_PEERS} prefill engines, the most")
+            return
         if peer is None:
             try:
                 peer = self._connect(name)
@@ -180,7 +202,7 @@ class DecodeLink:
                 return
         match peer.state:
             case _State.WELCOME:
-                peer.open.add((claim.room, claim.attempt))
+                peer.open[claim.room, claim.attempt] = claim
                 self._tell(peer, claim)
             case _State.CONNECTING:
                 peer.waiting.append((time.monotonic(), claim))
@@ -192,8 +214,10 @@ class DecodeLink:
     def _abort(self, name: str, message: ClaimAborted) -> None:
         peer = self._peers.get(name)
         attempt = message.room, message.attempt
+        if peer is not None and attempt in peer.given_up:
+            return  # `PeerFenced` answers
         if peer is not None and attempt in peer.open:
-            peer.open.discard(attempt)
+            del peer.open[attempt]
             self._tell(peer, message)
             if not self._target.is_passive:
                 return  # the prefill engine answers
@@ -225,7 +249,7 @@ class DecodeLink:
             else:  # the kernel has closed the connection, or the network has: its messages end here
                 self._read(peer)
                 if peer.state is not _State.CONNECTING:
-                    self._lose(peer, f"the connection to {peer.name} was closed", is_fenced=True)
+                    self._lose(peer, f"the connection to {peer.name} was closed")
                 peer.state, peer.must_greet = _State.CONNECTING, False
 
     def _read(self, peer: _Peer) -> None:
@@ -245,6 +269,7 @@ class DecodeLink:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
                 peer.state = _State.WELCOME
+                self._fence(peer)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._claim(peer.name, claim)
@@ -255,21 +280,37 @@ class DecodeLink:
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._fail(peer.name, claim, peer.refusal)
+            case SayHello():
+                self._lose(peer, f"{peer.name} has forgotten this engine")
+                peer.state, peer.must_greet = _State.CONNECTING, True
             case Prefilled() | ClaimFailed() | AbortAck():
-                peer.open.discard((message.room, message.attempt))
-                self._outbox.send(FromPeer(peer.name, message))
+                claimed = peer.open.get((message.room, message.attempt))
+                peer.open.pop((message.room, message.attempt), None)
+                answer: ClaimFailed | Prefilled | AbortAck = message
+                if claimed and isinstance(message, Prefilled) and not self._is_well_formed(message, claimed):
+                    reason = f"the answer of {peer.name} is malformed"
+                    answer = ClaimFailed(message.room, message.attempt, reason)
+                self._outbox.send(FromPeer(peer.name, answer))
             case PageData():
                 if (message.room, message.attempt) in peer.open:
                     self._store(peer, message, frames[1:])
             case Pong():
                 pass
 
+    def _is_well_formed(self, message: Prefilled, claim: Claim) -> bool:
+        if len(message.output_ids) != 4 or not 0 <= message.num_pages <= len(claim.pages) // 4:
+            return False
+        return 0 <= int.from_bytes(message.output_ids, "little", signed=True) < self._vocab_size
+
     def _store(self, peer: _Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
         try:
             pages = np.frombuffer(frames[0].buffer, dtype=np.int32)
+            claimed = np.frombuffer(peer.open[message.room, message.attempt].pages, dtype=np.int32)
+            if not np.isin(pages, claimed).all():
+                raise ValueError("some were not claimed")
             self._target.store(pages, [frame.buffer for frame in frames[1:]])
         except (ValueError, IndexError) as error:
-            peer.open.discard((message.room, message.attempt))
+            del peer.open[message.room, message.attempt]
             self._tell(peer, ClaimAborted(message.room, message.attempt))
             reason = f"pages from {peer.name} do not fit: {error}"
             self._outbox.send(FromPeer(peer.name, ClaimFailed(message.room, message.attempt, reason)))
@@ -290,13 +331,43 @@ class DecodeLink:
         if peer.state is _State.WELCOME and now_s - peer.heard_s > PEER_SILENCE_S:
             peer.state = _State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
-            self._lose(peer, reason, is_fenced=self._target.is_passive)
+            self._lose(peer, reason)
+        if peer.given_up and now_s > peer.fenced_s:
+            self._fence(peer)
 
-    def _lose(self, peer: _Peer, reason: str, *, is_fenced: bool) -> None:
+    def _lose(self, peer: _Peer, reason: str) -> None:
+        """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
-        if is_fenced:
-            peer.open.clear()
-        self._outbox.send(PeerLost(peer.name, reason, is_fenced))
+        if not self._target.is_passive and peer.open:
+            peer.given_up.update(peer.open)
+            peer.fenced_s = time.monotonic() + FENCE_S
+        peer.open.clear()
+        self._outbox.send(PeerLost(peer.name, reason, not peer.given_up))
+
+    def _fence(self, peer: _Peer) -> None:
+        """Nothing is written any more for claims that were given up."""
+        if peer.given_up:
+            peer.given_up.clear()
+            self._outbox.send(PeerFenced(peer.name))
+
+    def _forget_idle(self) -> None:
+        """Disconnect where there has been no engine for a while; a later claim looks the address up again."""
+        now_s = time.monotonic()
+        for peer in list(self._peers.values()):
+            if peer.state is not _State.CONNECTING or peer.waiting or peer.given_up:
+                peer.idle_since_s = None
+            elif peer.idle_since_s is None:
+                peer.idle_since_s = now_s
+            elif now_s - peer.idle_since_s > FORGET_S:
+                self._poller.unregister(peer.socket)
+                self._poller.unregister(peer.monitor)
+                self._close(peer)
+                del self._peers[peer.name]
+
+    def _close(self, peer: _Peer) -> None:
+        peer.socket.disable_monitor()
+        peer.monitor.close(linger=0)
+        peer.socket.close(linger=0)
 
     def _tell(self, peer: _Peer, message: ToPrefill) -> bool:
         """Send a message; False: there is no connection, which the monitor tells, too."""

@@ -40,12 +40,15 @@ class NoKVTransfer:
         pass
 
 
-def make_link(config: EngineConfig, memory: PoolMemory, layout: KVLayout, scheduler: str) -> KVTransfer:
+def make_link(
+    config: EngineConfig, memory: PoolMemory, layout: KVLayout, scheduler: str, *, vocab_size: int
+) -> KVTransfer:
     """Make that of a disaggregated engine, listening or ready to connect.
 
     Args:
         memory: of the pool whose pages are exchanged.
         layout: of the pool.
+        vocab_size: of the model.
         scheduler: endpoint of the scheduler's inbox.
 
     Raises:
@@ -77,6 +80,7 @@ def make_link(config: EngineConfig, memory: PoolMemory, layout: KVLayout, schedu
         layout=layout,
         backend=backend,
         target=_target(backend, memory, config.server.host),
+        vocab_size=vocab_size,
         scheduler=scheduler,
     )
 

@@ -31,6 +31,8 @@ from ....runtime.transport.kv_transfer import (
     Pong,
     Prefilled,
     Refused,
+    RoomReleased,
+    SayHello,
     ToDecode,
     ToPeer,
     ToPrefill,
@@ -45,8 +47,15 @@ logger = logging.getLogger(__name__)
 
 PEER_SILENCE_S: Final = 30.0
 """A decode engine with claims sends a sign of life each second."""
+WRITE_S: Final = 60.0
+"""A write that takes longer is given up, and with it the connection to its decode engine."""
+_MAX_ROOM_CHARS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 1000
+
+
+def _is_well_formed(claim: Claim) -> bool:
+    return len(claim.pages) % 4 == 0 and claim.first_page >= 0 and len(claim.room) <= _MAX_ROOM_CHARS
 
 
 @dataclass(slots=True)
@@ -97,6 +106,12 @@ class PrefillLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
         self._heard_s: dict[str, float] = {}  # of each welcome peer
+        self._claims: dict[str, set[tuple[str, int]]] = {}  # of each, (room, attempt) since its last `Hello`
+        self._greeting: dict[str, Hello] = {}  # peers that are welcome when earlier writes to them have ended
+        self._leaving: set[str] = (
+            set()
+        )  # lost peers that the backend still knows, for writes that are under way
+        self._stuck: set[str] = set()  # peers with a write that did not end
         self._writing: list[_Writing] = []
         self._stops = False
         self._failure: Exception | None = None
@@ -139,6 +154,7 @@ class PrefillLink:
                     if message is not None:
                         self._receive(name.decode(errors="replace"), message)
                 self._check_writes()
+                self._welcome()
                 self._check_silence()
         except Exception as error:
             self._failure = error
@@ -167,8 +183,8 @@ class PrefillLink:
         header = self._encoder.encode(PageData(command.room, command.attempt))
         started_s = time.monotonic()
         try:
-            if peer not in self._heard_s:
-                raise TransferError(f"{peer} is not connected")
+            if (command.room, command.attempt) not in self._claims.get(peer, ()):
+                raise TransferError(f"{peer} is not connected any more")
             write = self._writer.write(
                 peer, sources, targets, header, lambda frames: self._send_frames(peer, frames)
             )
@@ -181,39 +197,58 @@ class PrefillLink:
         left = []
         for each in self._writing:
             command, error = each.command, ""
+            seconds = time.monotonic() - each.started_s
             try:
                 if not each.write.is_done():
-                    left.append(each)
-                    continue
+                    if seconds < WRITE_S:
+                        left.append(each)
+                        continue
+                    error = f"the write has not ended within {WRITE_S:g} s"
+                    self._stuck.add(command.peer)
+                    self._lose(command.peer, error)
             except TransferError as failed:
                 error = str(failed)
-            seconds = time.monotonic() - each.started_s
             self._outbox.send(PagesWritten(command.peer, command.room, command.attempt, error, seconds))
         self._writing = left
 
     def _receive(self, peer: str, message: ToPrefill) -> None:
         if isinstance(message, Hello):
-            self._greet(peer, message)
+            self._lose(peer, "it has connected again")
+            self._greeting[peer] = message
             return
-        if peer not in self._heard_s:  # it takes this engine for its predecessor
-            match message:
-                case Claim():
-                    reason = "the prefill engine was restarted"
-                    self._tell(peer, ClaimFailed(message.room, message.attempt, reason))
-                case ClaimAborted():
-                    self._tell(peer, AbortAck(message.room, message.attempt))
+        if peer not in self._heard_s:  # silent for too long, or it takes this engine for its predecessor
+            if peer not in self._greeting:
+                self._tell(peer, SayHello())
             return
         self._heard_s[peer] = time.monotonic()
         match message:
             case Ping():
                 self._tell(peer, Pong())
-            case Claim() | ClaimAborted():
+            case Claim() if not _is_well_formed(message):
+                self._tell(peer, ClaimFailed(message.room, message.attempt, "the claim is malformed"))
+            case Claim():
+                self._claims[peer].add((message.room, message.attempt))
                 self._outbox.send(FromPeer(peer, message))
+            case ClaimAborted() | RoomReleased():
+                self._outbox.send(FromPeer(peer, message))
+
+    def _welcome(self) -> None:
+        """Answer those that have said hello, when no write of an earlier connection is under way."""
+        for peer in [*self._leaving, *self._greeting] if self._leaving or self._greeting else ():
+            if any(each.command.peer == peer for each in self._writing):
+                continue
+            if peer in self._leaving:
+                self._leaving.discard(peer)
+                self._writer.drop_peer(peer)
+            if (hello := self._greeting.pop(peer, None)) is not None:
+                self._greet(peer, hello)
 
     def _greet(self, peer: str, hello: Hello) -> None:
         reason = self._layout.difference(hello.layout)
         if not reason and hello.backend != self._backend:
             reason = f"they differ in --transfer-backend: {self._backend} and {hello.backend}"
+        if not reason and peer in self._stuck:
+            reason = "a write to it did not end, and may still arrive; start it again"
         if not reason:
             try:
                 self._writer.add_peer(peer, hello.target)
@@ -225,21 +260,23 @@ class PrefillLink:
             return
         logger.info("a decode engine has come peer=%s", peer)
         self._heard_s[peer] = time.monotonic()
+        self._claims[peer] = set()
         self._tell(peer, Welcome())
 
     def _check_silence(self) -> None:
         now_s = time.monotonic()
         for peer, heard_s in list(self._heard_s.items()):
             if now_s - heard_s > PEER_SILENCE_S:
-                del self._heard_s[peer]
-                self._writer.drop_peer(peer)
                 logger.warning("a decode engine is gone peer=%s", peer)
-                reason = f"no sign of life for {PEER_SILENCE_S:g} s"
-                for each in [each for each in self._writing if each.command.peer == peer]:
-                    self._writing.remove(each)  # it lets go of what the backend holds for it
-                    command = each.command
-                    self._outbox.send(PagesWritten(peer, command.room, command.attempt, reason))
-                self._outbox.send(PeerLost(peer, reason, is_fenced=True))
+                self._lose(peer, f"no sign of life for {PEER_SILENCE_S:g} s")
+
+    def _lose(self, peer: str, reason: str) -> None:
+        """Forget a peer with its claims. Writes that are under way end by themselves; none is begun any more."""
+        if self._heard_s.pop(peer, None) is None:
+            return
+        del self._claims[peer]
+        self._leaving.add(peer)
+        self._outbox.send(PeerLost(peer, reason, is_fenced=True))
 
     def _tell(self, peer: str, message: ToDecode) -> None:
         self._send_frames(peer, [self._encoder.encode(message)])

@@ -72,7 +72,7 @@ def test_a_prompt_that_is_cached_is_not_claimed() -> None:
     pair.run()
 
     assert events(pair, rid) == ["computed here"]
-    assert pair.prefill.scheduler.report(0.0).transfer.failures == {"timeout": 1}  # type: ignore[union-attr]
+    assert pair.prefill.scheduler.report(0.0).transfer.failures == {}  # type: ignore[union-attr]
 
 
 def test_parallel_samples_share_the_pages_of_one_transfer() -> None:
@@ -396,3 +396,28 @@ def test_bad_kv_leaves_the_cache_with_its_transfer() -> None:
     assert pair.prefill.scheduler.report(0.0).kv_cached_tokens == 0
     pair.run()
     assert events(pair, rid) == ["claimed", "not received"]
+
+
+def test_a_sibling_that_waits_holds_up_no_other_request() -> None:
+    pair = Pair()
+    prompt = list(range(1, 12))
+    for n in range(2):
+        pair.submit(f"a.{n}", rid=f"s{n}", prompt=prompt, message={"group": "g"}, to_prefill=False)
+    rid = pair.submit("b", prompt=list(range(40, 60)), to_prefill=False)
+
+    pair.step(deliver=False)
+
+    assert events(pair, rid) == ["claimed"]
+    assert events(pair, "s1") == []
+
+
+def test_urgent_requests_claim_first() -> None:
+    pair = Pair(schedule_policy="priority", num_pages=32)
+    pair.decode.submit("running", prompt_len=40, max_new_tokens=60)
+    pair.decode.step()
+    low = pair.submit("a", prompt_len=44, to_prefill=False)
+    high = pair.submit("b", prompt_len=9, to_prefill=False, message={"priority": 5})
+
+    pair.step(deliver=False)
+
+    assert (events(pair, low), events(pair, high)) == ([], ["claimed"])

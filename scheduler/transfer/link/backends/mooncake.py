@@ -61,6 +61,8 @@ class _Write:
     def is_done(self) -> bool:
         if not self._future.done():
             return False
+        if self._future.cancelled():
+            raise TransferError("mooncake: the peer was lost before the write began")
         if self._future.result():
             raise TransferError("mooncake: the write failed; its log has the reason")
         return True
@@ -77,26 +79,35 @@ class MooncakeWriter:
         """
         self._own = _Engine(memory, host)
         self._peers: dict[str, tuple[str, Regions]] = {}
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
+        self._threads: dict[
+            str, ThreadPoolExecutor
+        ] = {}  # one thread for each peer: a slow one delays no other
 
     def add_peer(self, peer: str, target: bytes) -> None:
         try:
             theirs = msgspec.msgpack.decode(target, type=_Target)
         except msgspec.MsgspecError as error:
             raise TransferError(f"mooncake: {error}") from error
+        self.drop_peer(peer)
         self._peers[peer] = theirs.session, theirs.regions
+        self._threads[peer] = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
 
     def drop_peer(self, peer: str) -> None:
         self._peers.pop(peer, None)
+        if (threads := self._threads.pop(peer, None)) is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def write(self, peer: str, sources: Pages, targets: Pages, header: bytes, send: SendFrames) -> _Write:
         if peer not in self._peers:
             raise TransferError(f"mooncake: {peer} is not known")
         session, regions = self._peers[peer]
-        return _Write(self._threads.submit(self._write, session, regions, sources.copy(), targets.copy()))
+        return _Write(
+            self._threads[peer].submit(self._write, session, regions, sources.copy(), targets.copy())
+        )
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for peer in list(self._peers):
+            self.drop_peer(peer)
         self._own.close()
 
     def _write(self, session: str, regions: Regions, sources: Pages, targets: Pages) -> int:

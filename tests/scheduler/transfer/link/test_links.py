@@ -18,7 +18,7 @@ from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.errors import ConfigError
 from engine.runtime.messages import SchedulerInput
-from engine.runtime.transport.cluster_key import load_cluster_key
+from engine.runtime.transport.cluster_key import ClusterKey, load_cluster_key
 from engine.runtime.transport.ipc import Inbox
 from engine.runtime.transport.kv_transfer import (
     AbortAck,
@@ -28,12 +28,13 @@ from engine.runtime.transport.kv_transfer import (
     FromPeer,
     KVLayout,
     PagesWritten,
+    PeerFenced,
     PeerLost,
     Prefilled,
     ToPeer,
     WritePages,
 )
-from engine.scheduler.transfer.link import decode_link
+from engine.scheduler.transfer.link import decode_link, prefill_link
 from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
 from engine.scheduler.transfer.link.decode_link import DecodeLink
 from engine.scheduler.transfer.link.prefill_link import PrefillLink
@@ -80,6 +81,24 @@ class Side:
         self.inbox.close()
 
 
+def make_prefill_link(side: Side, port: int, key: ClusterKey | None = None) -> PrefillLink:
+    return PrefillLink(
+        host="127.0.0.1",
+        port=port,
+        key=key,
+        layout=KVLayout("1", "w", 4, side.memory.tensors),
+        backend="local",
+        writer=LocalWriter(side.memory),
+        scheduler=side.endpoint,
+    )
+
+
+class WrittenFromOutside(LocalTarget):
+    """As a backend whose prefill engines write into this engine's memory."""
+
+    is_passive = False
+
+
 MakeSides = Callable[..., tuple[Side, Side, str]]
 
 
@@ -97,20 +116,13 @@ def make_sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSides]:
             prefill, decode = sides
             layout = KVLayout("1", "w", 4, prefill.memory.tensors)
             port = free_port()
-            prefill.link = PrefillLink(
-                host="127.0.0.1",
-                port=port,
-                key=changes.get("prefill_key"),
-                layout=layout,
-                backend="local",
-                writer=LocalWriter(prefill.memory),
-                scheduler=prefill.endpoint,
-            )
+            prefill.link = make_prefill_link(prefill, port, changes.get("prefill_key"))
             decode.link = DecodeLink(
                 key=changes.get("decode_key"),
                 layout=changes.get("layout", layout),
                 backend=changes.get("backend", "local"),
-                target=LocalTarget(decode.memory),
+                target=changes.get("target", LocalTarget)(decode.memory),
+                vocab_size=97,
                 scheduler=decode.endpoint,
             )
             return prefill, decode, f"127.0.0.1:{port}"
@@ -269,15 +281,7 @@ def test_a_key_is_needed_where_the_other_side_has_one(
 def test_a_port_in_use_is_an_error_at_the_start(make_sides: MakeSides) -> None:
     prefill, _, peer = make_sides()
     with pytest.raises(ConfigError, match="set another --bootstrap-port"):
-        PrefillLink(
-            host="127.0.0.1",
-            port=int(peer.rpartition(":")[2]),
-            key=None,
-            layout=KVLayout("1", "w", 4, ()),
-            backend="local",
-            writer=LocalWriter(prefill.memory),
-            scheduler=prefill.endpoint,
-        )
+        make_prefill_link(prefill, int(peer.rpartition(":")[2]))
 
 
 def test_a_failure_of_the_thread_is_raised_in_the_loop(
@@ -294,3 +298,117 @@ def test_a_failure_of_the_thread_is_raised_in_the_loop(
 
     with pytest.raises(RuntimeError, match="a bug"):
         decode.link.send([])
+
+
+def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    claim(decode, peer)
+    prefill.next()
+    prefill.link.close()
+
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])  # no answer: it may still be writing
+    prefill.link = make_prefill_link(prefill, int(peer.rpartition(":")[2]))
+
+    claim(decode, peer, attempt=2)
+    assert decode.next() == PeerFenced(peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.attempt == 2
+
+
+def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "FENCE_S", 0.1)
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    claim(decode, peer)
+    prefill.next()
+    prefill.link.close()
+    prefill.link = None
+    assert isinstance(decode.next(), PeerLost)
+    assert decode.next() == PeerFenced(peer)
+
+
+def test_a_decode_engine_that_was_frozen_is_welcome_again(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "PING_S", 1000.0)  # silent
+    monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 0.1)
+    prefill, decode, peer = make_sides()
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    assert prefill.next() == PeerLost(got.peer, "no sign of life for 0.1 s", is_fenced=True)
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    late = prefill.next()
+    assert isinstance(late, PagesWritten) and "not connected any more" in late.error
+    monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
+
+    claim(decode, peer, room="b", attempt=2)  # it does not know that it was forgotten
+    assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine", is_fenced=True)
+    sent = claim(decode, peer, room="c", attempt=3)
+    again = prefill.next()
+    assert isinstance(again, FromPeer) and again.message == sent
+
+
+@pytest.mark.parametrize("change", [{"pages": b"123"}, {"first_page": -1}, {"room": "r" * 300}])
+def test_a_malformed_claim_fails_alone(make_sides: MakeSides, change: dict[str, Any]) -> None:
+    prefill, decode, peer = make_sides()
+    message = msgspec.structs.replace(Claim("a", 1, 0, ids(5, 6), 7), **change)
+    decode.link.send([ToPeer(peer, message)])
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    claim(decode, peer, room="good", attempt=2)
+    got = prefill.next()
+    assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.room == "good"
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_pages": 3}, {"output_ids": b""}, {"output_ids": ids(97)}, {"num_pages": -1}]
+)
+def test_a_malformed_answer_fails_its_claim(make_sides: MakeSides, change: dict[str, Any]) -> None:
+    prefill, decode, peer = make_sides()
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    answer = msgspec.structs.replace(Prefilled("a", 1, 2, ids(3)), **change)
+    prefill.link.send([ToPeer(got.peer, answer)])
+    assert decode.next() == FromPeer(peer, ClaimFailed("a", 1, f"the answer of {peer} is malformed"))
+
+
+def test_pages_that_were_not_claimed_are_not_written(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides()
+    for view in decode.pool.page_views:
+        view.fill_(2.0)
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 7))])
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert "some were not claimed" in news.message.reason
+    assert all(bool((view == 2.0).all()) for view in decode.pool.page_views)
+
+
+def test_an_address_without_an_engine_is_forgotten(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "CONNECT_S", 0.05)
+    monkeypatch.setattr(decode_link, "FORGET_S", 0.05)
+    monkeypatch.setattr(decode_link, "MAX_PEERS", 1)
+    prefill, decode, peer = make_sides()
+    nowhere = f"127.0.0.1:{free_port()}"
+    claim(decode, nowhere)
+    assert isinstance(decode.next(), FromPeer)
+    attempt = 2
+    while decode.link._peers:  # each claim is refused until then
+        claim(decode, "127.0.0.1:1", attempt=attempt)
+        news = decode.next()
+        assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+        attempt += 1
+        if "the most" not in news.message.reason:
+            break
+    monkeypatch.setattr(decode_link, "MAX_PEERS", 100)
+    claim(decode, peer, attempt=1000)
+    got = prefill.next()
+    assert isinstance(got, FromPeer) and isinstance(got.message, Claim)
