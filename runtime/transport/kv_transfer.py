@@ -26,6 +26,7 @@ from __future__ import annotations
 import msgspec
 
 from .message_base import Logprobs, Message, Record
+from .process_identity import ProcessIdentity
 
 
 class KVLayout(Record, frozen=True):
@@ -127,7 +128,12 @@ class Ping(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """Pages can be exchanged. Nothing is written any more for claims of an earlier connection."""
+    """Pages can be exchanged. Nothing is written any more for claims of an earlier connection.
+
+    `process`: the prefill engine's process that writes.
+    """
+
+    process: ProcessIdentity
 
 
 class SayHello(Message, frozen=True):

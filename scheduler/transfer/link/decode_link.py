@@ -43,6 +43,7 @@ from ....runtime.transport.kv_transfer import (
     TransferCommand,
     Welcome,
 )
+from ....runtime.transport.process_identity import ProcessIdentity
 from .backends.base import PageTarget
 from .connection import CommandQueue, Context, Socket, connect
 
@@ -78,6 +79,7 @@ class _Peer:
         waiting: claims that are not sent, with the time at which they came.
         must_greet: it is connected, and `Hello` is not sent.
         open: claims that were sent and are not answered, by (room, attempt).
+        process: the one that writes; None before its first `Welcome`.
         given_up: (room, attempt) of such claims when the engine was lost, for which it may still write.
         fenced_s: when it is too late for that, whatever it does.
         idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
@@ -93,9 +95,16 @@ class _Peer:
     must_greet: bool = False
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
     open: dict[tuple[str, int], Claim] = field(default_factory=dict)
+    process: ProcessIdentity | None = None
     given_up: set[tuple[str, int]] = field(default_factory=set)
+
     fenced_s: float = 0.0
     idle_since_s: float | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is certain that its process has ended."""
+        return self.process is not None and self.process.is_dead()
 
 
 class DecodeLink:
@@ -268,7 +277,7 @@ class DecodeLink:
         match message:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
-                peer.state = _State.WELCOME
+                peer.state, peer.process = _State.WELCOME, message.process
                 self._fence(peer)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
@@ -332,13 +341,13 @@ class DecodeLink:
             peer.state = _State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
             self._lose(peer, reason)
-        if peer.given_up and now_s > peer.fenced_s:
+        if peer.given_up and (now_s > peer.fenced_s or peer.is_dead):
             self._fence(peer)
 
     def _lose(self, peer: _Peer, reason: str) -> None:
         """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
-        if not self._target.is_passive and peer.open:
+        if not self._target.is_passive and peer.open and not peer.is_dead:
             peer.given_up.update(peer.open)
             peer.fenced_s = time.monotonic() + FENCE_S
         peer.open.clear()

@@ -40,6 +40,7 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
     WritePages,
 )
+from ....runtime.transport.process_identity import own_identity
 from .backends.base import PageWriter, TransferError, Write
 from .connection import CommandQueue, Context, Listener
 
@@ -92,6 +93,7 @@ class PrefillLink:
             ConfigError: the address cannot be listened at.
         """
         self._layout = layout
+        self._process = own_identity()
         self._backend = backend
         self._writer = writer
         self._endpoint = scheduler
@@ -261,7 +263,7 @@ class PrefillLink:
         logger.info("a decode engine has come peer=%s", peer)
         self._heard_s[peer] = time.monotonic()
         self._claims[peer] = set()
-        self._tell(peer, Welcome())
+        self._tell(peer, Welcome(self._process))
 
     def _check_silence(self) -> None:
         now_s = time.monotonic()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from msgspec.structs import replace
 
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
@@ -34,6 +37,7 @@ from engine.runtime.transport.kv_transfer import (
     ToPeer,
     WritePages,
 )
+from engine.runtime.transport.process_identity import own_identity
 from engine.scheduler.transfer.link import decode_link, prefill_link
 from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
 from engine.scheduler.transfer.link.decode_link import DecodeLink
@@ -314,6 +318,27 @@ def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: M
     assert decode.next() == PeerFenced(peer)
     got = prefill.next()
     assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.attempt == 2
+
+
+def test_pages_of_a_process_that_has_ended_are_free_at_once(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    monkeypatch.setattr(prefill_link, "own_identity", lambda: replace(own_identity(), pid=gone.pid))
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    claim(decode, peer)
+    prefill.next()
+    prefill.link.close()
+    prefill.link = None
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=True)
+
+
+def test_a_process_of_another_place_is_never_known_to_be_dead() -> None:
+    own = own_identity()
+    assert not own.is_dead()
+    assert replace(own, start="1").is_dead()
+    assert not replace(own, start="1", place="elsewhere").is_dead()
 
 
 def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
