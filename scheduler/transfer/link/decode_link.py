@@ -224,7 +224,8 @@ class DecodeLink:
         peer = self._peers.get(name)
         attempt = message.room, message.attempt
         if peer is not None and attempt in peer.given_up:
-            return  # `PeerFenced` answers
+            self._tell(peer, message)  # a frozen engine answers when it goes on; else `PeerFenced` does
+            return
         if peer is not None and attempt in peer.open:
             del peer.open[attempt]
             self._tell(peer, message)
@@ -295,6 +296,8 @@ class DecodeLink:
             case Prefilled() | ClaimFailed() | AbortAck():
                 claimed = peer.open.get((message.room, message.attempt))
                 peer.open.pop((message.room, message.attempt), None)
+                if not isinstance(message, Prefilled):
+                    peer.given_up.discard((message.room, message.attempt))
                 answer: ClaimFailed | Prefilled | AbortAck = message
                 if claimed and isinstance(message, Prefilled) and not self._is_well_formed(message, claimed):
                     reason = f"the answer of {peer.name} is malformed"

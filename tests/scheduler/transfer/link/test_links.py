@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -339,6 +340,42 @@ def test_a_process_of_another_place_is_never_known_to_be_dead() -> None:
     assert not own.is_dead()
     assert replace(own, start="1").is_dead()
     assert not replace(own, start="1", place="elsewhere").is_dead()
+
+
+def test_a_frozen_engine_that_goes_on_answers_the_abort(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 0.2)
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    monkeypatch.setattr(prefill.link, "_receive", held := Held(prefill.link._receive))
+    claim(decode, peer)
+    lost = decode.next()
+    assert isinstance(lost, PeerLost) and not lost.is_fenced
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+
+    monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 100.0)
+    held.goes_on.set()
+
+    told = [prefill.next(), prefill.next()]
+    assert [each.message for each in told if isinstance(each, FromPeer)][1] == ClaimAborted("a", 1)
+    assert isinstance(told[0], FromPeer)
+    prefill.link.send([ToPeer(told[0].peer, AbortAck("a", 1))])
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+
+
+class Held:
+    """A link that answers the first message, `Hello`, and then nothing until it goes on."""
+
+    def __init__(self, receive: Callable[..., None]) -> None:
+        self._receive = receive
+        self._has_greeted = False
+        self.goes_on = threading.Event()
+
+    def __call__(self, *message: object) -> None:
+        if self._has_greeted:
+            self.goes_on.wait(WAIT_S)
+        self._has_greeted = True
+        self._receive(*message)
 
 
 def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
