@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from engine.cli.exit_codes import MEANINGS, ExitCode
 from engine.runtime.errors import ConfigError, EngineDeadError, RequestError, ServerError
 
 NO_SERVER = "http://127.0.0.1:9"
-LINES = f"{__file__} --skip-empty"
+LINES = f"{shlex.quote(__file__)} --skip-empty"
 COMMANDS = (
     "serve",
     "fleet",
@@ -125,7 +126,7 @@ def no_input(monkeypatch):
 @pytest.mark.fast_cases(40)
 @pytest.mark.parametrize(("command", "arguments", "code"), CASES, ids=str)
 def test_each_command_and_failure_has_the_code_of_the_table(capsys, tiny_model, command, arguments, code):
-    words = [*command.split(), *arguments.split()]
+    words = [*command.split(), *shlex.split(arguments)]
     assert cli.run([str(tiny_model) if word == "TINY" else word for word in words]) == code
     captured = capsys.readouterr()
     if code is ExitCode.SUCCESS:

@@ -21,7 +21,8 @@ def test_a_leaked_page_is_named_with_all_terms(harness):
     harness.allocator.allocate(1)
 
     with pytest.raises(
-        LedgerError, match=r"free \d+ \+ evictable \d+ \+ locked \d+ \+ held \d+ = 31, but .* 32"
+        LedgerError,
+        match=r"free \d+ \+ evictable \d+ \+ locked \d+ \+ held \d+ \+ incoming 0 = 31, but .* 32",
     ):
         harness.scheduler.audit()
 

@@ -288,7 +288,9 @@ def test_it_runs_on_torch_s_threads(best_library: ctypes.CDLL):
         torch.set_num_threads(before)
     maps: Any = Path("/proc/self/maps").read_text().splitlines()
     runtimes = {
-        line.split()[-1] for line in maps if "/libgomp" in line or "/libomp" in line or "/libiomp" in line
+        line.split(maxsplit=5)[-1]
+        for line in maps
+        if "/libgomp" in line or "/libomp" in line or "/libiomp" in line
     }
     # scikit-learn has its own, which sentence-transformers loads in other tests of this process
     runtimes = {runtime for runtime in runtimes if "scikit_learn.libs" not in runtime}
