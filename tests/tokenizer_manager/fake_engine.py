@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import socket
+import sys
 import tempfile
 import threading
+import traceback
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -444,7 +446,14 @@ class ServerThread:
     def join(self) -> None:
         """Wait for the end."""
         self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
+        assert not self._thread.is_alive(), self._where_it_waits()
+
+    def _where_it_waits(self) -> str:
+        """The stack of the thread, and the tasks of its loop."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        stack = "" if frame is None else "".join(traceback.format_stack(frame))
+        tasks = [] if self._engine.loop is None else asyncio.all_tasks(self._engine.loop)
+        return "\n".join([f"the server does not end: {stack}", *map(repr, tasks)])
 
     async def _run(self) -> None:
         self._engine.loop = asyncio.get_running_loop()
