@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import math
 import os
 import threading
 import time
@@ -80,8 +81,8 @@ class _Peer:
         must_greet: it is connected, and `Hello` is not sent.
         open: claims that were sent and are not answered, by (room, attempt).
         process: the one that writes; None before its first `Welcome`.
-        given_up: (room, attempt) of such claims when the engine was lost, for which it may still write.
-        fenced_s: when it is too late for that, whatever it does.
+        given_up: (room, attempt) of claims that were aborted, or open when the engine was lost: it may still write.
+        fenced_s: when a lost engine can write no more, whatever it does.
         idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
     """
 
@@ -97,8 +98,7 @@ class _Peer:
     open: dict[tuple[str, int], Claim] = field(default_factory=dict)
     process: ProcessIdentity | None = None
     given_up: set[tuple[str, int]] = field(default_factory=set)
-
-    fenced_s: float = 0.0
+    fenced_s: float = math.inf
     idle_since_s: float | None = None
 
     @property
@@ -163,7 +163,9 @@ class DecodeLink:
         self._poller.register(self._commands.wake, zmq.POLLIN)
         try:
             while not self._stops:
-                busy = self._target.polls and any(peer.open or peer.waiting for peer in self._peers.values())
+                busy = self._target.polls and any(
+                    peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
+                )
                 self._poller.poll(_BUSY_POLL_MS if busy else _IDLE_POLL_MS)
                 if busy:
                     self._target.progress()
@@ -230,6 +232,7 @@ class DecodeLink:
             del peer.open[attempt]
             self._tell(peer, message)
             if not self._target.is_passive:
+                peer.given_up.add(attempt)
                 return  # the prefill engine answers
         elif peer is not None:
             peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
@@ -294,8 +297,7 @@ class DecodeLink:
                 self._lose(peer, f"{peer.name} has forgotten this engine")
                 peer.state, peer.must_greet = _State.CONNECTING, True
             case Prefilled() | ClaimFailed() | AbortAck():
-                claimed = peer.open.get((message.room, message.attempt))
-                peer.open.pop((message.room, message.attempt), None)
+                claimed = peer.open.pop((message.room, message.attempt), None)
                 if not isinstance(message, Prefilled):
                     peer.given_up.discard((message.room, message.attempt))
                 answer: ClaimFailed | Prefilled | AbortAck = message
@@ -350,14 +352,17 @@ class DecodeLink:
     def _lose(self, peer: _Peer, reason: str) -> None:
         """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
-        if not self._target.is_passive and peer.open and not peer.is_dead:
+        if not self._target.is_passive:
             peer.given_up.update(peer.open)
-            peer.fenced_s = time.monotonic() + FENCE_S
         peer.open.clear()
+        if peer.is_dead:
+            peer.given_up.clear()
+        peer.fenced_s = time.monotonic() + FENCE_S
         self._outbox.send(PeerLost(peer.name, reason, not peer.given_up))
 
     def _fence(self, peer: _Peer) -> None:
         """Nothing is written any more for claims that were given up."""
+        peer.fenced_s = math.inf
         if peer.given_up:
             peer.given_up.clear()
             self._outbox.send(PeerFenced(peer.name))

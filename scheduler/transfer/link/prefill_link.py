@@ -108,7 +108,9 @@ class PrefillLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
         self._heard_s: dict[str, float] = {}  # of each welcome peer
-        self._claims: dict[str, set[tuple[str, int]]] = {}  # of each, (room, attempt) since its last `Hello`
+        self._claims: dict[
+            str, set[tuple[str, int]]
+        ] = {}  # of each, open (room, attempt) since its last `Hello`
         self._greeting: dict[str, Hello] = {}  # peers that are welcome when earlier writes to them have ended
         self._leaving: set[str] = (
             set()
@@ -171,6 +173,7 @@ class PrefillLink:
             case None:
                 self._stops = True
             case ToPeer(peer=peer, message=Prefilled() | ClaimFailed() | AbortAck() as message):
+                self._claims.get(peer, set()).discard((message.room, message.attempt))
                 self._tell(peer, message)
             case ToPeer():
                 raise AssertionError(f"not for a decode engine: {command.message}")

@@ -321,6 +321,45 @@ def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: M
     assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.attempt == 2
 
 
+def test_an_abort_without_an_answer_holds_its_pages_when_the_connection_breaks(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    claim(decode, peer)
+    prefill.next()
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    prefill.next()
+    prefill.link.close()
+    prefill.link = None
+
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+
+
+def test_an_engine_that_is_connected_is_never_fenced_by_time(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "FENCE_S", 0.0)
+    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    prefill.next()
+    claim(decode, peer, room="b", attempt=2)  # the link has looked at its times in between
+    prefill.next()
+    prefill.link.send([ToPeer(got.peer, AbortAck("a", 1))])
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+
+
+def test_claims_that_have_ended_are_forgotten(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides()
+    for attempt in range(1, 4):
+        claim(decode, peer, attempt=attempt)
+        got = prefill.next()
+        assert isinstance(got, FromPeer)
+        prefill.link.send([ToPeer(got.peer, ClaimFailed("a", attempt, "no"))])
+        assert isinstance(decode.next(), FromPeer)
+    assert list(prefill.link._claims.values()) == [set()]
+
+
 def test_pages_of_a_process_that_has_ended_are_free_at_once(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
