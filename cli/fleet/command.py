@@ -187,6 +187,8 @@ def fleet(
         )
     if api_key:  # servers take it from there: a command line can be seen by all users
         os.environ["ENGINE_API_KEY"] = api_key
+    if replicas < 1:
+        raise ConfigError(f"--replicas is {replicas}, but it must be at least 1")
     if (min_replicas is None) != (max_replicas is None):
         raise ConfigError("scaling by load has two bounds; give both --min-replicas and --max-replicas")
     if min_replicas is None or max_replicas is None:

@@ -40,6 +40,7 @@ from engine.runtime.transport.kv_transfer import (
 )
 from engine.runtime.transport.process_identity import own_identity
 from engine.scheduler.transfer.link import decode_link, prefill_link
+from engine.scheduler.transfer.link.backends.base import PageWriter
 from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
 from engine.scheduler.transfer.link.decode_link import DecodeLink
 from engine.scheduler.transfer.link.prefill_link import PrefillLink
@@ -86,16 +87,56 @@ class Side:
         self.inbox.close()
 
 
-def make_prefill_link(side: Side, port: int, key: ClusterKey | None = None) -> PrefillLink:
+def make_prefill_link(
+    side: Side,
+    port: int,
+    key: ClusterKey | None = None,
+    make_writer: Callable[[PageMemory], PageWriter] = LocalWriter,
+) -> PrefillLink:
     return PrefillLink(
         host="127.0.0.1",
         port=port,
         key=key,
         layout=KVLayout("1", "w", 4, side.memory.tensors),
         backend="local",
-        writer=LocalWriter(side.memory),
+        writer=make_writer(side.memory),
         scheduler=side.endpoint,
     )
+
+
+class Unfinished:
+    """A write that ends when the test wants it to."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def is_done(self) -> bool:
+        return self.is_over.is_set()
+
+
+class UnfinishedWriter(LocalWriter):
+    """All its writes are one `Unfinished`."""
+
+    def __init__(self, memory: PageMemory) -> None:
+        super().__init__(memory)
+        self.under_way = Unfinished()
+
+    def write(self, *arguments: object) -> Unfinished:  # type: ignore[override]
+        return self.under_way
+
+
+class Polled(LocalTarget):
+    """A backend that makes progress on both sides."""
+
+    is_passive = False
+    polls = True
+
+    def __init__(self, memory: PageMemory) -> None:
+        super().__init__(memory)
+        self.has_progressed = threading.Event()
+
+    def progress(self) -> None:
+        self.has_progressed.set()
 
 
 class WrittenFromOutside(LocalTarget):
@@ -121,7 +162,9 @@ def make_sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSides]:
             prefill, decode = sides
             layout = KVLayout("1", "w", 4, prefill.memory.tensors)
             port = free_port()
-            prefill.link = make_prefill_link(prefill, port, changes.get("prefill_key"))
+            prefill.link = make_prefill_link(
+                prefill, port, changes.get("prefill_key"), changes.get("writer", LocalWriter)
+            )
             decode.link = DecodeLink(
                 key=changes.get("decode_key"),
                 layout=changes.get("layout", layout),
@@ -347,6 +390,65 @@ def test_an_engine_that_is_connected_is_never_fenced_by_time(
     prefill.next()
     prefill.link.send([ToPeer(got.peer, AbortAck("a", 1))])
     assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+
+
+def begin_to_write(prefill: Side, decode: Side, peer: str) -> FromPeer:
+    """A claim, and a write for it that does not end."""
+    claim(decode, peer)
+    got = prefill.next()
+    assert isinstance(got, FromPeer)
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    return got
+
+
+def test_an_engine_is_welcome_again_when_nothing_is_written_to_it_any_more(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "PING_S", 1000.0)  # silent
+    prefill, decode, peer = make_sides(target=WrittenFromOutside, writer=UnfinishedWriter)
+    got = begin_to_write(prefill, decode, peer)
+    monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 0.1)
+    assert isinstance(prefill.next(), PeerLost)
+    monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
+
+    claim(decode, peer, room="b", attempt=2)
+    assert isinstance(decode.next(), PeerLost)
+    claim(decode, peer, room="c", attempt=3)  # waits until it is welcome
+    assert decode.inbox.poll(0.3) == []  # the pages of the first claim are not free
+    prefill.link._writer.under_way.is_over.set()
+
+    assert decode.next() == PeerFenced(peer)
+    told = {type(prefill.next()), type(prefill.next())}
+    assert told == {PagesWritten, FromPeer}, got
+
+
+def test_an_engine_to_which_a_write_never_ended_is_refused(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_link, "WRITE_S", 0.1)
+    prefill, decode, peer = make_sides(target=WrittenFromOutside, writer=UnfinishedWriter)
+    begin_to_write(prefill, decode, peer)
+    told = [prefill.next(), prefill.next()]
+    assert {type(each) for each in told} == {PagesWritten, PeerLost}
+
+    claim(decode, peer, room="b", attempt=2)
+    assert isinstance(decode.next(), PeerLost)
+    claim(decode, peer, room="c", attempt=3)
+    news = decode.next()
+    assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
+    assert "a write to it did not end" in news.message.reason
+
+
+def test_progress_is_made_until_an_abort_is_answered(make_sides: MakeSides) -> None:
+    prefill, decode, peer = make_sides(target=Polled)
+    claim(decode, peer)
+    prefill.next()
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    prefill.next()
+
+    for _ in range(3):
+        decode.link._target.has_progressed.clear()
+        assert decode.link._target.has_progressed.wait(WAIT_S)
 
 
 def test_claims_that_have_ended_are_forgotten(make_sides: MakeSides) -> None:
