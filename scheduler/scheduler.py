@@ -257,13 +257,13 @@ class Scheduler:
                 req.group,
                 message.needs_grammar,
                 req.num_delivered,
-                req.awaits_kv,
+                req.receives_kv,
             )
         )
         if message.grammar is not None and not message.needs_grammar:
             self._guide(req, now_s)
         if req.handoff is not None and req.status in _QUEUED:
-            self._transfer.arrived(req, now_s)
+            self._note(self._transfer.arrived(req), now_s)
 
     def _reason_against_handoff(self, handoff: KVHandoff | None) -> str | None:
         return None if handoff is None else self._transfer.reason_against(receives=bool(handoff.peer)) or None
@@ -301,7 +301,7 @@ class Scheduler:
                 req.grammar_figures.compile_s += message.compile_s
                 self._guide(req, now_s)
             if req.handoff is not None and req.status in _QUEUED:
-                self._transfer.arrived(req, now_s)
+                self._note(self._transfer.arrived(req), now_s)
 
     def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""
@@ -439,7 +439,7 @@ class Scheduler:
         """Take the result of a step; see `ResultSettler.settle`. Call once per batch, in the order of planning."""
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self._answers.rows(rows)
-        self._transfer.settled(batch, now_s)
+        self._transfer.settled(batch)
         self._note(self._transfer.answered(rows, now_s), now_s)
         self.decisions.append(
             Settled(

@@ -172,7 +172,7 @@ def fleet(
     """
     from ...runtime.resolve.host_facts import read_host_facts
     from ...supervisor.fleet.fleet import FleetSettings
-    from ...supervisor.fleet.scaling import ScaleBounds
+    from ...supervisor.fleet.scaling import MAX_REPLICAS, ScaleBounds
     from ..route.command import Policy
     from ..route.smg import RouterAddress, find_smg
     from .run import FleetPlan, run_fleet
@@ -187,8 +187,8 @@ def fleet(
         )
     if api_key:  # servers take it from there: a command line can be seen by all users
         os.environ["ENGINE_API_KEY"] = api_key
-    if replicas < 1:
-        raise ConfigError(f"--replicas is {replicas}, but it must be at least 1")
+    if not 1 <= replicas <= MAX_REPLICAS:
+        raise ConfigError(f"--replicas is {replicas}, but it must lie in [1, {MAX_REPLICAS}]")
     if (min_replicas is None) != (max_replicas is None):
         raise ConfigError("scaling by load has two bounds; give both --min-replicas and --max-replicas")
     if min_replicas is None or max_replicas is None:

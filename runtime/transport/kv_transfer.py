@@ -50,20 +50,18 @@ class KVLayout(Record, frozen=True):
 
     def difference(self, other: KVLayout) -> str:
         """In words, how this layout differs from another one; "" if pages can be exchanged."""
-        for name, what in (
-            ("release", "engine version"),
-            ("weights", "weight files (fingerprint)"),
-            ("model", "configuration of the model (digest)"),
-            ("page_size", "--page-size"),
-            ("tp", "--tp"),
-            ("tensors", "KV dtype or shape"),
+        for what, own, theirs in (
+            ("engine version", self.release, other.release),
+            ("weight files (fingerprint)", self.weights, other.weights),
+            ("configuration of the model (digest)", self.model, other.model),
+            ("--page-size", self.page_size, other.page_size),
+            ("--tp", self.tp, other.tp),
+            ("KV dtype or shape", _words_of(self.tensors), _words_of(other.tensors)),
         ):
-            own, theirs = getattr(self, name), getattr(other, name)
             if own != theirs:
-                values = "" if name == "tensors" else f" {own} and {theirs}"
-                if name == "tensors":
-                    values = f" {_words_of(self.tensors)} and {_words_of(other.tensors)}"
-                return f"they differ in {what}:{values}"
+                return f"they differ in {what}: {own} and {theirs}"
+        if self.tensors != other.tensors:
+            return "they differ in the order of KV tensors"
         return ""
 
 

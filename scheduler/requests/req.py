@@ -65,7 +65,7 @@ class Req:
     Attributes:
         rid, sampling, arrival_s, priority, tenant, lora_id, group, grammar, keep_special_ids, pooling, handoff: as in
             `GenerateRequest`.
-        awaits_kv: its prompt's KV is to come from another engine, and has not.
+        receives_kv: its prompt's KV is to come from another engine, at first.
         extra_key: namespace in the prefix cache, made of the request's cache salt and its adapter.
         received_s: when the scheduler received it.
         seq: arrival number at the scheduler; orders requests by arrival, also those with equal times.
@@ -100,7 +100,6 @@ class Req:
         "adapter_slot",
         "answered",
         "arrival_s",
-        "awaits_kv",
         "cached_tokens",
         "checkpoint",
         "entered_s",
@@ -134,6 +133,7 @@ class Req:
         "prompt_logprobs",
         "queue_s",
         "received_s",
+        "receives_kv",
         "rid",
         "row",
         "sampling",
@@ -157,14 +157,14 @@ class Req:
         self.pooling = message.pooling
         self.handoff = handoff = message.handoff
         decodes_here = handoff is None or bool(handoff.peer)
-        self.awaits_kv = handoff is not None and decodes_here and _can_receive(message)
+        self.receives_kv = handoff is not None and decodes_here and _can_receive(message)
         self.arrival_s = message.arrival_s or now_s
         self.seq = seq
         self.prompt_len = len(message.input_ids) // TOKEN_ID_BYTES
         self.max_new_tokens: int = message.sampling.max_new_tokens if decodes_here else 1
         self.fill_ids = message.input_ids
         self.output_len = 0
-        self.status = ReqStatus.RECEIVING if self.awaits_kv else ReqStatus.WAITING
+        self.status = ReqStatus.RECEIVING if self.receives_kv else ReqStatus.WAITING
         if message.needs_grammar:
             self.status = ReqStatus.WAITING_GRAMMAR
         self.entered_s: dict[ReqStatus, float] = {self.status: now_s}

@@ -162,7 +162,7 @@ class Requests:
     def grammar_ready(self, rid: str, now_s: float) -> None:
         """Queue a request after its grammar was compiled, at its position by arrival. Other rids are ignored."""
         req = self.grammar.pop(rid, None)
-        if req is not None and req.awaits_kv:
+        if req is not None and req.receives_kv:
             req.enter(ReqStatus.RECEIVING, now_s)
             self.receiving[rid] = req
         elif req is not None:

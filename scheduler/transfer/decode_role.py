@@ -152,9 +152,10 @@ class DecodeRole:
             else "the handoff of the request is for a prefill engine, but this is a decode engine"
         )
 
-    def arrived(self, req: Req, now_s: float) -> None:
-        if req.awaits_kv:
+    def arrived(self, req: Req) -> Sequence[Step]:
+        if req.status is ReqStatus.RECEIVING:
             bisect.insort(self._queue, req, key=self._order)
+        return ()
 
     def plan(self, now_s: float) -> Changes:
         steps: list[Step] = []
@@ -168,7 +169,7 @@ class DecodeRole:
         self._claim_waiting(now_s, steps)
         return Changes(steps, rows) if steps or rows else NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+    def settled(self, batch: ScheduleBatch) -> None:
         pass
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
@@ -246,7 +247,7 @@ class DecodeRole:
             why = "all whole pages are cached" if not missing else f"the room {room} is in use"
             if not missing:
                 self._commands.append(ToPeer(req.handoff.peer, RoomReleased(room)))
-            self._compute_here(req, now_s)
+            self._requests.kv_ready(req, now_s)
             steps.append(Step(req.rid, "computed here", why))
             return True
         if not self._has_room(missing, match):
@@ -275,10 +276,6 @@ class DecodeRole:
             return True
         return (available - needed) * self._kv.page_size >= self._reservations.total_tokens()
 
-    def _compute_here(self, req: Req, now_s: float) -> None:
-        req.awaits_kv = False
-        self._requests.kv_ready(req, now_s)
-
     def _give_up(self, room: str, incoming: _Incoming) -> None:
         """Abort a claim. Its pages stay taken until nothing can be written to them any more."""
         self._close(room, incoming)
@@ -288,7 +285,6 @@ class DecodeRole:
 
     def _close(self, room: str, incoming: _Incoming) -> None:
         del self._open[room], self._rooms[incoming.req.rid]
-        incoming.req.awaits_kv = False
 
     # ------------------------------------------------------------ answers of the prefill engine
 
@@ -389,7 +385,7 @@ class DecodeRole:
         )
         steps.append(Step(req.rid, "not received", reason))
         if self._fallback:
-            self._compute_here(req, now_s)
+            self._requests.kv_ready(req, now_s)
             return
         message = f"the prompt did not arrive from the prefill engine: {reason}; send the request again"
         finish = Finish(FinishKind.ERROR, message=message, status=FAILED_STATUS)

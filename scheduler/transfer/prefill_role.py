@@ -82,6 +82,7 @@ class _Room:
     Attributes:
         rid: its request here; "" before it has come.
         token_ids, namespace: the prompt.
+        crc: of both; see `prompt_crc`.
         num_pages: whole pages of the prompt.
         expires_s: when it ends if nothing happens; None while its request runs.
         result: the row with the first token; None before it is computed.
@@ -91,6 +92,7 @@ class _Room:
     rid: str = ""
     token_ids: bytes = b""
     namespace: str = ""
+    crc: int = 0
     num_pages: int = 0
     expires_s: float | None = None
     result: TokenOutput | None = None
@@ -139,20 +141,21 @@ class PrefillRole:
             else ""
         )
 
-    def arrived(self, req: Req, now_s: float) -> None:
+    def arrived(self, req: Req) -> Sequence[Step]:
         assert req.handoff is not None
         name = req.handoff.room
         if name in self._tombs or (name in self._rooms and self._rooms[name].rid):
             logger.info(
                 "the room of rid=%s has ended: its prompt is computed, and sent to no engine", req.rid
             )
-            return
+            return ()
         room = self._rooms.setdefault(name, _Room())
         room.rid, room.token_ids, room.namespace = req.rid, req.fill_ids, req.extra_key
+        room.crc = prompt_crc(req.fill_ids, req.extra_key)
         room.num_pages = req.prompt_len // self._page_size
         room.expires_s = None
         self._rids[req.rid] = name
-        self._continue(name, room, now_s)
+        return self._begin(name, room)
 
     def plan(self, now_s: float) -> Changes:
         steps = []
@@ -162,11 +165,11 @@ class PrefillRole:
                 steps += self._fail(name, room, "timeout", f"{reason} within {self._timeout_s:g} s")
         return Changes(steps) if steps else NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+    def settled(self, batch: ScheduleBatch) -> None:
         if self._rids:
             for req in batch.reqs[: batch.num_extends]:
                 if (name := self._rids.get(req.rid)) is not None:
-                    self._continue(name, self._rooms[name], now_s)
+                    self._write(name, self._rooms[name])
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         steps: list[Step] = []
@@ -180,7 +183,7 @@ class PrefillRole:
                 room.result = row
                 if room.claim is None:
                     room.expires_s = now_s + self._timeout_s
-                steps += self._continue(name, room, now_s)
+                steps += self._continue(name, room)
             else:
                 if room.claim is not None:
                     room.claim.is_bad = row.finish.kind is FinishKind.ERROR
@@ -203,7 +206,7 @@ class PrefillRole:
                 logger.warning("dropped a message that is not for a prefill engine peer=%s", message.peer)
                 return NO_CHANGES
             case PagesWritten():
-                steps = self._written(message, now_s)
+                steps = self._written(message)
             case PeerLost():
                 for room in self._rooms.values():
                     if room.claim is not None and room.claim.peer == message.peer:
@@ -264,19 +267,23 @@ class PrefillRole:
             room.expires_s = None
         return [
             Step(room.rid, "claimed", f"{len(pages)} pages by {peer}"),
-            *self._continue(name, room, now_s),
+            *self._begin(name, room),
         ]
 
-    def _continue(self, name: str, room: _Room, now_s: float) -> list[Step]:
-        """Write the pages that are cached and were not written; when all are, send the first token."""
-        claim = room.claim
-        if claim is None or not room.rid:
+    def _begin(self, name: str, room: _Room) -> list[Step]:
+        """A room has got its claim or its request; if it has both, begin to write."""
+        if room.claim is None or not room.rid:
             return []
-        if claim.message.prompt_crc != prompt_crc(room.token_ids, room.namespace):
+        if room.claim.message.prompt_crc != room.crc:
             reason = "the two engines have different prompts in this room: their tokenizers or chat templates differ"
             return self._fail(name, room, "prompt", reason)
-        self._write(name, room, claim)
-        if room.result is None or claim.num_writing:
+        return self._continue(name, room)
+
+    def _continue(self, name: str, room: _Room) -> list[Step]:
+        """Write the pages that are cached and were not written; when all are, send the first token."""
+        self._write(name, room)
+        claim = room.claim
+        if claim is None or room.result is None or claim.num_writing:
             return []
         row, message = room.result, claim.message
         num_pages = claim.num_ordered - message.first_page
@@ -296,7 +303,10 @@ class PrefillRole:
         self._end(name, room)
         return [Step(row.rid, "sent", f"{num_pages} pages to {claim.peer}")]
 
-    def _write(self, name: str, room: _Room, claim: _Claimed) -> None:
+    def _write(self, name: str, room: _Room) -> None:
+        claim = room.claim
+        if claim is None:
+            return
         end = min(room.num_pages, claim.message.first_page + len(claim.pages))
         if claim.num_ordered >= end:
             return
@@ -320,7 +330,7 @@ class PrefillRole:
             )
         )
 
-    def _written(self, message: PagesWritten, now_s: float) -> list[Step]:
+    def _written(self, message: PagesWritten) -> list[Step]:
         self._counts.transfer_s += message.seconds
         key = (message.peer, message.room, message.attempt)
         claim = self._leaving.get(key)
@@ -336,7 +346,7 @@ class PrefillRole:
         claim.num_writing -= 1
         if message.error:
             return self._fail(message.room, room, "write", message.error)
-        return self._continue(message.room, room, now_s)
+        return self._continue(message.room, room)
 
     def _abort(self, peer: str, message: ClaimAborted, now_s: float) -> list[Step]:
         room = self._rooms.get(message.room)

@@ -40,8 +40,6 @@ from ..requests.req import Req
 
 TransferNews = FromPeer | PagesWritten | PeerLost | PeerFenced
 
-_NO_FIGURES: Final = None
-
 
 class Step(NamedTuple):
     """What happened to a room of a request; for the decision log.
@@ -86,7 +84,7 @@ class TransferRole(Protocol):
         """Why a request with a `KVHandoff` cannot be served in this mode; `receives`: another engine has its prompt."""
         ...
 
-    def arrived(self, req: Req, now_s: float) -> None:
+    def arrived(self, req: Req) -> Sequence[Step]:
         """A request with a `KVHandoff` was queued; with its grammar, if it has one."""
         ...
 
@@ -94,7 +92,7 @@ class TransferRole(Protocol):
         """A pass begins: claim prompts, and end what has taken too long."""
         ...
 
-    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+    def settled(self, batch: ScheduleBatch) -> None:
         """A step is settled; pages of its prompt chunks are cached."""
         ...
 
@@ -133,13 +131,13 @@ class NoTransfer:
     def reason_against(self, receives: bool) -> str:
         return "the request has a handoff, but this engine has no --disaggregation-mode; start it with one"
 
-    def arrived(self, req: Req, now_s: float) -> None:
+    def arrived(self, req: Req) -> Sequence[Step]:
         raise AssertionError(f"{req} has a handoff")
 
     def plan(self, now_s: float) -> Changes:
         return NO_CHANGES
 
-    def settled(self, batch: ScheduleBatch, now_s: float) -> None:
+    def settled(self, batch: ScheduleBatch) -> None:
         pass
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
@@ -158,4 +156,4 @@ class NoTransfer:
         return []
 
     def figures(self) -> TransferFigures | None:
-        return _NO_FIGURES
+        return None

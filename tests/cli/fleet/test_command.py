@@ -139,8 +139,8 @@ def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--replicas", "0"], "min_replicas is 0, but it must be at least 1"),
-        (["--replicas", "513"], "max_replicas is 513, but it must lie in [513, 512]"),
+        (["--replicas", "0"], "--replicas is 0, but it must lie in [1, 512]"),
+        (["--replicas", "513"], "--replicas is 513, but it must lie in [1, 512]"),
         (["--min-replicas", "1"], "give both --min-replicas and --max-replicas"),
         (["--min-replicas", "3", "--max-replicas", "4"], "--replicas is 2, but it must lie in [3, 4]"),
         (
