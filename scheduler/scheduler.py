@@ -440,7 +440,6 @@ class Scheduler:
         rows = self._parts.settler.settle(batch, result, now_s, refused)
         self._answers.rows(rows)
         self._transfer.settled(batch)
-        self._note(self._transfer.answered(rows, now_s), now_s)
         self.decisions.append(
             Settled(
                 now_s,
@@ -457,6 +456,8 @@ class Scheduler:
                 vectors={idx: vector_digest(vector) for idx, vector in result.vectors.items()},
             )
         )
+        # After the record of the result: a replay makes this call when it comes to that record.
+        self._note(self._transfer.answered(rows, now_s), now_s)
 
     def is_reading(self, store_id: int) -> bool:
         """Whether an adapter's weights are still to be read; False if they are, or if it was refused."""

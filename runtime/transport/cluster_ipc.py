@@ -134,7 +134,7 @@ class ClusterServer(Generic[M]):
         # This thread authenticates connections: only peers with the same key may connect.
         self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_OnlyThisKey(key))
+        self._authenticator.configure_curve_callback(credentials_provider=OnlyThisKey(key))
         self._socket = make_socket(self._context, zmq.ROUTER)
         self._socket.maxmsgsize = _MAX_REPORT_BYTES
         self._socket.router_mandatory = True  # sending to an unknown peer raises an error
@@ -151,7 +151,7 @@ class ClusterServer(Generic[M]):
 
     def _bind(self, host: str, port: int) -> None:
         self._socket.ipv6 = ":" in host
-        self._socket.bind(_tcp(host, port))
+        self._socket.bind(tcp(host, port))
 
     def receive(self, timeout_s: float = 0.0) -> list[tuple[str, M | None]]:
         """The messages that have arrived, with the sender's name; None for a hello. Waits `timeout_s` for the first."""
@@ -221,7 +221,7 @@ class ClusterClient(Generic[M]):
         self._socket.curve_secretkey = key.secret
         self._monitor = self._socket.get_monitor_socket(_REFUSALS)
         self._socket.ipv6 = ":" in host
-        self._socket.connect(_tcp(host, port + port_offset))
+        self._socket.connect(tcp(host, port + port_offset))
         self._socket.send(_HELLO)
         self._decoder = decoder
         self._encoder = msgspec.msgpack.Encoder()
@@ -252,7 +252,7 @@ class ClusterClient(Generic[M]):
         self._context.term()
 
 
-class _OnlyThisKey:
+class OnlyThisKey:
     """Credentials provider of the authenticator: accepts one public key."""
 
     def __init__(self, key: ClusterKey) -> None:
@@ -269,8 +269,18 @@ def _cannot_listen(host: str, port: int, reason: str) -> ConfigError:
     )
 
 
-def _tcp(host: str, port: int) -> str:
+def tcp(host: str, port: int) -> str:
+    """The address as ZMQ writes it."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def numeric_address(host: str) -> str:
+    """An address of a host; ZMQ binds to no names.
+
+    Raises:
+        OSError: it has none.
+    """
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
 
 def _resolve(host: str) -> str:
@@ -280,6 +290,6 @@ def _resolve(host: str) -> str:
         ConfigError: the name is unknown.
     """
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        return numeric_address(host)
     except OSError as error:
         raise ConfigError(f"dist_init_addr names {host!r}, which has no address: {error.strerror}") from None

@@ -34,9 +34,17 @@ class Pair:
         network: what is under way.
     """
 
-    def __init__(self, *, num_pages: int = 64, prefill: dict[str, Any] | None = None, **decode: Any) -> None:
-        self.prefill = Harness(disaggregation_mode="prefill", num_pages=num_pages, **(prefill or {}))
-        self.decode = Harness(disaggregation_mode="decode", **{"num_pages": num_pages, **decode})
+    def __init__(
+        self,
+        *,
+        num_pages: int = 64,
+        prefill: dict[str, Any] | None = None,
+        make: Callable[..., Harness] = Harness,
+        **decode: Any,
+    ) -> None:
+        """Make both sides with `make`; further settings are those of the decode side."""
+        self.prefill = make(disaggregation_mode="prefill", num_pages=num_pages, **(prefill or {}))
+        self.decode = make(disaggregation_mode="decode", num_pages=num_pages, **decode)
         self.network: deque[Delivery] = deque()
         self.is_prefill_alive = True
         self.fails_write: Callable[[WritePages], bool] = lambda command: False

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import socket
 from typing import Any, Final
 
 import zmq
 import zmq.auth.thread
 
 from ....runtime.errors import ConfigError
+from ....runtime.transport.cluster_ipc import OnlyThisKey, numeric_address, tcp
 from ....runtime.transport.cluster_key import ClusterKey
 from ....runtime.transport.ipc import make_socket
 
@@ -55,14 +55,6 @@ class CommandQueue:
         self._signal.close()
 
 
-class _OnlyThisKey:
-    def __init__(self, key: ClusterKey) -> None:
-        self._key = key
-
-    def callback(self, domain: str, key: Any) -> bool:
-        return bool(key == self._key.public)
-
-
 class Listener:
     """The prefill engine's socket."""
 
@@ -79,7 +71,7 @@ class Listener:
         if key is not None:
             self._authenticator = zmq.auth.thread.ThreadAuthenticator(context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(credentials_provider=_OnlyThisKey(key))
+            self._authenticator.configure_curve_callback(credentials_provider=OnlyThisKey(key))
             self.socket.curve_server = True
             self.socket.curve_publickey, self.socket.curve_secretkey = key.public, key.secret
         try:
@@ -122,17 +114,3 @@ def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> t
     monitor = dealer.get_monitor_socket(MONITORED)  # before it connects: no event is missed
     dealer.connect(tcp(numeric, int(port)))
     return dealer, monitor
-
-
-def numeric_address(host: str) -> str:
-    """An address of a host; ZMQ binds to no names.
-
-    Raises:
-        OSError: it has none.
-    """
-    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-
-
-def tcp(host: str, port: int) -> str:
-    """As ZMQ writes it."""
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

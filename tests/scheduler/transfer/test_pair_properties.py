@@ -37,6 +37,13 @@ def test_every_request_is_answered_and_every_page_returns(
     actions: list[tuple[str, object, object]], num_pages: int, shared: bool, chunk: int
 ) -> None:
     pair = Pair(num_pages=num_pages, prefill={"chunked_prefill_size": chunk}, chunked_prefill_size=chunk)
+    perform(pair, actions, shared=shared)
+
+    pair.run()
+
+
+def perform(pair: Pair, actions: list[tuple[str, object, object]], *, shared: bool) -> None:
+    """Make them one after the other; `shared`: prompts have equal beginnings."""
     made = 0
     for action, first, second in actions:
         match action:
@@ -84,5 +91,3 @@ def test_every_request_is_answered_and_every_page_returns(
                 pair.tell(pair.prefill, PeerLost(DECODE, "frozen", is_fenced=False))
             case "fail write":
                 pair.fails_write = lambda command: hash(command.room) % 2 == 0
-
-    pair.run()
