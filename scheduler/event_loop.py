@@ -23,8 +23,8 @@ from .journal.recorder import NoRecorder, Recorder
 from .kv_events.publisher import KVEvents, NoKVEvents
 from .pipeline import Pipeline
 from .records.decision_log import PassRecord
+from .records.step_log import StepLog
 from .scheduler import Scheduler
-from .step_log import StepLog
 from .transfer.link.make_link import KVTransfer, NoKVTransfer
 
 logger = logging.getLogger(__name__)

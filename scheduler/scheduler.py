@@ -27,11 +27,8 @@ One step, as calls (`Pipeline` makes them in the server):
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import assert_never
-
-from msgspec.structs import replace
 
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.feasibility import Capacity
@@ -65,7 +62,6 @@ from ..runtime.transport.kv_transfer import (
     PeerFenced,
     PeerLost,
     TransferCommand,
-    TransferFigures,
 )
 from .adapters.adapter_table import Adapter
 from .arrays import BoolArray
@@ -81,7 +77,7 @@ from .phases import Work
 from .prefix_cache.block_events import BlockEvent
 from .queries.request_list import list_requests
 from .records.decision_log import Arrived, DecisionLog, Handover, RefusedToken, Settled, vector_digest
-from .records.verdict import AddReqResult
+from .report import report_of
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req, ReqStatus
@@ -545,58 +541,4 @@ class Scheduler:
 
     def report(self, now_s: float) -> SchedulerReport:
         """The current figures, and the totals since the start."""
-        stats, kv, host, page_size = self._stats, self._kv, self._parts.memory.host, self._capacity.page_size
-        return SchedulerReport(
-            sent_s=now_s,
-            num_running_reqs=self._requests.num_with_row,
-            num_queue_reqs=self._requests.num_waiting + len(self._requests.receiving),
-            kv_used_tokens=kv.held_pages * page_size,
-            kv_cached_tokens=kv.cached_pages * page_size,
-            kv_total_tokens=self._capacity.max_total_tokens,
-            new_token_ratio=self._parts.estimator.current,
-            retracted_reqs_total=stats.retracted_reqs,
-            prompt_tokens_total=stats.prompt_tokens,
-            generation_tokens_total=stats.generation_tokens,
-            cached_tokens_total=stats.cached_tokens,
-            evicted_tokens_total=kv.evicted_pages_total * page_size,
-            num_steps_total=stats.num_steps,
-            step_s_total=stats.step_s / self._capacity.num_stages,  # a step is computed by all of them
-            num_swapped_reqs=len(self._requests.swapped),
-            num_grammar_reqs=len(self._requests.grammar),
-            preempted_reqs_total=stats.preempted_reqs,
-            swapped_out_tokens_total=host.swapped_out_pages_total * page_size,
-            swapped_in_tokens_total=host.swapped_in_pages_total * page_size,
-            host_used_tokens=(host.num_pages - host.num_free) * page_size,
-            host_total_tokens=host.num_pages * page_size,
-            pinned_tokens=kv.pinned_pages * page_size,
-            timed_out_reqs_total=stats.timed_out_reqs,
-            policy=self._policy.active_name,
-            waiting_by_reason=self._waiting_by_reason(),
-            stalled=self._parts.sentinel.stalled,
-            draft_tokens_total=stats.draft_tokens,
-            accepted_draft_tokens_total=stats.accepted_draft_tokens,
-            overruled_tokens_total=stats.overruled_tokens,
-            num_adapters=len(self._parts.adapters),
-            num_adapter_slots_used=self._parts.adapter_slots.num_in_use,
-            transfer=self._transfer_figures(),
-            num_queue_tokens=self._requests.num_waiting_tokens,
-        )
-
-    def _transfer_figures(self) -> TransferFigures | None:
-        figures = self._transfer.figures()
-        if figures is None:
-            return None
-        return replace(figures, page_bytes=self._capacity.page_size * self._capacity.kv_token_bytes)
-
-    def _waiting_by_reason(self) -> dict[str, int]:
-        """The number of waiting requests per reason, as of the last pass."""
-        state = self._last_pass
-        if not self._requests.num_waiting or state is None:
-            return {}
-        refused = (each for each in state.verdicts if each.result is not AddReqResult.CONTINUE)
-        reasons = Counter(str(verdict.reason) for verdict in refused)
-        if state.rest_reason is not None:
-            reasons[str(state.rest_reason)] += state.num_rest
-        if state.num_grammar:
-            reasons["grammar_pending"] += state.num_grammar
-        return dict(reasons)
+        return report_of(self._parts, self._capacity, self._last_pass, now_s)

@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import Final
 
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
-from ..drafts import NO_DRAFTS, Drafts, drafts_of
 from ..grammar.grammar_drafts import GrammarDrafts
 from ..memory.row_memory import RowMemory
 from ..phases import Work
@@ -24,6 +23,7 @@ from ..requests.req import Req
 from ..step_size.step_caps import StepCaps
 from ..step_size.step_limits import StepLimits
 from .draft_memory import DraftMemory
+from .drafts import NO_DRAFTS, Drafts, drafts_of
 from .eligibility import may_speculate
 
 _REQS_PER_DRAFT: Final = 4

@@ -36,13 +36,13 @@ from typing import Final
 import numpy as np
 
 from ..batch import ScheduleBatch
-from ..drafts import Drafts
 from ..grammar.grammar_rules import may_go_on
 from ..memory.row_memory import RowMemory
 from ..phases import Work
 from ..requests.outputs import StopRules
 from ..requests.requests import Requests
 from ..step_size.step_caps import StepCaps
+from .drafts import Drafts
 
 MAX_ROUNDS: Final = 8
 """More rounds save little; the last tokens of an answer are delayed by up to this many rounds."""

@@ -41,7 +41,6 @@ from typing import Final, Protocol
 import numpy as np
 
 from ...runtime.config.engine_config import SchedulerConfig
-from ..drafts import NO_DRAFTS, Drafts, drafts_of
 from ..grammar.grammar_drafts import GrammarDrafts
 from ..memory.row_memory import RowMemory
 from ..phases import Work
@@ -49,6 +48,7 @@ from ..requests.req import Req
 from ..step_size.step_caps import StepCaps
 from ..step_size.step_limits import StepLimits
 from .draft_memory import DraftMemory
+from .drafts import NO_DRAFTS, Drafts, drafts_of
 from .eligibility import may_speculate
 from .forced_speculation import ForcedSpeculation
 from .ngram_proposer import HitRates, NgramProposer

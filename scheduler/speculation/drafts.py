@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from .arrays import EMPTY, IntArray
+from ..arrays import EMPTY, IntArray
 
 
 class Drafts(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from ..runtime.messages import SchedulerReport
+from ...runtime.messages import SchedulerReport
 
 logger = logging.getLogger(__name__)
 
