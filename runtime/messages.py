@@ -150,7 +150,7 @@ class Delivered(Record, frozen=True):
 
 
 class KVHandoff(Record, frozen=True):
-    """One side of a request whose prompt one engine computes and another one decodes; see `kv_transfer.py`.
+    """One side of a request that is computed by two engines, one for the prompt; see `kv_transfer.py`.
 
     Attributes:
         room: name of the pair; equal on both sides, and different for parallel samples.

@@ -1,8 +1,8 @@
 """`MicroBatches`: divides the running requests among the steps in flight, so that all pipeline stages have work.
 
-With n stages a step may have one n-th of the running requests, and none whose last token is not settled. A step that
-ends makes its requests ready again, so n steps with about equal parts follow each other. A request that is left over
-because more are ready is in the next step: those that waited longest are taken first.
+With n stages a step may have one n-th of the running requests, and none with a last token that is not settled. A step
+that ends makes its requests ready again, so n steps with about equal parts follow each other. A request that is left
+over because more are ready is in the next step: those that waited longest are taken first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class MicroBatches(Protocol):
         Args:
             rows: [B] of the requests that have a token to compute, or will have when their last one is settled.
             reqs: [B] the same requests.
-            num_running: B and the requests whose last token is in flight.
+            num_running: B and the requests with their last token in flight.
         """
         ...
 

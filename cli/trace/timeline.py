@@ -79,7 +79,7 @@ class TimelineBuilder:
             case Arrived():
                 self._arrive(record)
             case Handover():
-                pass  # the request waits, as far as the timeline shows
+                pass  # in the timeline the request waits
         if self._num_spans > self._max_spans:
             self._coarsen()
 

@@ -126,7 +126,7 @@ class StageRank:
 
 
 class _AnsweringPending:
-    """A step whose result goes to rank 0."""
+    """A step with a result for rank 0."""
 
     def __init__(self, pending: Pending, wire: StageWire, masks: SentMasks | None, waited_s: float) -> None:
         self._pending = pending

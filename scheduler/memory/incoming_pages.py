@@ -1,7 +1,7 @@
 """`IncomingPages`: pages that another engine writes, from their allocation until the prefix cache has them.
 
-They are a term of the page equation (`ledger.py`). No request owns them: a request whose prompt is computed elsewhere
-has no row before the prompt has come.
+They are a term of the page equation (`ledger.py`). No request owns them: a request with a prompt that is computed
+elsewhere has no row before the prompt has come.
 """
 
 from __future__ import annotations

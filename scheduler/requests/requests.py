@@ -170,7 +170,7 @@ class Requests:
             self.waiting.requeue(req)
 
     def kv_ready(self, req: Req, now_s: float) -> None:
-        """Queue a request whose prompt has come, or will not, at its position by arrival."""
+        """Queue a request after its prompt has come, or will not come, at its position by arrival."""
         del self.receiving[req.rid]
         req.enter(ReqStatus.RETRACTED if req.output_len else ReqStatus.WAITING, now_s)
         self.waiting.requeue(req)

@@ -1,7 +1,7 @@
 """`Fleet`: keeps as many servers running as there should be. It starts them, heals, scales and drains them.
 
-It asks nobody and waits for nothing: `look` is one pass over all replicas, with the time as an argument; what servers
-answered over HTTP comes in through `answered`, by `FleetProbe`. So the tests run it in virtual time.
+It does no I/O of its own and never waits: `look` is one pass over all replicas, with the time as an argument; what
+servers answered over HTTP comes in through `answered`, by `FleetProbe`. So the tests run it in virtual time.
 """
 
 from __future__ import annotations

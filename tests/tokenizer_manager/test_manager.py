@@ -12,6 +12,7 @@ import pytest
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
+from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
@@ -309,6 +310,23 @@ def test_draining_refuses_new_requests_and_lets_running_ones_finish():
         assert not idle.done()
         setup.manager.on_message(BatchTextOutput([row(request, "end", finish=LENGTH)]))
         assert await texts(generation) == ["end"]
+        await idle
+
+    run(test)
+
+
+@pytest.mark.parametrize("rooms", [TransferFigures(open=1), TransferFigures(waiting=1)])
+def test_draining_waits_for_prompts_that_go_to_another_engine(rooms):
+    async def test(setup: Setup) -> None:
+        def report(figures: TransferFigures) -> None:
+            setup.manager.on_message(SchedulerReport(sent_s=1.0, transfer=figures))
+
+        report(rooms)
+        setup.manager.drain()
+        idle = asyncio.create_task(setup.manager.wait_idle())
+        done, _ = await asyncio.wait({idle}, timeout=0.3)
+        assert not done
+        report(TransferFigures())
         await idle
 
     run(test)

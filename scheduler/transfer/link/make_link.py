@@ -46,7 +46,7 @@ def make_link(
     """Make that of a disaggregated engine, listening or ready to connect.
 
     Args:
-        memory: of the pool whose pages are exchanged.
+        memory: of the pool with the pages to exchange.
         layout: of the pool.
         vocab_size: of the model.
         scheduler: endpoint of the scheduler's inbox.

@@ -292,7 +292,7 @@ def test_wrong_fields(pair: EnginePair, fields: dict[str, Any], status: int, wor
 
 
 def test_no_prefill_engine_at_the_address(pair: EnginePair) -> None:
-    body = {**GREEDY, "prompt": PROMPT + "nobody there"}
+    body = {**GREEDY, "prompt": PROMPT + "no engine there"}
     expected = alone(pair, body)["choices"]
     nowhere = {"bootstrap_host": "127.0.0.1", "bootstrap_port": free_ports(1)[0], "bootstrap_room": 9}
 

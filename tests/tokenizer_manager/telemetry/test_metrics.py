@@ -9,7 +9,9 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.runtime.messages import Finish, FinishKind, SchedulerReport, TextOutput, Usage
+from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.generation import Choice, Generation
+from engine.tokenizer_manager.telemetry.combined_report import combined
 from engine.tokenizer_manager.telemetry.metrics import Metrics
 
 FIXED_NAMES = {
@@ -168,6 +170,44 @@ def test_reasons_policy_health_and_stall_are_shown_with_their_labels():
     assert (value(page, "stalled"), value(page, "healthy")) == (1, 0)
     page = Metrics("m").render(None)
     assert (value(page, "stalled"), value(page, "healthy")) == (0, 1)
+
+
+def test_transfers_are_shown_by_a_disaggregated_engine_alone():
+    figures = TransferFigures(
+        waiting=1,
+        open=2,
+        held_pages=30,
+        sent_pages=4,
+        received_pages=5,
+        transfer_s=0.5,
+        transfers=6,
+        failures={"timeout": 7},
+        page_bytes=1000,
+    )
+    page = Metrics("m").render(SchedulerReport(sent_s=1.0, transfer=figures))
+    expected = {
+        "transfer_held_pages": 30,
+        "transfers_total": 6,
+        "transfer_sent_bytes_total": 4000,
+        "transfer_received_bytes_total": 5000,
+        "transfer_seconds_total": 0.5,
+    }
+    assert {name: value(page, name) for name in expected} == expected
+    assert value(page, "transfer_failures_total", reason="timeout") == 7
+    assert [value(page, "transfer_rooms", state=state) for state in ("waiting", "open")] == [1, 2]
+    assert "transfer" not in Metrics("m").render(SchedulerReport(sent_s=1.0))
+
+
+def test_a_pair_has_the_rooms_of_its_decode_replica():
+    prefill = TransferFigures(open=1, held_pages=3, sent_pages=4, transfers=2)
+    decode = TransferFigures(
+        open=1, waiting=2, held_pages=5, received_pages=4, transfers=2, failures={"lost": 1}
+    )
+    both = combined([SchedulerReport(sent_s=1.0, transfer=each) for each in (prefill, decode)], 2.0).transfer
+    assert both is not None
+    assert (both.open, both.waiting, both.transfers, both.failures) == (1, 2, 2, {"lost": 1})
+    assert (both.sent_pages, both.received_pages, both.held_pages) == (4, 4, 8)
+    assert combined([SchedulerReport(sent_s=1.0)] * 2, 2.0).transfer is None
 
 
 class Answer:

@@ -243,6 +243,7 @@ def test_pages_of_an_aborted_claim_are_dropped(make_sides: MakeSides) -> None:
     [
         ({"page_size": 16}, "they differ in --page-size: 4 and 16"),
         ({"weights": "other"}, "they differ in weight files (fingerprint): w and other"),
+        ({"model": "x"}, "they differ in configuration of the model (digest):  and x"),
         ({"release": "2"}, "they differ in engine version: 1 and 2"),
         ({"tp": 2}, "they differ in --tp: 1 and 2"),
         (
