@@ -15,12 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, NamedTuple
 
+from ..runtime.config.device_config import DispatchPolicyName
 from ..runtime.errors import ConfigError
+from .active_request import ActiveRequest
 from .cost_model import CostModel
-from .dispatch import make_dispatch_rule
+from .dispatch import SimulatedDispatcher
 from .measurements import Measurements
 from .sim_request import SimRequest, Workload
-from .simulated_engine import ActiveRequest, ReplicaSettings, SimulatedEngine
+from .simulated_engine import ReplicaSettings, SimulatedEngine
 
 _NO_LIMIT: Final = 1 << 30
 _Event = tuple[float, int, SimulatedEngine, ActiveRequest | None]
@@ -32,13 +34,14 @@ class ClusterSettings(NamedTuple):
     Attributes:
         num_replicas: all replicas.
         num_prefill: replicas that only compute prompts; 0: no disaggregation.
-        dispatch: name of the rule for arriving requests.
+        dispatch: policy for arriving requests, among the prefill replicas if there are some; decode replicas are
+            chosen by `shortest-queue`.
         transfer_token_s: seconds to send one token's KV to another replica.
     """
 
     num_replicas: int = 1
     num_prefill: int = 0
-    dispatch: str = "least-loaded"
+    dispatch: DispatchPolicyName = "prefix-affinity"
     transfer_token_s: float = 0.0
 
     def check(self) -> None:
@@ -52,7 +55,6 @@ class ClusterSettings(NamedTuple):
                 f"--prefill-replicas is {self.num_prefill}, but it must lie in [1, {self.num_replicas - 1}]: of "
                 f"{self.num_replicas} replicas at least one must decode; raise --replicas"
             )
-        make_dispatch_rule(self.dispatch)
 
 
 class Cluster:
@@ -70,20 +72,26 @@ class Cluster:
         self._measurements = measurements
         self._events: list[_Event] = []
         self._num_events = 0
-        self._decoders: list[SimulatedEngine] = []
         self._link_free_s: dict[int, float] = {}
-        if settings.num_prefill:
-            self._entry = [
-                SimulatedEngine(replica, cost, measurements, hand_over=partial(self._hand_over, idx))
-                for idx in range(settings.num_prefill)
-            ]
-            num_decode = settings.num_replicas - settings.num_prefill
-            decode = _decode_settings(replica)
-            self._decoders = [SimulatedEngine(decode, cost, measurements) for _ in range(num_decode)]
-        else:
-            self._entry = [SimulatedEngine(replica, cost, measurements) for _ in range(settings.num_replicas)]
-        self._rule = make_dispatch_rule(settings.dispatch)
-        self._decode_rule = make_dispatch_rule("least-loaded")
+        num_entry = settings.num_prefill or settings.num_replicas
+        num_decode = settings.num_replicas - num_entry
+        max_tokens = replica.capacity.max_total_tokens
+        self._dispatcher = SimulatedDispatcher(settings.dispatch, num_entry, max_tokens)
+        self._decode_dispatcher = SimulatedDispatcher("shortest-queue", num_decode, max_tokens)
+        self._entry = [
+            SimulatedEngine(
+                replica,
+                cost,
+                measurements,
+                self._dispatcher,
+                hand_over=partial(self._hand_over, idx) if num_decode else None,
+            )
+            for idx in range(num_entry)
+        ]
+        decode = _decode_settings(replica)
+        self._decoders = [
+            SimulatedEngine(decode, cost, measurements, self._decode_dispatcher) for _ in range(num_decode)
+        ]
         self._max_outstanding = replica.scheduler.max_queued_requests + replica.capacity.max_running_requests
         self._due: dict[int, tuple[float, int]] = {}  # id of a replica -> its next event; others are stale
 
@@ -130,13 +138,16 @@ class Cluster:
     def _has_room(self) -> bool:
         return any(engine.num_outstanding < self._max_outstanding for engine in self._entry)
 
+    def _accepting(self) -> list[int]:
+        """Numbers of the replicas whose queues are not full."""
+        return [
+            idx for idx, engine in enumerate(self._entry) if engine.num_outstanding < self._max_outstanding
+        ]
+
     def _dispatch(self, request: SimRequest, now_s: float) -> None:
-        entry = self._entry
         self._measurements.first_arrival_s = min(self._measurements.first_arrival_s, request.arrival_s)
-        engine = entry[self._rule.choose(request, entry)] if len(entry) > 1 else entry[0]
-        if engine.num_outstanding >= self._max_outstanding:
-            engine = min(entry, key=lambda each: each.num_outstanding)
-        self._deliver(engine, ActiveRequest(request), now_s)
+        live = ActiveRequest(request)
+        self._deliver(self._entry[self._dispatcher.send(live, self._accepting())], live, now_s)
 
     def _deliver(self, engine: SimulatedEngine, live: ActiveRequest, now_s: float) -> None:
         engine.submit(live)
@@ -149,7 +160,7 @@ class Cluster:
         arrives_s = start_s + live.request.prompt_len * self._settings.transfer_token_s
         self._link_free_s[idx] = arrives_s
         live.prefilled = True
-        engine = self._decoders[self._decode_rule.choose(live.request, self._decoders)]
+        engine = self._decoders[self._decode_dispatcher.send(live, range(len(self._decoders)))]
         self._push(arrives_s, engine, live)
 
     # ------------------------------------------------------------ events

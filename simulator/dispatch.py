@@ -1,105 +1,40 @@
-"""Choice of the replica for a request: round-robin, least-loaded, prefix-affinity."""
+"""`SimulatedDispatcher`: the policies of `--dp` over simulated replicas, the code of the tokenizer manager."""
 
 from __future__ import annotations
 
-import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from collections.abc import Collection
 
-from ..runtime.errors import ConfigError
-from .sim_request import TOKEN_ID_BYTES, SimRequest
-from .simulated_engine import SimulatedEngine
-
-BLOCK_TOKENS: Final = 256
-"""Prefixes are recorded in blocks of this many tokens."""
-MAX_BLOCKS: Final = 1 << 18
-"""Recorded blocks; the least recently used ones are dropped first."""
-MAX_RATIO: Final = 1.5
-MAX_EXCESS: Final = 32
-"""Affinity does not apply if a replica has this many times, and this many requests more than, the least loaded one."""
+from ..runtime.config.device_config import DispatchPolicyName
+from ..tokenizer_manager.dispatch.policies import ReplicaLoad, make_policy
+from .active_request import ActiveRequest
 
 
-class DispatchRule(Protocol):
-    """Chooses among replicas that still accept requests."""
+class SimulatedDispatcher:
+    """Chooses replicas as a server's `Dispatcher` does: by what it has sent and what has come back, nothing else."""
 
-    def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
-        """Index of the replica."""
-        ...
+    def __init__(self, policy: DispatchPolicyName, num_replicas: int, max_tokens: int) -> None:
+        """Know no request.
 
+        Args:
+            max_tokens: KV slots of a replica.
+        """
+        self._policy = make_policy(policy, num_replicas, max_tokens)
+        self._loads = [ReplicaLoad() for _ in range(num_replicas)]
 
-class RoundRobin:
-    """The replicas in turn."""
+    def send(self, live: ActiveRequest, accepting: Collection[int]) -> int:
+        """Choose the replica of a request among those that accept one, at least one; returns its number."""
+        message = live.message
+        only = len(accepting) == 1
+        live.replica = next(iter(accepting)) if only else self._policy.choose(message, self._loads, accepting)
+        self._loads[live.replica].add(message)
+        self._policy.sent(message, live.replica)
+        return live.replica
 
-    def __init__(self) -> None:
-        self._next = -1
+    def started(self, live: ActiveRequest, cached_tokens: int) -> None:
+        """A request has its first token; so many tokens of its prompt were in the replica's prefix cache."""
+        self._policy.started(live.message, live.replica, cached_tokens)
 
-    def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
-        self._next = (self._next + 1) % len(replicas)
-        return self._next
-
-
-class LeastLoaded:
-    """The replica with the fewest requests, queued or running."""
-
-    def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
-        loads = [replica.num_outstanding for replica in replicas]
-        return loads.index(min(loads))
-
-
-class PrefixAffinity:
-    """The replica that last received the longest prefix of the prompt, unless its load is much higher than the least.
-
-    Cache-aware routing as in SGLang's router, with a table of hashed blocks instead of a tree per replica.
-    """
-
-    def __init__(self) -> None:
-        self._blocks: OrderedDict[int, int] = OrderedDict()  # hash of a prefix -> replica
-
-    def choose(self, request: SimRequest, replicas: Sequence[SimulatedEngine]) -> int:
-        hashes = _prefix_hashes(request)
-        loads = [replica.num_outstanding for replica in replicas]
-        least = min(loads)
-        blocks = self._blocks
-        chosen = next((blocks[each] for each in reversed(hashes) if each in blocks), -1)
-        if chosen < 0 or loads[chosen] > max(MAX_RATIO * least, least + MAX_EXCESS):
-            chosen = loads.index(least)
-        for each in hashes:
-            blocks[each] = chosen
-            blocks.move_to_end(each)
-        while len(blocks) > MAX_BLOCKS:
-            blocks.popitem(last=False)
-        return chosen
-
-
-DISPATCH_RULES: Final[dict[str, Callable[[], DispatchRule]]] = {
-    "round-robin": RoundRobin,
-    "least-loaded": LeastLoaded,
-    "prefix-affinity": PrefixAffinity,
-}
-
-
-def make_dispatch_rule(name: str) -> DispatchRule:
-    """The rule of this name.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if name not in DISPATCH_RULES:
-        raise ConfigError(f"--dispatch is {name!r}, but it must be one of {', '.join(DISPATCH_RULES)}")
-    return DISPATCH_RULES[name]()
-
-
-def _prefix_hashes(request: SimRequest) -> list[int]:
-    """One hash per prefix of whole blocks, each computed from the one before.
-
-    It uses crc32 because `hash` is salted per process, and equal runs must give equal reports.
-    """
-    value = 0
-    view = memoryview(request.input_ids)
-    step = BLOCK_TOKENS * TOKEN_ID_BYTES
-    hashes: list[int] = []
-    for start in range(0, len(view) - step + 1, step):
-        value = zlib.crc32(view[start : start + step], value)
-        hashes.append(value << 20 | start // step)
-    return hashes
+    def ended(self, live: ActiveRequest) -> None:
+        """A request has left its replica."""
+        self._loads[live.replica].remove(live.message)
+        self._policy.ended(live.message)

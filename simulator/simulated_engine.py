@@ -9,13 +9,11 @@ pool row.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import struct
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -23,17 +21,18 @@ from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ..runtime.errors import EngineError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import BatchTokenOutput, GenerateRequest
-from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..scheduler.batch import ScheduleBatch
 from ..scheduler.records.decision_log import DecisionLog
 from ..scheduler.requests.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
 from ..scheduler.step_size.step_work import work_of
+from .active_request import ActiveRequest
 from .cost_model import CostModel
+from .dispatch import SimulatedDispatcher
 from .measurements import Measurements
 from .padding import NoPadding, Padding, StaticPadding
-from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, SimRequest
+from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES
 
 KEPT_RECORDS: Final = 64
 """Records of the decision log to keep: a simulated server is not asked for explanations."""
@@ -63,27 +62,6 @@ class ReplicaSettings(NamedTuple):
     kept_records: int = 64
 
 
-class ActiveRequest:
-    """An unfinished request.
-
-    Attributes:
-        request: the request of the workload.
-        start_s: when its prompt was started for the first time; NaN before.
-        first_s: when its first token was sampled; NaN before.
-        last_s: when its newest token was sampled, while it has no row.
-        row: its row, or its last one; -1 before.
-        prefilled: its KV came from another replica, with the first token.
-    """
-
-    __slots__ = ("first_s", "last_s", "prefilled", "request", "row", "start_s")
-
-    def __init__(self, request: SimRequest) -> None:
-        self.request = request
-        self.start_s = self.first_s = self.last_s = math.nan
-        self.row = -1
-        self.prefilled = False
-
-
 class SimulatedEngine:
     """One replica. See the module.
 
@@ -97,17 +75,20 @@ class SimulatedEngine:
         settings: ReplicaSettings,
         cost: CostModel,
         measurements: Measurements,
+        dispatcher: SimulatedDispatcher,
         *,
         hand_over: Callable[[ActiveRequest, float], None] | None = None,
     ) -> None:
         """Create an idle replica.
 
         Args:
+            dispatcher: chose this replica for its requests, and learns how they go.
             hand_over: called with each request that has its first token; another replica continues it.
         """
         self._settings = settings
         self._cost = cost
         self._measurements = measurements
+        self._dispatcher = dispatcher
         self._hand_over = hand_over
         self._padding: Padding = (
             StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
@@ -140,30 +121,15 @@ class SimulatedEngine:
     def submit(self, live: ActiveRequest) -> None:
         """Add a request; the scheduler receives it at the next `advance`."""
         request = live.request
-        input_ids, limit = request.input_ids, request.max_new_tokens
-        if live.prefilled:
-            input_ids += np.int32(FILLER_TOKEN).tobytes()
-            limit -= 1
-        elif self._hand_over is not None:
-            limit = 1
         self._live[request.rid] = live
         self._knows_outputs = self._knows_outputs or bool(request.output_ids)
         self.num_outstanding += 1
-        if request.template is not None:
-            sampling = msgspec.structs.replace(request.template.sampling, max_new_tokens=limit)
-            message = msgspec.structs.replace(
-                request.template, arrival_s=request.arrival_s, sampling=sampling
-            )
+        if live.prefilled:
+            self._inbox.append(live.after_first_token())
+        elif self._hand_over is not None:
+            self._inbox.append(live.first_token_only())
         else:
-            message = GenerateRequest(
-                request.rid,
-                input_ids,
-                _sampling(limit),
-                request.arrival_s,
-                request.priority,
-                tenant=request.tenant,
-            )
-        self._inbox.append(message)
+            self._inbox.append(live.message)
 
     @property
     def is_busy(self) -> bool:
@@ -310,6 +276,7 @@ class SimulatedEngine:
                 owner = self._owners[rows[idx]]
                 assert owner is not None
                 if math.isnan(owner.first_s):
+                    self._dispatcher.started(owner, batch.reqs[batch.sampled[idx]].cached_tokens)
                     owner.first_s = now_s
                     last_s[rows[idx]] = now_s
                     continue
@@ -330,6 +297,7 @@ class SimulatedEngine:
         self._owners[live.row] = None
         live.row = -1
         self.num_outstanding -= 1
+        self._dispatcher.ended(live)
         if math.isnan(live.start_s):
             live.start_s = req.entered_s[ReqStatus.PREFILL]
         measurements.retractions += req.num_retractions
@@ -353,13 +321,9 @@ class SimulatedEngine:
         if live.row >= 0 and self._owners[live.row] is live:
             self._owners[live.row] = None
         self.num_outstanding -= 1
+        self._dispatcher.ended(live)
         self._measurements.failed(message, now_s)
 
 
 def _costs_nothing(batch: ScheduleBatch) -> bool:
     return batch.plan.mode is ForwardMode.IDLE and not batch.plan.swap_outs
-
-
-@functools.cache
-def _sampling(max_new_tokens: int) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, seed=1)

@@ -37,6 +37,7 @@ ALSO = {
     "scheduler/process.py": {"model_runner"},  # rank 0 lives in the scheduler's process
     # `engine fleet` loads them when it runs: the fleet is of the supervisor, its endpoint has the guards of the API.
     "cli/fleet/": {"supervisor", "tokenizer_manager"},
+    "simulator/dispatch.py": {"tokenizer_manager"},  # the policies of `--dp`, which import the runtime only
     "cli/trace/": {"scheduler"},  # reads the scheduler's records; the command line loads it when it is used
 }
 WITHOUT_TORCH = (

@@ -12,6 +12,7 @@ import typer
 
 from ...runtime.config.config_fields import config_fields, find_setting
 from ...runtime.config.config_sources import MergedConfig
+from ...runtime.config.device_config import DispatchPolicyName
 from ...runtime.config.engine_config import EngineConfig, SchedulePolicyName
 from ...runtime.errors import ConfigError
 from ..options import (
@@ -104,16 +105,17 @@ def simulate(
         str, _option(_MACHINES, "Device of the cost model: h200, h100, a100 or cpu-2.")
     ] = "h200",
     tp: Annotated[int, _option(_MACHINES, "Tensor parallel size of a replica.")] = 1,
-    replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.")] = 1,
+    replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.", "--replicas", "--dp")] = 1,
     prefill_replicas: Annotated[
         int,
         _option(
             _MACHINES, "Replicas that only prefill and transfer the KV to the others; 0: no disaggregation."
         ),
     ] = 0,
-    dispatch: Annotated[
-        str, _option(_MACHINES, "Routing of requests: least-loaded, round-robin, prefix-affinity.")
-    ] = "least-loaded",
+    dispatch_policy: Annotated[
+        DispatchPolicyName,
+        _option(_MACHINES, "Which replica gets a request, as with `engine serve --dp`, or which prefill replica."),
+    ] = "prefix-affinity",
     fit: Annotated[
         Path | None, _option(_MACHINES, "Decision log with step times that replace the data sheets.")
     ] = None,
@@ -170,7 +172,7 @@ def simulate(
     cluster = ClusterSettings(
         num_replicas=replicas,
         num_prefill=prefill_replicas,
-        dispatch=dispatch,
+        dispatch=dispatch_policy,
         transfer_token_s=facts.kv_token_bytes / machine.network_bandwidth,
     )
     cluster.check()

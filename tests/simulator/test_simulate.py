@@ -58,7 +58,7 @@ def test_memory_that_runs_out_costs_time_and_no_tokens(make_replica):
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("dispatch", ["round-robin", "least-loaded", "prefix-affinity"])
+@pytest.mark.parametrize("dispatch", ["round-robin", "shortest-queue", "least-tokens", "prefix-affinity"])
 def test_equal_seeds_give_equal_reports(make_replica, dispatch):
     def run(seed: int) -> bytes:
         workload = CHAT.requests(Arrival(num_requests=80, rate=40.0, burstiness=0.5, seed=seed))
@@ -241,7 +241,6 @@ def test_objectives_decide_what_counts_as_goodput(make_replica):
     [
         (ClusterSettings(0), "--replicas is 0, but it must be at least 1"),
         (ClusterSettings(2, 2), r"--prefill-replicas is 2, but it must lie in \[1, 1\]"),
-        (ClusterSettings(2, dispatch="best"), "--dispatch is 'best', but it must be one of round-robin"),
     ],
 )
 def test_bad_clusters_are_refused(make_replica, settings, message):

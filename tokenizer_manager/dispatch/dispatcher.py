@@ -8,16 +8,12 @@ every replica: they name an id, and a replica that does not know it ignores them
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from ...runtime.messages import GenerateRequest, SchedulerInput
 from ..engine_state import EngineState
 from ..request_log import LoggedRequest
 from .pair import DECODE, PREFILL, Pair
 from .policies import DispatchPolicy, ReplicaLoad
-
-MAX_ANSWER: Final = 4096
-"""Tokens of an answer that count as load at most: a request without a limit rarely uses it."""
 
 
 class Dispatcher:
@@ -60,9 +56,7 @@ class Dispatcher:
         """Send the message of a request to one of the replicas that run; there is one."""
         message = logged.message
         logged.replica = replica = self._replica_for(message)
-        load = self.loads[replica]
-        load.num_requests += 1
-        load.num_tokens += _tokens_of(message)
+        self.loads[replica].add(message)
         if message.group:
             self._groups.setdefault(message.group, [replica, 0])[1] += 1
         self._policy.sent(message, replica)
@@ -82,9 +76,8 @@ class Dispatcher:
         """A request is no longer with its replica, or never was with one."""
         if logged.replica is None:
             return
-        load, message = self.loads[logged.replica], logged.message
-        load.num_requests -= 1
-        load.num_tokens -= _tokens_of(message)
+        message = logged.message
+        self.loads[logged.replica].remove(message)
         logged.replica = None
         self._policy.ended(message)
         if (group := self._groups.get(message.group)) is not None:
@@ -117,7 +110,3 @@ class Dispatcher:
         if message.group and group is not None and group[0] in running:
             return group[0]
         return self._policy.choose(message, self.loads, running)
-
-
-def _tokens_of(message: GenerateRequest) -> int:
-    return len(message.input_ids) // 4 + min(message.sampling.max_new_tokens or 0, MAX_ANSWER)

@@ -20,6 +20,8 @@ from ...runtime.config.device_config import DispatchPolicyName
 from ...runtime.messages import GenerateRequest
 from .prefix_map import BLOCK, PrefixMap, block_hashes
 
+MAX_ANSWER: Final = 4096
+"""Tokens of an answer that count as load at most: a request without a limit rarely uses it."""
 MAX_LEAD: Final = 4
 LEAD_FACTOR: Final = 1.5
 """A replica may have `LEAD_FACTOR` times the requests of the least busy one and `MAX_LEAD` more, and still get another
@@ -40,6 +42,20 @@ class ReplicaLoad:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_tokens = 0
+
+    def add(self, message: GenerateRequest) -> None:
+        """A request is sent."""
+        self.num_requests += 1
+        self.num_tokens += _tokens_of(message)
+
+    def remove(self, message: GenerateRequest) -> None:
+        """A request that was added has ended."""
+        self.num_requests -= 1
+        self.num_tokens -= _tokens_of(message)
+
+
+def _tokens_of(message: GenerateRequest) -> int:
+    return len(message.input_ids) // 4 + min(message.sampling.max_new_tokens or 0, MAX_ANSWER)
 
 
 class DispatchPolicy(Protocol):
