@@ -58,7 +58,7 @@ def test_an_argument_that_is_not_utf8_is_named_by_its_place(capsys, words):
     assert the_error(capsys, *words, LATIN_1) == f"engine: argument {len(words) + 1} {PROBLEM}"
 
 
-@pytest.mark.fast_cases(200)
+@pytest.mark.fast_cases(60)
 @pytest.mark.parametrize(
     ("words", "option"), OPTIONS, ids=lambda part: part if isinstance(part, str) else " ".join(part)
 )

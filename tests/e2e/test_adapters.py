@@ -203,6 +203,7 @@ def test_changed_files_under_one_name_and_path(
     assert unload(server.url, "changing").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["truncated", "nan", "swapped", "absurd", "link", "name", "outside", "rank"])
 def test_a_broken_adapter_fails_alone(

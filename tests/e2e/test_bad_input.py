@@ -187,6 +187,7 @@ def test_what_is_no_http_is_hung_up_on(http, serve):
     assert answer == b"" or answer.startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.slow
 def test_a_key_guards_everything_but_health(start_serve, model):
     keys = ("--api-key", "s3cret", "--api-key", "s3cond", "--admin-api-key", "s3admin")
     engine = start_serve(str(model), *keys).wait_until_ready()

@@ -139,7 +139,7 @@ def break_the_chat_template(folder):
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("break_it", "pattern"),
     [

@@ -151,6 +151,7 @@ def test_faults_change_no_text(recorded, mode, client):
     assert recorded.metrics["host_used_tokens"] == 0
 
 
+@pytest.mark.fast_cases(1)
 def test_the_log_is_replayed_to_its_last_decision(recorded, tmp_path):
     done = run_engine(tmp_path, "replay", str(recorded.log))
     assert (done.returncode, done.stderr) == (0, "")
@@ -247,6 +248,7 @@ def test_a_killed_scheduler_leaves_a_log_to_its_last_decision(cut_short, tmp_pat
     assert trace.returncode == 0, trace.stderr
 
 
+@pytest.mark.slow
 def test_half_a_record_is_told_and_costs_no_more_than_itself(cut_short, tmp_path):
     torn = tmp_path / "torn.edl"
     torn.write_bytes(cut_short.read_bytes()[:-3])

@@ -56,6 +56,7 @@ def model_with_tower(model_copy: Path) -> Path:
     return model_copy
 
 
+@pytest.mark.slow
 def test_text_is_served_and_images_are_refused(
     model_with_tower: Path, serve: EngineServe, start_serve: Callable[..., EngineServe]
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_text_ends_at_its_stop_string(servers):
     assert answers(servers["overlapped"], bodies) == plain
 
 
+@pytest.mark.slow
 def test_among_clients_that_leave(servers):
     bodies = [body(number) for number in range(8)]
     expected = answers(servers["plain"], bodies)

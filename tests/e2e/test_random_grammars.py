@@ -264,6 +264,7 @@ def run(engine: EngineServe, kind: str, num_examples: int) -> None:
     engine.idle_metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_constraints(limited: EngineServe, kind: str):

@@ -99,6 +99,7 @@ def reference(open_llm, probes):
     return tokens(outputs)
 
 
+@pytest.mark.slow
 def test_the_model_is_sensitive_enough_for_these_tests(open_llm, probes, reference):
     """Another first token of the longest prompt, another seed, a change at a page's border: another answer."""
     index = max(range(len(probes)), key=lambda i: (len(probes[i].prompt), -i))
@@ -118,6 +119,7 @@ def test_in_one_batch(open_llm, probes, reference):
         assert tokens(generate(llm, probes)) == reference
 
 
+@pytest.mark.slow
 def test_among_32_others(open_llm, probes, others, reference):
     with open_llm() as llm:
         for start in range(0, len(probes), 4):

@@ -46,6 +46,7 @@ def begin_a_long_answer(engine: EngineServe, client: httpx.Client) -> Any:
     return lines
 
 
+@pytest.mark.slow
 def test_two_ranks_answer_as_one_and_end_together_when_one_is_killed(serve, start_serve, model):
     engine = start_serve(str(model), *ARGUMENTS).wait_until_ready()
     assert set(engine.pids) == {"scheduler", "detokenizer", "tokenizer_manager", "model_runner_1"}

@@ -16,6 +16,7 @@ from .serving import DEADLINE_S, run_engine
 pytestmark = pytest.mark.real_process
 
 
+@pytest.mark.slow
 def test_https_is_served_and_checked_and_plain_http_is_not(start_serve, model, tmp_path):
     tls = write_tls_files(tmp_path)
     engine = start_serve(str(model), "--dtype", "float32", *tls.flags)

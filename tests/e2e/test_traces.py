@@ -24,6 +24,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.slow
 def test_a_clients_trace_goes_on_in_the_engine(start_serve: StartServe, model):
     with Collector() as collector:
         engine = start_serve(

@@ -94,6 +94,7 @@ def test_a_lost_process_is_replaced_and_the_tokenizer_manager_told(start_engine,
     stop(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_a_lost_rank_takes_its_group_along(start_engine):
     engine = start_engine(max_restarts=1, tp=3)
@@ -167,6 +168,7 @@ def test_all_that_are_lost_at_once_are_replaced(start_engine):
     stop(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_a_loss_during_a_recovery_is_another_one(start_engine):
     engine = start_engine("scheduler=hangs_at_its_second_start", max_restarts=3)

@@ -31,6 +31,7 @@ def test_starts_hands_on_the_capacity_and_stops_after_a_drain(start_engine):
     assert list(engine.tmp.glob("*-stopped-before-the-drain")) == []
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_other_polite_signals_drain_too(start_engine, signum):
     engine = start_engine()

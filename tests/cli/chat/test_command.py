@@ -243,6 +243,7 @@ def program(tiny_model: Path, tmp_path: Path) -> Iterator[TerminalProgram]:
     terminal.close()
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal(program, tmp_path):
     banner = program.expect("Ctrl-D leaves")
     assert "tiny-llama in this process, context of 1024 tokens" in banner

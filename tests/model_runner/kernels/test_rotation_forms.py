@@ -90,6 +90,7 @@ def test_every_form(provider, dtype, heads, interleaved, norms):
     assert pool[:, [0, 2, 3, 4, 6, 8]].isnan().all()
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("quantizes", [False, True])
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def make_texts(tmp_path, make_driver):
     return make
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_hidden_states_are_those_of_transformers(make_texts, name):
     encoder, runner = make_texts(name)

@@ -85,7 +85,7 @@ def test_drafts_have_the_logits_of_decodes(make, model_type, options):
             driver.finish(each)
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @families
 def test_a_fixed_order_hides_company_chunks_prefixes_and_retractions(make, model_type):
     driver = make(model_type, deterministic=True)

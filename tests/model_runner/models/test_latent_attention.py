@@ -88,6 +88,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 
 
+@pytest.mark.fast_cases(4)
 @variants
 def test_prefill_and_decode_are_those_of_transformers(
     make_tiny_model, make_driver, unpack, model_type, options
@@ -109,7 +110,7 @@ def test_prefill_and_decode_are_those_of_transformers(
     assert tiny.logprobs(prompt + req.output)[149:-1].argmax(-1).tolist() == req.output
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(
     make_tiny_model, make_driver, unpack, model_type, options

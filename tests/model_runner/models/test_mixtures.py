@@ -243,6 +243,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_dr
     check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]

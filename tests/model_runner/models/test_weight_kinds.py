@@ -112,7 +112,7 @@ CLOSE = {"int8": 0.98, "fp8": 0.96, "int4": 0.8}
 """The least correlation of logits with those of the weights before; random weights have no structure to spare."""
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("kind", [kind for kind in TABLE["WEIGHT_KINDS"] if kind != "bf16"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_family_computes_with_this_kind_of_weights(make_tiny_model, make_driver, unpack, model_type, kind):

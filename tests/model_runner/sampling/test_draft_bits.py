@@ -160,6 +160,7 @@ def products() -> list[NativeBlockLinear]:
     return [each for each in gc.get_objects() if type(each) is NativeBlockLinear]
 
 
+@pytest.mark.slow
 def test_only_speculation_asks_for_that(make):
     """Without it, many decodes at once have the faster product; in a fixed order nobody has."""
     found = {}

@@ -202,7 +202,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     make_tiny_llama, make_driver, unpack, form
@@ -328,6 +328,7 @@ def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dt
         assert np.abs(found - expected.numpy()).mean() < 0.1
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
 def test_two_ranks_say_what_one_says(make_tiny_llama, make_driver, form):
     tiny = make_tiny_llama(**SIZES)

@@ -205,7 +205,7 @@ def serve(path: str, body: Body) -> Served:
         services.close()
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(5)
 @pytest.mark.parametrize("name", REQUESTS)
 def test_no_request_stalls_the_event_loop(monkeypatch, name):
     path, body, status = REQUESTS[name]
