@@ -30,18 +30,27 @@ MAX_AUTO_LEN: Final = 32_768
 """Longer contexts need host memory for each row of each simulated replica; --max-model-len raises it."""
 
 
-def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> ReplicaSettings:
+def replica_settings(
+    config: EngineConfig, model: ModelFacts, device: DeviceFacts, num_stages: int = 1
+) -> ReplicaSettings:
     """Replace every "auto" as `serve` would on that device, with a coarser estimate of its memory.
 
+    Args:
+        device: of each pipeline stage.
+
     Raises:
-        ConfigError: the model does not fit on the device.
+        ConfigError: the model does not fit on the devices, or there are more stages than layers.
     """
+    if not 1 <= num_stages <= model.num_layers:
+        raise ConfigError(
+            f"--pp is {num_stages}, but it must lie in [1, {model.num_layers}], the layers of {model.name}"
+        )
     cache, scheduler = config.cache, config.scheduler
     page_size = cache.page_size
     asked_len = config.model.max_model_len
     auto_len = min(model.max_position_embeddings, MAX_AUTO_LEN)
     max_len = asked_len if isinstance(asked_len, int) else auto_len
-    num_pages = _kv_tokens(config, model, device) // page_size
+    num_pages = _kv_tokens(config, model, device, num_stages) // page_size
     if num_pages < 1:
         raise ConfigError(f"max_total_tokens is {cache.max_total_tokens}, less than one page of {page_size}")
     by_memory = max(1, num_pages * page_size // TOKENS_PER_REQUEST)
@@ -59,6 +68,7 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
         vocab_size=VOCAB_SIZE,
         num_host_pages=int(swap_gib * GIB) // page_bytes,
         kv_token_bytes=model.kv_token_bytes,
+        num_stages=num_stages,
     )
     return ReplicaSettings(
         replace(
@@ -69,6 +79,7 @@ def replica_settings(config: EngineConfig, model: ModelFacts, device: DeviceFact
         ),
         replace(cache, max_total_tokens=max(2, num_pages * page_size), swap_space=swap_gib),
         capacity,
+        hop_token_s=model.hidden_size * model.dtype_bytes / device.network_bandwidth,
     )
 
 
@@ -83,20 +94,22 @@ def context_note(config: EngineConfig, model: ModelFacts) -> str:
     )
 
 
-def _kv_tokens(config: EngineConfig, model: ModelFacts, device: DeviceFacts) -> int:
+def _kv_tokens(config: EngineConfig, model: ModelFacts, device: DeviceFacts, num_stages: int) -> int:
     if config.cache.max_total_tokens != "auto":
         return config.cache.max_total_tokens
     fraction = config.cache.mem_fraction
     if fraction == "auto":
         fraction = CUDA_MEM_FRACTION if device.is_gpu else CPU_MEM_FRACTION
     workspace = WORKSPACE_BYTES if device.is_gpu else GIB
-    left = device.memory_bytes - model.weight_bytes - workspace
+    left = num_stages * (device.memory_bytes - workspace) - model.weight_bytes
     tokens = int(max(0, left) * fraction) // model.kv_token_bytes
     if tokens < config.cache.page_size:
+        machines = f"{num_stages} stages of {device.name}" if num_stages > 1 else device.name
+        memory, weights = num_stages * device.memory_bytes / GIB, model.weight_bytes / GIB
         raise ConfigError(
-            f"{model.name} does not fit on {device.name}: {device.memory_bytes / GIB:.0f} GiB less "
-            f"{model.weight_bytes / GIB:.0f} GiB of weights and {workspace / GIB:.0f} GiB of workspace leave no KV "
-            f"memory; raise --tp, or use a larger --device or a smaller model"
+            f"{model.name} does not fit on {machines}: {memory:.0f} GiB less {weights:.0f} GiB of weights and "
+            f"{num_stages * workspace / GIB:.0f} GiB of workspace leave no KV memory; raise --tp or --pp, or use a "
+            f"larger --device or a smaller model"
         )
     return tokens
 

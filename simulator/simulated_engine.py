@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -33,6 +34,7 @@ from .dispatch import SimulatedDispatcher
 from .measurements import Measurements
 from .padding import NoPadding, Padding, StaticPadding
 from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES
+from .stage_times import StageTimes
 
 KEPT_RECORDS: Final = 64
 """Records of the decision log to keep: a simulated server is not asked for explanations."""
@@ -53,6 +55,7 @@ class ReplicaSettings(NamedTuple):
         capacity: of its device.
         eos_token_ids: tokens that end an output.
         kept_records: of the decision log; few, since a simulated server is not asked for explanations.
+        hop_token_s: seconds to send the activations of a token from a pipeline stage to the next one.
     """
 
     scheduler: SchedulerConfig
@@ -60,6 +63,15 @@ class ReplicaSettings(NamedTuple):
     capacity: Capacity
     eos_token_ids: frozenset[int] = frozenset({EOS_TOKEN})
     kept_records: int = 64
+    hop_token_s: float = 0.0
+
+
+class _InFlight(NamedTuple):
+    """A step; `step_s` of one device with all layers, `end_s` when its results are there."""
+
+    batch: ScheduleBatch
+    step_s: float
+    end_s: float
 
 
 class SimulatedEngine:
@@ -109,8 +121,9 @@ class SimulatedEngine:
         self._remaining: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
         self._last_s = np.zeros(num_rows)
         self._inbox: list[GenerateRequest] = []
-        self._in_flight: ScheduleBatch | None = None
-        self._in_flight_s = 0.0
+        self._num_stages = settings.capacity.num_stages
+        self._stages = StageTimes(self._num_stages, settings.hop_token_s)
+        self._in_flight: deque[_InFlight] = deque()
         self._eos_token = min(settings.eos_token_ids, default=EOS_TOKEN)
         self._knows_outputs = False
         self._num_idle = 0
@@ -133,25 +146,31 @@ class SimulatedEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is in flight."""
-        return self._in_flight is not None
+        """Whether as many steps are in flight as there are pipeline stages."""
+        return len(self._in_flight) == self._num_stages
 
     # ------------------------------------------------------------ the loop
 
     def advance(self, now_s: float) -> float | None:
-        """Settle the step that ends now, handle messages, plan the next step.
+        """Settle the steps that have ended, handle messages, plan the next step, or one for each stage.
 
         Returns:
             When to call again; None: after the next request.
         """
+        in_flight = self._in_flight
+        while in_flight and in_flight[0].end_s <= now_s:
+            self._settle(in_flight.popleft(), now_s)
+        for message in self._inbox:
+            self.scheduler.handle(message, now_s)
+        self._inbox = []
+        while len(in_flight) < self._num_stages and (batch := self._next_batch(now_s)) is not None:
+            self._num_idle = 0
+            in_flight.append(self._launch(batch, now_s))
+        return in_flight[0].end_s if in_flight else self._idle(now_s)
+
+    def _next_batch(self, now_s: float) -> ScheduleBatch | None:
+        """Plan a step that takes time."""
         scheduler = self.scheduler
-        if self._in_flight is not None:
-            self._settle(self._in_flight, now_s)
-            self._in_flight = None
-        if self._inbox:
-            for message in self._inbox:
-                scheduler.handle(message, now_s)
-            self._inbox = []
         while (batch := scheduler.next_batch(now_s)) is not None and _costs_nothing(batch):
             scheduler.settle(batch, StepResult(batch.plan.step_id), now_s)
         for output in scheduler.take_outputs():  # refusals, and requests that ended while planning
@@ -159,12 +178,7 @@ class SimulatedEngine:
                 for row in output.outputs:
                     if row.finish is not None:
                         self._fail(row.rid, row.finish.message or row.finish.kind, now_s)
-        if batch is None:
-            return self._idle(now_s)
-        self._num_idle = 0
-        step_s = self._launch(batch)
-        self._in_flight, self._in_flight_s = batch, step_s
-        return now_s + step_s
+        return batch
 
     def _idle(self, now_s: float) -> float | None:
         """A pass without work; returns the time of the next one, None if a message must come first."""
@@ -185,8 +199,8 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ a step
 
-    def _launch(self, batch: ScheduleBatch) -> float:
-        """Record the owners of rows and the cost of the step; returns its seconds."""
+    def _launch(self, batch: ScheduleBatch, now_s: float) -> _InFlight:
+        """Record the owners of rows and the cost of the step."""
         plan = batch.plan
         owners = self._owners
         for new in plan.new_reqs:  # the row's former owner may be a preempted request that returns later
@@ -214,8 +228,8 @@ class SimulatedEngine:
         pages = self.scheduler.decisions.last.pages
         tokens = padded.work.prefill_tokens + padded.work.decode_rows
         kv_use = (pages.held + pages.locked) / capacity.num_pages
-        self._measurements.step(step_s, tokens, padded.padded_tokens, kv_use)
-        return step_s
+        self._measurements.step(step_s / self._num_stages, tokens, padded.padded_tokens, kv_use)
+        return _InFlight(batch, step_s, self._stages.end_s(now_s, step_s, tokens))
 
     def _transferred(self, batch: ScheduleBatch) -> npt.NDArray[np.bool_]:
         """[num_extends] whether the KV came from another replica and is not recomputed here."""
@@ -227,33 +241,33 @@ class SimulatedEngine:
             ]
         )
 
-    def _settle(self, batch: ScheduleBatch, now_s: float) -> None:
+    def _settle(self, step: _InFlight, now_s: float) -> None:
         """Create the tokens of a step, and record the requests with their first and their last token."""
-        rows = batch.rows[batch.sampled] if batch.num_extends else batch.rows
+        batch = step.batch
+        # With stages a request may have left its row since; its token is dropped.
+        here = self.scheduler.rows_still_here(batch)[batch.sampled]
+        sampled = batch.sampled[here]
+        rows = batch.rows[sampled]
         remaining = self._remaining[rows] - np.int32(1)
         self._remaining[rows] = remaining
         ended = remaining == 0
-        has_ended = ended.any()
+        token_ids = np.full(len(here), FILLER_TOKEN, dtype=np.int32)
         if self._knows_outputs:
-            token_ids = self._known_tokens(batch, rows)
-        elif has_ended:
-            token_ids = np.where(ended, np.int32(self._eos_token), np.int32(FILLER_TOKEN))
-        else:
-            token_ids = np.full(len(rows), FILLER_TOKEN, dtype=np.int32)
-        leaving = (
-            [batch.reqs[batch.sampled[idx]] for idx in np.flatnonzero(ended).tolist()] if has_ended else []
-        )
+            token_ids[here] = self._known_tokens(rows)
+        elif ended.any():
+            token_ids[here] = np.where(ended, np.int32(self._eos_token), np.int32(FILLER_TOKEN))
+        leaving = [batch.reqs[idx] for idx in sampled[ended].tolist()]
         owners = [self._owners[req.row] for req in leaving]
-        result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=self._in_flight_s)
+        result = StepResult(batch.plan.step_id, token_ids.tobytes(), forward_s=step.step_s)
         self.scheduler.settle(batch, result, now_s)
         self.scheduler.take_outputs()  # their contents are already known here
-        self._note_gaps(batch, rows, now_s)
+        self._note_gaps(batch, sampled, now_s)
         for req, owner in zip(leaving, owners, strict=True):
             assert owner is not None
             self._leave(req, owner, now_s)
         assert self.scheduler.num_unfinished + len(self._inbox) == self.num_outstanding, "a request was lost"
 
-    def _known_tokens(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    def _known_tokens(self, rows: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """The tokens of requests with recorded answers, filler for the others."""
         token_ids = np.full(len(rows), FILLER_TOKEN, dtype=np.int32)
         for idx, (row, left) in enumerate(zip(rows.tolist(), self._remaining[rows].tolist(), strict=True)):
@@ -267,16 +281,18 @@ class SimulatedEngine:
                 token_ids[idx] = self._eos_token
         return token_ids
 
-    def _note_gaps(self, batch: ScheduleBatch, rows: npt.NDArray[np.int32], now_s: float) -> None:
+    def _note_gaps(self, batch: ScheduleBatch, sampled: npt.NDArray[np.int32], now_s: float) -> None:
+        """Record the times between tokens; `sampled`: batch indices of the requests that have one."""
         last_s = self._last_s
+        rows = batch.rows[sampled]
         num_extends = batch.num_extends
         if num_extends:
-            num_finished_prompts = int(np.searchsorted(batch.sampled, num_extends))
+            num_finished_prompts = int(np.searchsorted(sampled, num_extends))
             for idx in range(num_finished_prompts):
                 owner = self._owners[rows[idx]]
                 assert owner is not None
                 if math.isnan(owner.first_s):
-                    self._dispatcher.started(owner, batch.reqs[batch.sampled[idx]].cached_tokens)
+                    self._dispatcher.started(owner, batch.reqs[sampled[idx]].cached_tokens)
                     owner.first_s = now_s
                     last_s[rows[idx]] = now_s
                     continue

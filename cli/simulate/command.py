@@ -105,6 +105,12 @@ def simulate(
         str, _option(_MACHINES, "Device of the cost model: h200, h100, a100 or cpu-2.")
     ] = "h200",
     tp: Annotated[int, _option(_MACHINES, "Tensor parallel size of a replica.")] = 1,
+    pp: Annotated[
+        int,
+        _option(
+            _MACHINES, "Pipeline stages of a replica, with --tp devices each; equal parts of its layers."
+        ),
+    ] = 1,
     replicas: Annotated[int, _option(_MACHINES, "Replicas of the model.", "--replicas", "--dp")] = 1,
     prefill_replicas: Annotated[
         int,
@@ -114,7 +120,9 @@ def simulate(
     ] = 0,
     dispatch_policy: Annotated[
         DispatchPolicyName,
-        _option(_MACHINES, "Which replica gets a request, as with `engine serve --dp`, or which prefill replica."),
+        _option(
+            _MACHINES, "Which replica gets a request, as with `engine serve --dp`, or which prefill replica."
+        ),
     ] = "prefix-affinity",
     fit: Annotated[
         Path | None, _option(_MACHINES, "Decision log with step times that replace the data sheets.")
@@ -176,19 +184,25 @@ def simulate(
         transfer_token_s=facts.kv_token_bytes / machine.network_bandwidth,
     )
     cluster.check()
+    if pp > 1 and prefill_replicas:
+        raise ConfigError(
+            f"--pp is {pp} and --prefill-replicas {prefill_replicas}, but engines with stages hand no KV over; leave "
+            f"one of them out"
+        )
     reports: list[Report] = []
     cut = ""
     started_s = time.process_time()
     for policy, config in _policies(compare, merged):
         requests = asked.requests(source)
-        settled = replica_settings(config, facts, machine)
+        settled = replica_settings(config, facts, machine, pp)
         if not cut:
             cut = context_note(config, facts)
         reports.append(run(requests, settled, cost, cluster, slo_ms=objectives, name=policy))
     spent_s = time.process_time() - started_s
     num_simulated = sum(report.num_requests for report in reports)
     note += f"; simulated in {spent_s:.1f} s, {spent_s / max(num_simulated, 1) * 1e6:.0f} us per request"
-    title = f"{facts.name} on {replicas} x {machine.name}, {source}"
+    each = f"{pp} stages of {machine.name}" if pp > 1 else machine.name
+    title = f"{facts.name} on {replicas} x {each}, {source}"
     if cut and any(report.failures for report in reports):
         warning = f"{warning}\n{cut}".strip()
     _print(reports, title, note, warning, has_slo=bool(objectives))

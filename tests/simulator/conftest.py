@@ -20,11 +20,14 @@ def replica(
     max_running: int = 64,
     radix_cache: bool = True,
     num_host_pages: int = 0,
+    num_stages: int = 1,
     **scheduler: Any,
 ) -> ReplicaSettings:
     """Settings of a replica with 64k KV tokens; prompts are not cut unless a chunk size is given."""
     scheduler.setdefault("chunked_prefill_size", -1)
-    capacity = Capacity(8192, num_pages, page_size, max_running, VOCAB_SIZE, num_host_pages, 1024)
+    capacity = Capacity(
+        8192, num_pages, page_size, max_running, VOCAB_SIZE, num_host_pages, 1024, num_stages=num_stages
+    )
     return ReplicaSettings(
         SchedulerConfig(max_running_requests=max_running, **scheduler),
         CacheConfig(page_size=page_size, radix_cache=radix_cache, max_total_tokens=num_pages * page_size),

@@ -50,7 +50,7 @@ def test_settings_come_by_flag_and_by_set(tmp_path):
 
 def test_prefill_and_decode_apart(capsys, tmp_path):
     path = tmp_path / "report.json"
-    flags = ["--replicas", "3", "--prefill-replicas", "1", "--dispatch", "prefix-affinity"]
+    flags = ["--replicas", "3", "--prefill-replicas", "1", "--dispatch-policy", "prefix-affinity"]
     command = ["simulate", "smollm2-135m", "--num-requests", "20", "--max-model-len", "4096"]
     assert cli.run([*command, *flags, "--workload", "batch", "--json", str(path)]) == 0
     assert json.loads(path.read_text())[0]["num_requests"] == 20
@@ -81,7 +81,11 @@ def test_prefill_and_decode_apart(capsys, tmp_path):
             ["--replicas", "2", "--prefill-replicas", "2"],
             "--prefill-replicas is 2, but it must lie in [1, 1]",
         ),
-        (["--dispatch", "luck"], "--dispatch is 'luck', but it must be one of round-robin"),
+        (["--dispatch-policy", "luck"], "Invalid value for '--dispatch-policy': 'luck' is not one of"),
+        (
+            ["--pp", "2", "--replicas", "2", "--prefill-replicas", "1"],
+            "--pp is 2 and --prefill-replicas 1, but engines with stages hand no KV over; leave one of them out",
+        ),
         (["--json", "/nowhere/x"], "cannot write /nowhere/x: No such file or directory"),
         (["--time-scale", "0"], "--time-scale has no effect on the workload 'chat': only a trace has times"),
         (
