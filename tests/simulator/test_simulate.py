@@ -8,6 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
+from engine.runtime.config.device_config import DispatchPolicyName
 from engine.runtime.errors import ConfigError
 from engine.simulator.arrivals import Lengths
 from engine.simulator.cluster import Cluster, ClusterSettings
@@ -123,7 +124,7 @@ def test_lpm_finds_more_in_a_small_cache_than_fcfs(make_replica):
 
 @pytest.mark.slow
 def test_affinity_finds_more_in_the_caches_than_turns(make_replica):
-    def run(dispatch: str):
+    def run(dispatch: DispatchPolicyName):
         workload = RAG.requests(Arrival(num_requests=300, rate=60.0, seed=2))
         return simulate(workload, make_replica(), COST, ClusterSettings(8, dispatch=dispatch))
 
