@@ -11,8 +11,9 @@ from pathlib import Path
 
 from ..runtime.child.crash_report import crash_dir
 from ..runtime.config.answer_config import AnswerConfig
-from ..runtime.config.engine_config import EngineConfig, LogConfig
+from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
+from ..runtime.config.log_config import LogConfig
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import ConfigError
 from .port import check_port

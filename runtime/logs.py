@@ -21,7 +21,8 @@ import time
 from dataclasses import replace
 from typing import Final
 
-from .config.engine_config import EngineConfig, LogConfig, LogLevel
+from .config.engine_config import EngineConfig
+from .config.log_config import LogConfig, LogLevel
 
 _LEVELS: Final[dict[LogLevel, int]] = {
     "debug": logging.DEBUG,
@@ -100,8 +101,10 @@ def configure_logging(config: LogConfig, process: str) -> None:
 
     Args:
         config: the form, and the least severity of the engine's own records; libraries are logged from WARNING up.
-        process: name of this process, in every line.
+        process: name of this process, in every line, after the server's.
     """
+    if config.log_name:
+        process = f"{config.log_name}/{process}"
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_formatter(config, process, on_terminal=sys.stderr.isatty()))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -17,7 +17,8 @@ from typing import Final, NamedTuple
 from ..runtime.child.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
 from ..runtime.child.crash_report import crash_dir
 from ..runtime.child.stack_sampler import SUFFIX
-from ..runtime.config.engine_config import EngineConfig, LogLevel
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.config.log_config import LogLevel
 from ..runtime.errors import ConfigError, EngineDeadError, RequestError
 
 DEFAULT_RATE_HZ: Final = 100.0

@@ -61,7 +61,7 @@ class ServeArguments:
         """The arguments of `engine` for a replica; see `Servers.start`."""
         port = self.first_port + number if self.first_port else 0
         config = self.merged.config
-        own = ["--port", str(port)]
+        own = ["--port", str(port), "--log-name", f"{config.log.log_name or 'server'}{number}"]
         if self.device == "cpu" and config.model.num_threads == "auto":
             own += ["--num-threads", str(self.threads(share))]
         if self.device == "cpu" and config.cache.mem_fraction == config.cache.max_total_tokens == "auto":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from engine.runtime.config.common_flags import COMMON
 from engine.runtime.config.config_fields import flag_of, setting_names
 from engine.runtime.config.migration import ANSWERS, CHAT_ANSWERS, COMMANDS, SHORT
 
+from .common_flags import COMMON
 from .markdown import bullet, code, link_to, page, paragraph
 
 NAME: Final = "migration.md"

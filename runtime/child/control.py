@@ -22,7 +22,8 @@ from typing import Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from ..config.engine_config import EngineConfig, LogLevel
+from ..config.engine_config import EngineConfig
+from ..config.log_config import LogLevel
 from ..feasibility import Capacity
 from ..model_files.adapters.loaded_adapter import LoadedAdapter
 from ..model_files.model_spec import ModelSpec

@@ -2,7 +2,7 @@
 
 A name with the same meaning is an `Alias` of its setting. A name here has another meaning, another unit, or needs
 nothing: an error with the answer is better than a setting that means something else. The answers apply to flags, to
-keys of a configuration file and to arguments of `LLM`. docs/migration.md is made from these tables and `common_flags`.
+keys of a configuration file and to arguments of `LLM`. docs/migration.md is made from these tables.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...runtime.config.engine_config import LogConfig
+from ...runtime.config.log_config import LogConfig
 from ...runtime.transport.message_base import Message
 
 

@@ -82,6 +82,7 @@ SERVE_FLAGS = """
 --log-format
 --log-interval
 --log-level
+--log-name
 --log-requests
 --long-prefill-token-threshold
 --look-ahead

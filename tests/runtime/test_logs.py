@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.engine_config import LogConfig
+from engine.runtime.config.log_config import LogConfig
+from engine.runtime.errors import ConfigError
 from engine.runtime.logs import JsonFormatter, KeyValueFormatter, TerminalFormatter, configure_logging
 
 
@@ -118,6 +119,19 @@ def test_the_setting_chooses_the_form(log_format, first, capsys):
         assert capsys.readouterr().err.startswith(first)
     finally:
         logging.root.handlers[:] = before
+
+
+def test_a_server_has_a_name_before_its_processes(capsys):
+    before = logging.root.handlers[:]
+    try:
+        configure_logging(LogConfig(log_name="west-3"), "scheduler")
+        logging.getLogger("engine.somewhere").info("hello")
+        assert " process=west-3/scheduler " in capsys.readouterr().err
+    finally:
+        logging.root.handlers[:] = before
+    for name in ("a b", "x" * 65, "a/b"):
+        with pytest.raises(ConfigError, match="log_name is .*, but it must be at most 64 letters"):
+            LogConfig(log_name=name)
 
 
 def test_on_a_terminal_a_line_is_short(monkeypatch):

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from engine.runtime.child.child import Child
-from engine.runtime.config.engine_config import EngineConfig, LogConfig, SchedulerConfig
+from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.scheduler import process

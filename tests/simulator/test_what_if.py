@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.runtime.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    LogConfig,
-    SchedulerConfig,
-)
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest, SchedulerInput

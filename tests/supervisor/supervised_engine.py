@@ -19,13 +19,8 @@ from typing import Any
 
 from engine.runtime.child.control import Role
 from engine.runtime.config.device_config import ParallelConfig
-from engine.runtime.config.engine_config import (
-    CacheConfig,
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.logs import configure_logging
 from engine.runtime.model_files.load_spec import load_spec

@@ -46,7 +46,7 @@ def environment(monkeypatch):
 def test_servers_share_the_cores_and_the_memory():
     found = serve("--max-model-len", "64")
     assert found.command(1, 4) == [
-        *("serve", "default", "--max-model-len", "64", "--port", "0"),
+        *("serve", "default", "--max-model-len", "64", "--port", "0", "--log-name", "server1"),
         *("--num-threads", "2", "--mem-fraction", "0.1000"),
     ]
     assert found.num_places() is None
@@ -56,8 +56,9 @@ def test_servers_share_the_cores_and_the_memory():
 
 def test_what_is_given_is_not_divided():
     found = serve("--num-threads", "3", "--max-total-tokens", "4096", first_port=31_000)
-    arguments = ("--num-threads", "3", "--max-total-tokens", "4096", "--port", "31002")
-    assert found.command(2, 4) == ["serve", "default", *arguments]
+    arguments = ("--num-threads", "3", "--max-total-tokens", "4096")
+    own = ("--port", "31002", "--log-name", "server2")
+    assert found.command(2, 4) == ["serve", "default", *arguments, *own]
     assert found.needs(4) == {"CPU": 3.0}
 
 
@@ -68,7 +69,7 @@ def test_each_server_has_its_own_gpus(monkeypatch):
         {"CUDA_VISIBLE_DEVICES": "0,1"},
         {"CUDA_VISIBLE_DEVICES": "2,3"},
     ]
-    assert found.command(0, 2) == ["serve", "default", "--tp", "2", "--port", "0"]
+    assert found.command(0, 2) == ["serve", "default", "--tp", "2", "--port", "0", "--log-name", "server0"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
     assert found.env_here(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
     assert serve("--device", "cpu", num_gpus=2).env_here(0) == {}
@@ -94,8 +95,8 @@ def test_what_several_servers_cannot_share_is_refused(options, fix):
 
 def test_a_port_that_is_written_elsewhere_is_replaced(tmp_path):
     path = tmp_path / "engine.yaml"
-    path.write_text("port: 4000\n")
-    assert serve("--config", str(path)).command(0, 1)[-6:-4] == ["--port", "0"]
+    path.write_text("port: 4000\nlog_name: west\n")
+    assert serve("--config", str(path)).command(3, 1)[-8:-4] == ["--port", "0", "--log-name", "west3"]
 
 
 @pytest.fixture

@@ -38,7 +38,8 @@ from engine.runtime.child.control import (
     child_end,
     supervisor_end,
 )
-from engine.runtime.config.engine_config import EngineConfig, LogConfig, LogLevel
+from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.log_config import LogConfig, LogLevel
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S

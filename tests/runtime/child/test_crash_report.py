@@ -13,7 +13,8 @@ import pytest
 
 from engine.runtime.child.black_box import is_black_box, read_fatal_stacks, read_stacks
 from engine.runtime.child.crash_report import KEPT_REPORTS, CrashReports, crash_dir
-from engine.runtime.config.engine_config import EngineConfig, LogConfig
+from engine.runtime.config.engine_config import EngineConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.config.server_config import ServerConfig
 
 LEAVE_STACKS = """

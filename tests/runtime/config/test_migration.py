@@ -6,9 +6,9 @@ import re
 
 import pytest
 
+from docs.reference.common_flags import COMMON
 from engine.cli import main as cli
 from engine.cli.bench.serve_run import ServerSettings  # noqa: F401  (its options are among the answers)
-from engine.runtime.config.common_flags import COMMON
 from engine.runtime.config.config_fields import find_setting, flag_of, setting_names
 from engine.runtime.config.config_sources import from_arguments, from_yaml_file
 from engine.runtime.config.migration import (

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from engine.runtime.child.control import ControlChannel
-from engine.runtime.config.engine_config import LogConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.supervisor.fleet.ray_actor import Seen
 from engine.supervisor.fleet.ray_broker import RAY_USE, ServersOnRay
