@@ -61,17 +61,20 @@ class Row(NamedTuple):
         ]
 
 
-def rows_of(workload: str, rate: float, per_replica: int, prefill: Sequence[tuple[int, int]]) -> list[Row]:
-    """One replica, then 8 and 64 with each policy, then pairs of (replicas, prefill replicas among them)."""
-    policies = ("round-robin", "shortest-queue", "prefix-affinity")
+def rows_of(workload: str, rate: float, per_replica: int, policies: Sequence[str]) -> list[Row]:
+    """One replica, then 8 and 64 with each policy."""
     return [
         Row(workload, rate, per_replica, 1, "round-robin"),
         *(Row(workload, rate, per_replica, count, policy) for count in (8, 64) for policy in policies),
-        *(Row(workload, rate, per_replica, count, "prefix-affinity", entry) for count, entry in prefill),
     ]
 
 
-ROWS: Final = [*rows_of("rag", 10.0, 1000, [(8, 3), (64, 24)]), *rows_of("chat", 28.0, 2500, [])]
+ROWS: Final = [
+    *rows_of("rag", 10.0, 1000, ("round-robin", "shortest-queue", "prefix-affinity")),
+    Row("rag", 10.0, 1000, 8, "prefix-affinity", num_prefill=3),
+    Row("rag", 10.0, 1000, 64, "prefix-affinity", num_prefill=24),
+    *rows_of("chat", 28.0, 2500, ("round-robin", "prefix-affinity")),
+]
 LONG: Final = Row("chat", 28.0, 15_625, 64, "prefix-affinity")
 
 
