@@ -128,6 +128,9 @@ SETTINGS: Final[Mapping[str, PeerNames]] = {
     "dist_timeout": PeerNames(
         note="SGLang `dist_timeout` and vLLM `distributed_timeout_seconds` are the timeout of `torch.distributed`."
     ),
+    "one_shot_all_reduce_kib": PeerNames(
+        note="SGLang has `enable_torch_symm_mem`, vLLM the environment variable `VLLM_ALLREDUCE_USE_SYMM_MEM`."
+    ),
     "executor": PeerNames(
         sglang=("use_ray",),
         vllm=("distributed_executor_backend",),

@@ -17,6 +17,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.resolve.stages.division import WHOLE_MODEL, Stage, stage_of
 from ...runtime.transport.cluster_ipc import STORE, parse_address
 from ..weights.fingerprint import weights_fingerprint
+from .one_shot_group import with_one_shot_sums
 from .pp_link import TorchWire
 from .stage_group import StageGroup
 from .tp_group import SINGLE_RANK, Rendezvous, TorchGroup, TPGroup
@@ -85,11 +86,13 @@ def join_group(child: Child) -> Place:
     logger.info("joined rank=%d of=%d device=%s", settings.rank, parallel.num_ranks, device)
     if parallel.nnodes > 1:
         check_weights(group, Path(settings.source.path), config.model.load_format)
+    max_bytes = parallel.one_shot_all_reduce_kib << 10
     if parallel.pp == 1:
-        return Place(group, device)
+        return Place(with_one_shot_sums(group, group.torch_group, max_bytes, device), device)
     stage = stage_of(settings.spec, parallel, settings.rank)
     logger.info("pipeline stage=%d of=%d layers=%d..%d", stage.index, stage.count, stage.first, stage.end - 1)
-    return Place(StageGroup(group, parallel.tp), device, TorchWire(group, stage))
+    own = StageGroup(group, parallel.tp)
+    return Place(with_one_shot_sums(own, own.torch_group, max_bytes, device), device, TorchWire(group, stage))
 
 
 def check_weights(group: TorchGroup, path: Path, load_format: str) -> None:

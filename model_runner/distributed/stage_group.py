@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -30,6 +30,11 @@ class StageGroup:
         self._world = world
         self._first = world.rank - self.rank
         self._group = world.divide(size) if size > 1 else None
+
+    @property
+    def torch_group(self) -> Any:
+        """torch's group of the stage's ranks; None for one rank."""
+        return self._group
 
     def wait_for_others(self) -> AbstractContextManager[None]:
         """See `TPGroup`."""

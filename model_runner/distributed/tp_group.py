@@ -287,6 +287,11 @@ class TorchGroup:
             self.waiting = False
 
     @property
+    def torch_group(self) -> Any:
+        """torch's group of all ranks."""
+        return dist.group.WORLD
+
+    @property
     def _name(self) -> str:
         return f"rank {self.rank} of {self.size}"
 

@@ -95,6 +95,11 @@ class ParallelConfig:
     dist_timeout: Annotated[
         float, "Seconds that a rank waits for the others in one step before the engine stops."
     ] = 60.0
+    one_shot_all_reduce_kib: Annotated[
+        int,
+        "Sums over ranks up to this size go through memory that the GPUs of a machine share, in one kernel; larger "
+        "ones, and with 0 all, through NCCL.",
+    ] = 0
     executor: Annotated[
         ExecutorName, "What starts the ranks: this process, or Ray on the machines of its cluster."
     ] = "local"
@@ -103,6 +108,7 @@ class ParallelConfig:
         for name in ("tp", "pp", "dp", "nnodes"):
             check_at_least(name, getattr(self, name), 1)
         check_at_least("node_rank", self.node_rank, 0)
+        check_at_least("one_shot_all_reduce_kib", self.one_shot_all_reduce_kib, 0)
         check_finite("dist_timeout", self.dist_timeout, 0.0, open_end=True)
         if self.node_rank >= self.nnodes:
             raise ConfigError(
@@ -128,6 +134,11 @@ class ParallelConfig:
             raise ConfigError(
                 f"dp is {self.dp} with {where}, but the replicas of a server are on one machine; start a server for "
                 "each replica, and a router before them"
+            )
+        if self.one_shot_all_reduce_kib and self.nnodes > 1:
+            raise ConfigError(
+                f"one_shot_all_reduce_kib is {self.one_shot_all_reduce_kib} with nnodes {self.nnodes}, but only GPUs "
+                "of one machine share memory; leave it out"
             )
         if self.nnodes > 1 and self.num_ranks == 1:
             raise ConfigError(

@@ -165,6 +165,7 @@ class _Resolver:
             check_ray(parallel)
         if parallel.tp > 1:
             check_tp(self.spec, parallel.tp)
+        _check_one_shot(parallel, device)
         if parallel.pp > 1:
             check_stages(self.spec, parallel)
             self.check_beside_stages()
@@ -401,6 +402,13 @@ def _ranks_text(parallel: ParallelConfig) -> str:
 
 def _ranks_flags(parallel: ParallelConfig) -> str:
     return "--tp" if parallel.pp == 1 else "--pp" if parallel.tp == 1 else "--tp or --pp"
+
+
+def _check_one_shot(parallel: ParallelConfig, device: str) -> None:
+    kib = parallel.one_shot_all_reduce_kib
+    if kib and (device != "cuda" or parallel.tp == 1):
+        why = "tp is 1, so there are no sums" if parallel.tp == 1 else f"the device is {device}, not cuda"
+        raise ConfigError(f"one_shot_all_reduce_kib is {kib}, but {why}; leave it out")
 
 
 def check_ray(parallel: ParallelConfig) -> None:

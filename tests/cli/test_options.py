@@ -155,6 +155,7 @@ SERVE_FLAGS = """
 --num-lookahead-tokens
 --num-speculative-tokens
 --num-threads
+--one-shot-all-reduce-kib
 --otlp-endpoint
 --otlp-traces-endpoint
 --overlap

@@ -101,10 +101,15 @@ def load_rank(
 
 
 def generate(
-    tiny: TinyModel, params: SamplingParams, group: TPGroup | None = None, num: int = 8
+    tiny: TinyModel,
+    params: SamplingParams,
+    group: TPGroup | None = None,
+    num: int = 8,
+    *,
+    dtype: Literal["bfloat16", "float32"] = "float32",
 ) -> tuple[list[list[int]], list[Any]]:
     """Tokens of all prompts in one batch, cut into chunks; and what the steps' results say of them."""
-    runner, capacity = load_rank(tiny, group)
+    runner, capacity = load_rank(tiny, group, dtype=dtype)
     driver = Driver(runner, capacity)
     limit = tiny.spec.vocab_size
     prompts = [[token % limit for token in prompt] for prompt in PROMPTS]

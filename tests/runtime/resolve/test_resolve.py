@@ -965,6 +965,21 @@ class TestRanks:
         with pytest.raises(ConfigError, match=message):
             resolve(config(executor="ray", **settings), self.EIGHT_HEADS, HOST)
 
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"tp": 2}, "one_shot_all_reduce_kib is 512, but the device is cpu, not cuda; leave it out"),
+            ({"device": "cpu"}, "one_shot_all_reduce_kib is 512, but tp is 1, so there are no sums"),
+            (
+                {"tp": 2, "nnodes": 2, "dist_init_addr": "10.0.0.1:5000"},
+                "with nnodes 2, but only GPUs of one machine share memory",
+            ),
+        ],
+    )
+    def test_that_share_no_memory_have_no_one_shot_sums(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            resolve(config(one_shot_all_reduce_kib=512, **settings), self.EIGHT_HEADS, HOST)
+
     def test_that_cannot_share_the_heads_are_refused(self):
         with pytest.raises(ConfigError, match="9 attention heads cannot be divided by it; .* 1, 3$"):
             resolve(config(tp=2), SPEC, HOST)
