@@ -7,20 +7,28 @@ sends what its layers return to the next one, and results to rank 0.
 from __future__ import annotations
 
 import gc
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from ..runtime.child.child import Child
 from ..runtime.feasibility import capacity_of
+from ..runtime.kv_backends.make_backend import make_target, make_writer
 from ..runtime.step_plan import RankInput
 from ..runtime.transport.cluster_ipc import PLANS, ClusterClient
 from ..runtime.transport.cluster_key import load_cluster_key
 from ..runtime.transport.ipc import Inbox
+from ..runtime.transport.rank_transfer import worker_name
 from .distributed.join_group import join_group
 from .distributed.rank_loop import RankLoop
 from .distributed.ranked_runner import rank_name
 from .distributed.staged_runner import StageRank
+from .distributed.transfer_worker import ComputedSteps, TransferWorker
 from .load import load_model_runner
+from .memory.page_memory import PageMemory
+
+if TYPE_CHECKING:
+    from .memory.kv_pool import KVPool
 
 
 def main(child: Child) -> None:
@@ -41,12 +49,46 @@ def main(child: Child) -> None:
     assert config.scheduler.overlap != "auto", "the configuration is not resolved"
     adapters = None if runner.adapters is None else runner.adapters.store
     stage = None if place.wire is None else StageRank(runner, place.wire, group)
+    transfer = _make_transfer(child, runner.kv_pool)
     loop = RankLoop(
-        runner, inbox, child, group, overlap=config.scheduler.overlap, adapters=adapters, stage=stage
+        runner,
+        inbox,
+        child,
+        group,
+        overlap=config.scheduler.overlap,
+        adapters=adapters,
+        stage=stage,
+        transfer=transfer,
     )
     group.meet("loaded")
     child.ready()
-    loop.run()
+    try:
+        loop.run()
+    finally:
+        if transfer is not None:
+            transfer.close()
+
+
+def _make_transfer(child: Child, pool: KVPool) -> TransferWorker | None:
+    """The worker of this rank's KV transfers; None: the engine has none.
+
+    Raises:
+        ConfigError: the backend's library is missing or unusable.
+    """
+    settings = child.settings
+    server, mode = settings.config.server, settings.config.scheduler.disaggregation_mode
+    if mode == "null":
+        return None
+    memory = PageMemory(pool)
+    prefills = mode == "prefill"
+    return TransferWorker(
+        settings.endpoints.kv_transfer,
+        worker_name(settings.rank, settings.life),
+        memory,
+        writer=make_writer(server.transfer_backend, memory, server.host) if prefills else None,
+        target=None if prefills else make_target(server.transfer_backend, memory, server.host),
+        computed=ComputedSteps(pool.k[0].device),
+    )
 
 
 def _inbox(child: Child) -> Inbox[RankInput] | ClusterClient[RankInput]:

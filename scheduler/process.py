@@ -157,7 +157,7 @@ def _make_transfer(child: Child, pool: KVPool) -> KVTransfer:
     model = blake2b(msgspec.json.encode(settings.spec), digest_size=16).hexdigest()
     layout = KVLayout(__version__, weights, pool.page_size, memory.tensors, config.parallel.tp, model)
     vocab_size = settings.spec.vocab_size
-    return make_link(config, memory, layout, settings.endpoints.scheduler, vocab_size=vocab_size)
+    return make_link(config, memory, layout, settings.endpoints, life=settings.life, vocab_size=vocab_size)
 
 
 def _idle_work(kv_pool: KVPool) -> Callable[[int], bool]:

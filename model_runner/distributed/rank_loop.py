@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Protocol, assert_never
 
 from ...runtime.messages import HEARTBEAT_INTERVAL_S
 from ...runtime.step_plan import DropAdapter, LaunchStep, ReadAdapter
@@ -26,6 +26,28 @@ if TYPE_CHECKING:
     from .tp_group import TPGroup
 
 
+class RankTransfer(Protocol):
+    """What moves the rank's KV to or from other engines, beside its loop."""
+
+    def launched(self, step_id: int) -> None:
+        """The rank has launched a step."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has ended its thread. A bug; it ends the process."""
+        ...
+
+
+class NoTransfer:
+    """`--disaggregation-mode null`."""
+
+    def launched(self, step_id: int) -> None:
+        """See `RankTransfer`."""
+
+    def check(self) -> None:
+        """See `RankTransfer`."""
+
+
 class RankLoop:
     """One rank and its connections."""
 
@@ -39,13 +61,16 @@ class RankLoop:
         overlap: bool,
         adapters: AdapterStore | None = None,
         stage: StageRank | None = None,
+        transfer: RankTransfer | None = None,
     ) -> None:
         """Take the parts.
 
         Args:
             adapters: the store of the runner's adapters; None: it has none.
             stage: launches the runner's steps if the model has pipeline stages; None: it has none.
+            transfer: moves KV between engines; None: nothing does.
         """
+        self._transfer: RankTransfer = transfer if transfer is not None else NoTransfer()
         self._stage = stage
         self._runner = runner
         self._adapters = adapters
@@ -70,6 +95,7 @@ class RankLoop:
         """
         answers = self._stage is not None and bool(self._in_flight)
         messages = self._inbox.poll(0.0 if answers else HEARTBEAT_INTERVAL_S)
+        self._transfer.check()
         for message in messages:
             match message:
                 case LaunchStep():
@@ -97,6 +123,7 @@ class RankLoop:
             raise RuntimeError(f"step {plan.step_id} came after step {self._last_step_id}: a plan was lost")
         self._last_step_id = plan.step_id
         pending = self._runner.launch(plan) if self._stage is None else self._stage.launch(message)
+        self._transfer.launched(plan.step_id)
         self._in_flight.append(WaitingPending(pending, self._group))
         while len(self._in_flight) > self._max_left_in_flight:
             self._in_flight.popleft().wait()

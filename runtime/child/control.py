@@ -61,6 +61,7 @@ class Endpoints(Record, frozen=True):
         rank_store: the file through which the ranks find each other.
         black_box: the folder for the files of a crash report (see `black_box`); "" for none.
         schedulers: of all replicas, for the tokenizer manager; empty if there is one replica.
+        kv_transfer: of rank 0's link of KV transfers, for the other ranks.
     """
 
     scheduler: str
@@ -70,6 +71,7 @@ class Endpoints(Record, frozen=True):
     rank_store: str = ""
     black_box: str = ""
     schedulers: tuple[str, ...] = ()
+    kv_transfer: str = ""
 
 
 # ---------------------------------------------------------------- tokenizer manager -> supervisor -> all children

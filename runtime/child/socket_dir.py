@@ -32,6 +32,7 @@ _SOCKET_NAMES: Final = {
     role: f"{role.value}.sock" for role in (Role.SCHEDULER, Role.DETOKENIZER, Role.TOKENIZER_MANAGER)
 }
 _RANK_STORE_NAME: Final = "ranks"
+_TRANSFER_NAME: Final = "kv_transfer.sock"
 _RANK_SOCKET: Final = f"{Role.MODEL_RUNNER.value}_{{rank}}.sock"
 _RANK_SOCKET_PATTERN: Final = re.compile(_RANK_SOCKET.format(rank=r"\d{1,4}"))
 _LONGEST_NAME: Final = max(*_SOCKET_NAMES.values(), _RANK_SOCKET.format(rank=9999), key=len)
@@ -85,6 +86,7 @@ class SocketDir:
             model_runners=tuple(f"ipc://{self.path / _RANK_SOCKET.format(rank=rank)}" for rank in ranks),
             rank_store=str(self.path / _RANK_STORE_NAME),
             black_box=str(self.path),
+            kv_transfer=f"ipc://{self.path / _TRANSFER_NAME}",
         )
 
     def _address(self, role: Role) -> str:
@@ -141,7 +143,8 @@ def _remove(path: Path) -> None:
 
 def _is_ours(name: str) -> bool:
     """Whether this is the name of a socket, of the file of the ranks, of the record, or of a file of the black box."""
-    known = name in (_RANK_STORE_NAME, *RECORD_NAMES, *_SOCKET_NAMES.values()) or is_black_box(name)
+    own = (_RANK_STORE_NAME, _TRANSFER_NAME, *RECORD_NAMES, *_SOCKET_NAMES.values())
+    known = name in own or is_black_box(name)
     return known or _RANK_SOCKET_PATTERN.fullmatch(name) is not None
 
 

@@ -424,12 +424,11 @@ class EngineConfig:
         mode = self.scheduler.disaggregation_mode
         if mode == "null":
             return
-        for name, value in (("tp", self.parallel.tp), ("pp", self.parallel.pp)):
-            if value > 1:
-                raise ConfigError(
-                    f"disaggregation_mode is {mode} with {name} {value}, but such an engine has one KV pool in one "
-                    f"process; leave --{name} out, and start several engines behind a router"
-                )
+        if self.parallel.pp > 1:
+            raise ConfigError(
+                f"disaggregation_mode is {mode} with pp {self.parallel.pp}, but the ranks of such an engine hold all "
+                "layers of a page; leave --pp out, or use --tp"
+            )
         if not self.cache.radix_cache:
             raise ConfigError(
                 f"disaggregation_mode is {mode} without the prefix cache, but KV is handed over from one prefix cache "

@@ -5,10 +5,11 @@ number. The decode engine *claims* the prompt's pages from the prefill engine, w
 first token:
 
     decode engine                                    prefill engine
-    Hello (layout, where its pages are)      ──►
+    Hello (layout, where its ranks' pages are) ──►
                                              ◄──     Welcome, or Refused
     Claim (room, pages to write to)          ──►
-                                             ◄──     the pages, chunk by chunk, by the transfer backend
+                                             ◄──     the pages, chunk by chunk, by the transfer backend:
+                                                     each rank writes its part into those of its counterpart
                                              ◄──     Prefilled (first token), or ClaimFailed
     ClaimAborted (room)                      ──►
                                              ◄──     AbortAck: nothing will be written any more
@@ -22,6 +23,8 @@ schedulers: `FromPeer` and `ToPeer` add the name of the other engine.
 """
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 import msgspec
 
@@ -37,8 +40,9 @@ class KVLayout(Record, frozen=True):
         weights: fingerprint of the weight files.
         model: digest of what the configuration files say of the model.
         page_size: tokens per page.
-        tensors: (dtype, bytes of a page) of each tensor of the KV pool, in order.
+        tensors: (dtype, bytes of a page) of each tensor of rank 0's KV pool, in order.
         tp: ranks that share the model.
+        others: the same of the ranks 1, 2, ... as digests; see `digest_of`.
     """
 
     release: str
@@ -47,6 +51,7 @@ class KVLayout(Record, frozen=True):
     tensors: tuple[tuple[str, int], ...]
     tp: int = 1
     model: str = ""
+    others: tuple[str, ...] = ()
 
     def difference(self, other: KVLayout) -> str:
         """In words, how this layout differs from another one; "" if pages can be exchanged."""
@@ -62,7 +67,17 @@ class KVLayout(Record, frozen=True):
                 return f"they differ in {what}: {own} and {theirs}"
         if self.tensors != other.tensors:
             return "they differ in the order of KV tensors"
+        for rank, (ours, of_them) in enumerate(zip(self.others, other.others, strict=False), 1):
+            if ours != of_them:
+                return f"they differ in KV dtype or shape of rank {rank} (digest): {ours} and {of_them}"
+        if len(self.others) != len(other.others):
+            return f"they differ in the number of ranks: {1 + len(self.others)} and {1 + len(other.others)}"
         return ""
+
+
+def digest_of(tensors: tuple[tuple[str, int], ...]) -> str:
+    """Of (dtype, bytes of a page) of the tensors of a pool."""
+    return blake2b(msgspec.json.encode(tensors), digest_size=8).hexdigest()
 
 
 def _words_of(tensors: tuple[tuple[str, int], ...]) -> str:
@@ -79,12 +94,13 @@ class Hello(Message, frozen=True):
     Attributes:
         layout: of the decode engine's KV pool.
         backend: its `--transfer-backend`.
-        target: what the backend of the prefill engine needs to write into that pool; only backends read it.
+        targets: for each rank what the backend of the prefill engine's rank needs to write into its pool; only
+            backends read it.
     """
 
     layout: KVLayout
     backend: str
-    target: bytes = b""
+    targets: tuple[bytes, ...]
 
 
 class Claim(Message, frozen=True):
@@ -118,6 +134,12 @@ class RoomReleased(Message, frozen=True):
     room: str
 
 
+class PagesTaken(Message, frozen=True):
+    """The pages of a `PageData` are in the decode engine's pool, or were dropped with their claim."""
+
+    number: int
+
+
 class Ping(Message, frozen=True):
     """A sign of life; answered by `Pong`."""
 
@@ -128,10 +150,10 @@ class Ping(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """Pages can be exchanged. Nothing is written any more for claims of an earlier connection.
 
-    `process`: the prefill engine's process that writes.
+    `processes`: those of the prefill engine that write, one for each rank.
     """
 
-    process: ProcessIdentity
+    processes: tuple[ProcessIdentity, ...]
 
 
 class SayHello(Message, frozen=True):
@@ -185,16 +207,23 @@ class Pong(Message, frozen=True):
 
 
 class PageData(Message, frozen=True):
-    """The head of pages that the backend `local` sends through the connection.
+    """The head of pages that the backend `local` sends through the connection; answered by `PagesTaken`.
 
     A frame with their ids ([n] int32) and a frame for each tensor of the pool follow.
+
+    Attributes:
+        room, attempt: of the claim.
+        rank: the rank with these parts of the pages, on both sides.
+        number: of this message; no two have the same.
     """
 
     room: str
     attempt: int
+    rank: int
+    number: int
 
 
-ToPrefill = Hello | Claim | ClaimAborted | RoomReleased | Ping
+ToPrefill = Hello | Claim | ClaimAborted | RoomReleased | PagesTaken | Ping
 ToDecode = Welcome | SayHello | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
 
 
@@ -251,6 +280,8 @@ class WritePages(Record, frozen=True):
 
     Attributes:
         sources, targets: [n] int32 each.
+        step_id: the last step that rank 0 has settled. It has computed the pages, or an earlier one has; other ranks
+            may be a step behind.
     """
 
     peer: str
@@ -258,6 +289,7 @@ class WritePages(Record, frozen=True):
     attempt: int
     sources: bytes
     targets: bytes
+    step_id: int
 
 
 TransferCommand = ToPeer | WritePages

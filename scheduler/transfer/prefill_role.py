@@ -110,6 +110,7 @@ class PrefillRole:
         "_page_size",
         "_rids",
         "_rooms",
+        "_settled_step",
         "_supply",
         "_timeout_s",
         "_tombs",
@@ -129,6 +130,7 @@ class PrefillRole:
         ] = {}  # claims that are over, with writes that are not
         self._commands: list[TransferCommand] = []
         self._counts = TransferCounts()
+        self._settled_step = 0
 
     @property
     def num_open(self) -> int:
@@ -166,6 +168,7 @@ class PrefillRole:
         return Changes(steps) if steps else NO_CHANGES
 
     def settled(self, batch: ScheduleBatch) -> None:
+        self._settled_step = batch.plan.step_id  # pages in the cache are of this step or of earlier ones
         if self._rids:
             for req in batch.reqs[: batch.num_extends]:
                 if (name := self._rids.get(req.rid)) is not None:
@@ -327,6 +330,7 @@ class PrefillRole:
                 claim.message.attempt,
                 self._cache.pages_of(lease)[begin:end].tobytes(),
                 claim.pages[begin - first : end - first].tobytes(),
+                self._settled_step,
             )
         )
 

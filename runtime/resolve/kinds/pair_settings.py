@@ -34,8 +34,8 @@ def pair_settings(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     ):
         if value != usual:
             raise ConfigError(
-                f"disaggregation_mode is {mode} with {name} {value}, but such an engine is one process with one KV "
-                f"pool on one machine; leave --{name} out, and start several engines behind a router"
+                f"disaggregation_mode is {mode} with {name} {value}, but such an engine has one scheduler, and its "
+                f"ranks are on one machine; leave --{name} out, and start several engines behind a router"
             )
     if mode != "both":
         return config

@@ -12,13 +12,14 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 import zmq
 import zmq.utils.monitor
 
+from ....runtime.kv_backends.base import TransferError, Work
 from ....runtime.transport.cluster_key import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
@@ -30,6 +31,7 @@ from ....runtime.transport.kv_transfer import (
     Hello,
     KVLayout,
     PageData,
+    PagesTaken,
     PeerFenced,
     PeerLost,
     Ping,
@@ -45,8 +47,8 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
 )
 from ....runtime.transport.process_identity import ProcessIdentity
-from .backends.base import PageTarget
 from .connection import CommandQueue, Context, Socket, connect
+from .pages.base import PageReceiver
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,20 @@ class _State(enum.Enum):
     SILENT = enum.auto()
 
 
+Attempt = tuple[str, int]
+"""Room, and number of the claim."""
+Answer = Prefilled | ClaimFailed | AbortAck
+
+
+class _Storing(NamedTuple):
+    """Pages of a `PageData` that this engine writes into the pool of a rank."""
+
+    attempt: Attempt
+    number: int
+    connection: int
+    work: Work
+
+
 @dataclass(slots=True)
 class _Peer:
     """A prefill engine.
@@ -80,8 +96,11 @@ class _Peer:
         waiting: claims that are not sent, with the time at which they came.
         must_greet: it is connected, and `Hello` is not sent.
         open: claims that were sent and are not answered, by (room, attempt).
-        process: the one that writes; None before its first `Welcome`.
-        given_up: (room, attempt) of claims that were aborted, or open when the engine was lost: it may still write.
+        processes: those that write, of all its ranks; empty before its first `Welcome`.
+        given_up: claims that were aborted, or open when the engine was lost: it may still write.
+        storing: pages of it that are being stored.
+        held: answers of claims with such pages.
+        connection: how often it was connected.
         fenced_s: when a lost engine can write no more, whatever it does.
         idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
     """
@@ -95,16 +114,23 @@ class _Peer:
     pinged_s: float = 0.0
     must_greet: bool = False
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
-    open: dict[tuple[str, int], Claim] = field(default_factory=dict)
-    process: ProcessIdentity | None = None
-    given_up: set[tuple[str, int]] = field(default_factory=set)
+    open: dict[Attempt, Claim] = field(default_factory=dict)
+    processes: tuple[ProcessIdentity, ...] = ()
+    given_up: set[Attempt] = field(default_factory=set)
+    storing: list[_Storing] = field(default_factory=list)
+    held: list[Answer] = field(default_factory=list)
+    connection: int = 0
     fenced_s: float = math.inf
     idle_since_s: float | None = None
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is certain that its process has ended."""
-        return self.process is not None and self.process.is_dead()
+        """Whether it is certain that the processes of all its ranks have ended."""
+        return bool(self.processes) and all(process.is_dead() for process in self.processes)
+
+    def is_storing(self, attempt: Attempt) -> bool:
+        """Whether pages of a claim are being stored."""
+        return any(each.attempt == attempt for each in self.storing)
 
 
 class DecodeLink:
@@ -116,7 +142,7 @@ class DecodeLink:
         key: ClusterKey | None,
         layout: KVLayout,
         backend: str,
-        target: PageTarget,
+        receiver: PageReceiver,
         vocab_size: int,
         scheduler: str,
     ) -> None:
@@ -124,8 +150,8 @@ class DecodeLink:
         self._vocab_size = vocab_size
         self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._key = key
-        self._hello = Hello(layout, backend, target.target())
-        self._target = target
+        self._hello = Hello(layout, backend, receiver.targets())
+        self._receiver = receiver
         self._endpoint = scheduler
         self._context: Context = zmq.Context()
         self._commands = CommandQueue(self._context)
@@ -163,23 +189,25 @@ class DecodeLink:
         self._poller.register(self._commands.wake, zmq.POLLIN)
         try:
             while not self._stops:
-                busy = self._target.polls and any(
+                polls = self._receiver.polls and any(
                     peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
                 )
-                self._poller.poll(_BUSY_POLL_MS if busy else _IDLE_POLL_MS)
-                if busy:
-                    self._target.progress()
+                stores = any(peer.storing for peer in self._peers.values())
+                self._poller.poll(_BUSY_POLL_MS if polls or stores else _IDLE_POLL_MS)
+                if polls:
+                    self._receiver.progress()
                 for command in self._commands.take():
                     self._execute(command)
                 for peer in self._peers.values():
                     self._watch(peer)
                     self._read(peer)
+                    self._check_stores(peer)
                     self._check_time(peer)
                 self._forget_idle()
         except Exception as error:
             self._failure = error
         finally:
-            self._target.close()
+            self._receiver.close()
             for peer in self._peers.values():
                 self._close(peer)
             self._commands.wake.close()
@@ -231,12 +259,23 @@ class DecodeLink:
         if peer is not None and attempt in peer.open:
             del peer.open[attempt]
             self._tell(peer, message)
-            if not self._target.is_passive:
+            if not self._receiver.is_passive:
                 peer.given_up.add(attempt)
                 return  # the prefill engine answers
         elif peer is not None:
             peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
-        self._outbox.send(FromPeer(name, AbortAck(message.room, message.attempt)))
+        answer = AbortAck(message.room, message.attempt)
+        if peer is None:
+            self._outbox.send(FromPeer(name, answer))
+        else:
+            self._answer(peer, answer)
+
+    def _answer(self, peer: _Peer, answer: Answer) -> None:
+        """Tell the scheduler how a claim has ended, when nothing is written into its pages any more."""
+        if peer.is_storing((answer.room, answer.attempt)):
+            peer.held.append(answer)
+        else:
+            self._outbox.send(FromPeer(peer.name, answer))
 
     def _fail(self, name: str, claim: Claim, reason: str) -> None:
         """Answer a claim that was not sent."""
@@ -259,6 +298,7 @@ class DecodeLink:
             event = zmq.utils.monitor.recv_monitor_message(peer.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 peer.must_greet = True
+                peer.connection += 1
             else:  # the kernel has closed the connection, or the network has: its messages end here
                 self._read(peer)
                 if peer.state is not _State.CONNECTING:
@@ -281,7 +321,7 @@ class DecodeLink:
         match message:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
-                peer.state, peer.process = _State.WELCOME, message.process
+                peer.state, peer.processes = _State.WELCOME, message.processes
                 self._fence(peer)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
@@ -300,14 +340,16 @@ class DecodeLink:
                 claimed = peer.open.pop((message.room, message.attempt), None)
                 if not isinstance(message, Prefilled):
                     peer.given_up.discard((message.room, message.attempt))
-                answer: ClaimFailed | Prefilled | AbortAck = message
+                answer: Answer = message
                 if claimed and isinstance(message, Prefilled) and not self._is_well_formed(message, claimed):
                     reason = f"the answer of {peer.name} is malformed"
                     answer = ClaimFailed(message.room, message.attempt, reason)
-                self._outbox.send(FromPeer(peer.name, answer))
+                self._answer(peer, answer)
             case PageData():
                 if (message.room, message.attempt) in peer.open:
                     self._store(peer, message, frames[1:])
+                else:
+                    self._tell(peer, PagesTaken(message.number))
             case Pong():
                 pass
 
@@ -317,17 +359,47 @@ class DecodeLink:
         return 0 <= int.from_bytes(message.output_ids, "little", signed=True) < self._vocab_size
 
     def _store(self, peer: _Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
+        attempt = message.room, message.attempt
         try:
             pages = np.frombuffer(frames[0].buffer, dtype=np.int32)
-            claimed = np.frombuffer(peer.open[message.room, message.attempt].pages, dtype=np.int32)
+            claimed = np.frombuffer(peer.open[attempt].pages, dtype=np.int32)
             if not np.isin(pages, claimed).all():
                 raise ValueError("some were not claimed")
-            self._target.store(pages, [frame.buffer for frame in frames[1:]])
+            work = self._receiver.store(message.rank, pages, [frame.buffer for frame in frames[1:]])
         except (ValueError, IndexError) as error:
-            del peer.open[message.room, message.attempt]
-            self._tell(peer, ClaimAborted(message.room, message.attempt))
-            reason = f"pages from {peer.name} do not fit: {error}"
-            self._outbox.send(FromPeer(peer.name, ClaimFailed(message.room, message.attempt, reason)))
+            self._tell(peer, PagesTaken(message.number))
+            self._fail_open(peer, attempt, str(error))
+            return
+        peer.storing.append(_Storing(attempt, message.number, peer.connection, work))
+
+    def _check_stores(self, peer: _Peer) -> None:
+        """Note the pages that are stored, and give the answers that have waited for them."""
+        if not peer.storing:
+            return
+        left = []
+        for each in peer.storing:
+            error = ""
+            try:
+                if not each.work.is_done():
+                    left.append(each)
+                    continue
+            except TransferError as failed:
+                error = str(failed)
+            if each.connection == peer.connection:
+                self._tell(peer, PagesTaken(each.number))
+            if error:
+                self._fail_open(peer, each.attempt, error)
+        peer.storing = left
+        held, peer.held = peer.held, []
+        for answer in held:
+            self._answer(peer, answer)
+
+    def _fail_open(self, peer: _Peer, attempt: Attempt, error: str) -> None:
+        if peer.open.pop(attempt, None) is None:
+            return
+        room, number = attempt
+        self._tell(peer, ClaimAborted(room, number))
+        self._answer(peer, ClaimFailed(room, number, f"pages from {peer.name} do not fit: {error}"))
 
     def _check_time(self, peer: _Peer) -> None:
         now_s = time.monotonic()
@@ -352,13 +424,15 @@ class DecodeLink:
     def _lose(self, peer: _Peer, reason: str) -> None:
         """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
-        if not self._target.is_passive:
+        self._check_stores(peer)
+        if not self._receiver.is_passive:
             peer.given_up.update(peer.open)
         peer.open.clear()
         if peer.is_dead:
             peer.given_up.clear()
         peer.fenced_s = time.monotonic() + FENCE_S
-        self._outbox.send(PeerLost(peer.name, reason, not peer.given_up))
+        # Pages that are being stored are free when the scheduler has aborted their claims, and they are stored.
+        self._outbox.send(PeerLost(peer.name, reason, not peer.given_up and not peer.storing))
 
     def _fence(self, peer: _Peer) -> None:
         """Nothing is written any more for claims that were given up."""
@@ -371,7 +445,7 @@ class DecodeLink:
         """Disconnect where there has been no engine for a while; a later claim looks the address up again."""
         now_s = time.monotonic()
         for peer in list(self._peers.values()):
-            if peer.state is not _State.CONNECTING or peer.waiting or peer.given_up:
+            if peer.state is not _State.CONNECTING or peer.waiting or peer.given_up or peer.storing:
                 peer.idle_since_s = None
             elif peer.idle_since_s is None:
                 peer.idle_since_s = now_s

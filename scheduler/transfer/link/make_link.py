@@ -6,14 +6,22 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from msgspec.structs import replace
+
+from ....runtime.child.control import Endpoints
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
+from ....runtime.kv_backends.make_backend import make_target, make_writer
 from ....runtime.transport.cluster_ipc import is_loopback
 from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
-from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
+from ....runtime.transport.kv_transfer import KVLayout, TransferCommand, digest_of
+from ....runtime.transport.process_identity import own_identity
+from .pages.direct import DirectReceiver, DirectSender
+from .pages.local import LocalReceiver, LocalSender
+from .pages.ranks import Ranks
 
 if TYPE_CHECKING:
-    from .backends.base import PageTarget, PageWriter, PoolMemory
+    from ....runtime.kv_backends.base import PoolMemory
 
 logger = logging.getLogger(__name__)
 
@@ -41,36 +49,56 @@ class NoKVTransfer:
 
 
 def make_link(
-    config: EngineConfig, memory: PoolMemory, layout: KVLayout, scheduler: str, *, vocab_size: int
+    config: EngineConfig,
+    memory: PoolMemory,
+    layout: KVLayout,
+    endpoints: Endpoints,
+    *,
+    life: int,
+    vocab_size: int,
 ) -> KVTransfer:
     """Make that of a disaggregated engine, listening or ready to connect.
 
     Args:
-        memory: of the pool with the pages to exchange.
+        memory: of rank 0's pool with the pages to exchange.
         layout: of the pool.
+        endpoints: of the engine's processes.
+        life: of the group of ranks.
         vocab_size: of the model.
-        scheduler: endpoint of the scheduler's inbox.
 
     Raises:
         ConfigError: the port cannot be listened at, the backend's library is missing or unusable, or the key of the
             connections is missing.
+        RankLostError: another rank has not come in time.
     """
-    backend, key = config.server.transfer_backend, link_key(config)
-    if config.scheduler.disaggregation_mode == "prefill":
+    server, key = config.server, link_key(config)
+    backend = server.transfer_backend
+    prefills = config.scheduler.disaggregation_mode == "prefill"
+    ranks = Ranks(endpoints.kv_transfer, config.parallel.num_ranks, life)
+    # Before the wait: a library that is missing here is missing everywhere, and the reason comes at once.
+    writer = make_writer(backend, memory, server.host) if prefills else None
+    target = None if prefills else make_target(backend, memory, server.host)
+    ranks.wait(server.startup_timeout)
+    layout = replace(layout, others=tuple(digest_of(worker.tensors) for worker in ranks.workers))
+    if prefills:
         from .prefill_link import PrefillLink
 
-        server = config.server
         link = PrefillLink(
             host=server.host,
             port=server.bootstrap_port,
             key=key,
             layout=layout,
             backend=backend,
-            writer=_writer(backend, memory, server.host),
-            scheduler=scheduler,
+            sender=LocalSender(memory, ranks) if writer is None else DirectSender(writer, ranks),
+            processes=[own_identity(), *(worker.process for worker in ranks.workers)],
+            scheduler=endpoints.scheduler,
         )
         logger.info(
-            "decode engines may connect at %s:%d backend=%s", server.host, server.bootstrap_port, backend
+            "decode engines may connect at %s:%d backend=%s ranks=%d",
+            server.host,
+            server.bootstrap_port,
+            backend,
+            layout.tp,
         )
         return link
     from .decode_link import DecodeLink
@@ -79,9 +107,9 @@ def make_link(
         key=key,
         layout=layout,
         backend=backend,
-        target=_target(backend, memory, config.server.host),
+        receiver=LocalReceiver(memory, ranks) if target is None else DirectReceiver(target, ranks),
         vocab_size=vocab_size,
-        scheduler=scheduler,
+        scheduler=endpoints.scheduler,
     )
 
 
@@ -100,35 +128,3 @@ def link_key(config: EngineConfig) -> ClusterKey | None:
             "protects it; name a file with --cluster-key-file on all engines, or listen on 127.0.0.1"
         )
     return None
-
-
-def _writer(backend: str, memory: PoolMemory, host: str) -> PageWriter:
-    match backend:
-        case "nixl":
-            from .backends.nixl import NixlWriter
-
-            return NixlWriter(memory, host)
-        case "mooncake":
-            from .backends.mooncake import MooncakeWriter
-
-            return MooncakeWriter(memory, host)
-        case _:
-            from .backends.local import LocalWriter
-
-            return LocalWriter(memory)
-
-
-def _target(backend: str, memory: PoolMemory, host: str) -> PageTarget:
-    match backend:
-        case "nixl":
-            from .backends.nixl import NixlTarget
-
-            return NixlTarget(memory, host)
-        case "mooncake":
-            from .backends.mooncake import MooncakeTarget
-
-            return MooncakeTarget(memory, host)
-        case _:
-            from .backends.local import LocalTarget
-
-            return LocalTarget(memory)

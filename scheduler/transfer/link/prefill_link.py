@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-import numpy as np
 import zmq
 
 from ....runtime.errors import ConfigError
+from ....runtime.kv_backends.base import TransferError, Work
 from ....runtime.transport.cluster_key import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
@@ -24,7 +24,7 @@ from ....runtime.transport.kv_transfer import (
     FromPeer,
     Hello,
     KVLayout,
-    PageData,
+    PagesTaken,
     PagesWritten,
     PeerLost,
     Ping,
@@ -40,16 +40,16 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
     WritePages,
 )
-from ....runtime.transport.process_identity import own_identity
-from .backends.base import PageWriter, TransferError, Write
+from ....runtime.transport.process_identity import ProcessIdentity
 from .connection import CommandQueue, Context, Listener
+from .pages.base import Frames, PageSender, Sending
 
 logger = logging.getLogger(__name__)
 
 PEER_SILENCE_S: Final = 30.0
 """A decode engine with claims sends a sign of life each second."""
 WRITE_S: Final = 60.0
-"""A write that takes longer is given up, and with it the connection to its decode engine."""
+"""A write without progress for so long is given up, and with it the connection to its decode engine."""
 _MAX_ROOM_CHARS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 1000
@@ -61,9 +61,12 @@ def _is_well_formed(claim: Claim) -> bool:
 
 @dataclass(slots=True)
 class _Writing:
+    """A `WritePages` that is under way. `moved_s`: when it was begun, or the peer last took pages of it."""
+
     command: WritePages
-    write: Write
+    write: Sending
     started_s: float
+    moved_s: float
 
 
 class PrefillLink:
@@ -77,7 +80,8 @@ class PrefillLink:
         key: ClusterKey | None,
         layout: KVLayout,
         backend: str,
-        writer: PageWriter,
+        sender: PageSender,
+        processes: Sequence[ProcessIdentity],
         scheduler: str,
     ) -> None:
         """Listen, and start the thread.
@@ -86,16 +90,17 @@ class PrefillLink:
             host, port: where decode engines connect.
             key: encrypts the connections; None: they are plain.
             layout: of this engine's KV pool.
-            backend, writer: `--transfer-backend`.
+            backend, sender: `--transfer-backend`.
+            processes: of all ranks, which write.
             scheduler: endpoint of the scheduler's inbox.
 
         Raises:
             ConfigError: the address cannot be listened at.
         """
         self._layout = layout
-        self._process = own_identity()
+        self._processes = tuple(processes)
         self._backend = backend
-        self._writer = writer
+        self._sender = sender
         self._endpoint = scheduler
         self._context: Context = zmq.Context()
         try:
@@ -112,6 +117,7 @@ class PrefillLink:
             str, set[tuple[str, int]]
         ] = {}  # of each, open (room, attempt) since its last `Hello`
         self._greeting: dict[str, Hello] = {}  # peers that are welcome when earlier writes to them have ended
+        self._joining: dict[str, Work] = {}  # peers that are welcome when all ranks know them
         self._leaving: set[str] = (
             set()
         )  # lost peers that the backend still knows, for writes that are under way
@@ -149,7 +155,7 @@ class PrefillLink:
         poller.register(self._commands.wake, zmq.POLLIN)
         try:
             while not self._stops:
-                poller.poll(_BUSY_POLL_MS if self._writing else _IDLE_POLL_MS)
+                poller.poll(_BUSY_POLL_MS if self._writing or self._joining else _IDLE_POLL_MS)
                 for command in self._commands.take():
                     self._execute(command)
                 while self._socket.poll(0):
@@ -158,12 +164,13 @@ class PrefillLink:
                     if message is not None:
                         self._receive(name.decode(errors="replace"), message)
                 self._check_writes()
+                self._greet_waiting()
                 self._welcome()
                 self._check_silence()
         except Exception as error:
             self._failure = error
         finally:
-            self._writer.close()
+            self._sender.close()
             self._commands.wake.close()
             self._outbox.close()
             self._listener.close()
@@ -181,39 +188,33 @@ class PrefillLink:
                 self._write(command)
 
     def _write(self, command: WritePages) -> None:
-        sources, targets = (
-            np.frombuffer(each, dtype=np.int32) for each in (command.sources, command.targets)
-        )
-        peer = command.peer
-        header = self._encoder.encode(PageData(command.room, command.attempt))
-        started_s = time.monotonic()
-        try:
-            if (command.room, command.attempt) not in self._claims.get(peer, ()):
-                raise TransferError(f"{peer} is not connected any more")
-            write = self._writer.write(
-                peer, sources, targets, header, lambda frames: self._send_frames(peer, frames)
-            )
-        except TransferError as error:
-            self._outbox.send(PagesWritten(peer, command.room, command.attempt, str(error)))
+        peer, now_s = command.peer, time.monotonic()
+        if (command.room, command.attempt) not in self._claims.get(peer, ()):
+            reason = f"{peer} is not connected any more"
+            self._outbox.send(PagesWritten(peer, command.room, command.attempt, reason))
             return
-        self._writing.append(_Writing(command, write, started_s))
+        write = self._sender.write(command, lambda frames: self._send_frames(peer, frames))
+        self._writing.append(_Writing(command, write, now_s, now_s))
 
     def _check_writes(self) -> None:
         left = []
         for each in self._writing:
             command, error = each.command, ""
-            seconds = time.monotonic() - each.started_s
+            now_s = time.monotonic()
             try:
                 if not each.write.is_done():
-                    if seconds < WRITE_S:
+                    if now_s - each.moved_s < WRITE_S:
                         left.append(each)
                         continue
                     error = f"the write has not ended within {WRITE_S:g} s"
-                    self._stuck.add(command.peer)
+                    if not each.write.stop():
+                        self._stuck.add(command.peer)
                     self._lose(command.peer, error)
             except TransferError as failed:
                 error = str(failed)
-            self._outbox.send(PagesWritten(command.peer, command.room, command.attempt, error, seconds))
+            self._outbox.send(
+                PagesWritten(command.peer, command.room, command.attempt, error, now_s - each.started_s)
+            )
         self._writing = left
 
     def _receive(self, peer: str, message: ToPrefill) -> None:
@@ -222,13 +223,16 @@ class PrefillLink:
             self._greeting[peer] = message
             return
         if peer not in self._heard_s:  # silent for too long, or it takes this engine for its predecessor
-            if peer not in self._greeting:
+            if peer not in self._greeting and peer not in self._joining:
                 self._tell(peer, SayHello())
             return
         self._heard_s[peer] = time.monotonic()
         match message:
             case Ping():
                 self._tell(peer, Pong())
+            case PagesTaken():
+                self._sender.taken(peer, message.number)
+                self._note_progress(peer)
             case Claim() if not _is_well_formed(message):
                 self._tell(peer, ClaimFailed(message.room, message.attempt, "the claim is malformed"))
             case Claim():
@@ -237,18 +241,25 @@ class PrefillLink:
             case ClaimAborted() | RoomReleased():
                 self._outbox.send(FromPeer(peer, message))
 
-    def _welcome(self) -> None:
-        """Answer those that have said hello, when no write of an earlier connection is under way."""
-        for peer in [*self._leaving, *self._greeting] if self._leaving or self._greeting else ():
+    def _note_progress(self, peer: str) -> None:
+        now_s = time.monotonic()
+        for each in self._writing:
+            if each.command.peer == peer:
+                each.moved_s = now_s
+
+    def _greet_waiting(self) -> None:
+        """Greet those that have said hello, when no rank writes for an earlier connection any more."""
+        for peer in [*dict.fromkeys((*self._leaving, *self._greeting))]:
             if any(each.command.peer == peer for each in self._writing):
                 continue
             if peer in self._leaving:
                 self._leaving.discard(peer)
-                self._writer.drop_peer(peer)
+                self._sender.drop_peer(peer)
             if (hello := self._greeting.pop(peer, None)) is not None:
                 self._greet(peer, hello)
 
     def _greet(self, peer: str, hello: Hello) -> None:
+        """Refuse a peer, or let all ranks connect to it."""
         reason = self._layout.difference(hello.layout)
         if not reason and hello.backend != self._backend:
             reason = f"they differ in --transfer-backend: {self._backend} and {hello.backend}"
@@ -256,17 +267,32 @@ class PrefillLink:
             reason = "a write to it did not end, and may still arrive; start it again"
         if not reason:
             try:
-                self._writer.add_peer(peer, hello.target)
+                self._joining[peer] = self._sender.add_peer(peer, hello.targets)
             except TransferError as error:
                 reason = str(error)
         if reason:
-            logger.error("refused a decode engine peer=%s: %s", peer, reason)
-            self._tell(peer, Refused(reason))
-            return
-        logger.info("a decode engine has come peer=%s", peer)
-        self._heard_s[peer] = time.monotonic()
-        self._claims[peer] = set()
-        self._tell(peer, Welcome(self._process))
+            self._refuse(peer, reason)
+
+    def _refuse(self, peer: str, reason: str) -> None:
+        logger.error("refused a decode engine peer=%s: %s", peer, reason)
+        self._tell(peer, Refused(reason))
+
+    def _welcome(self) -> None:
+        """Answer those that all ranks are connected to."""
+        for peer, joining in list(self._joining.items()):
+            try:
+                if not joining.is_done():
+                    continue
+            except TransferError as error:
+                del self._joining[peer]
+                self._sender.drop_peer(peer)
+                self._refuse(peer, str(error))
+                continue
+            del self._joining[peer]
+            logger.info("a decode engine has come peer=%s", peer)
+            self._heard_s[peer] = time.monotonic()
+            self._claims[peer] = set()
+            self._tell(peer, Welcome(self._processes))
 
     def _check_silence(self) -> None:
         now_s = time.monotonic()
@@ -277,8 +303,13 @@ class PrefillLink:
 
     def _lose(self, peer: str, reason: str) -> None:
         """Forget a peer with its claims. Writes that are under way end by themselves; none is begun any more."""
+        if self._joining.pop(peer, None) is not None:
+            self._leaving.add(peer)  # no rank has written to it
         if self._heard_s.pop(peer, None) is None:
             return
+        for each in self._writing:
+            if each.command.peer == peer:
+                each.write.stop()
         del self._claims[peer]
         self._leaving.add(peer)
         self._outbox.send(PeerLost(peer, reason, is_fenced=True))
@@ -286,7 +317,7 @@ class PrefillLink:
     def _tell(self, peer: str, message: ToDecode) -> None:
         self._send_frames(peer, [self._encoder.encode(message)])
 
-    def _send_frames(self, peer: str, frames: Sequence[bytes | memoryview]) -> None:
+    def _send_frames(self, peer: str, frames: Frames) -> None:
         try:
             self._socket.send_multipart([peer.encode(), *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:  # it has left; its silence will show it

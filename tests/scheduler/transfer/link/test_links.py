@@ -6,7 +6,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,12 @@ from engine.runtime.transport.kv_transfer import (
     ToPeer,
     WritePages,
 )
-from engine.runtime.transport.process_identity import own_identity
+from engine.runtime.transport.process_identity import ProcessIdentity, own_identity
 from engine.scheduler.transfer.link import decode_link, prefill_link
-from engine.scheduler.transfer.link.backends.base import PageWriter
-from engine.scheduler.transfer.link.backends.local import LocalTarget, LocalWriter
 from engine.scheduler.transfer.link.decode_link import DecodeLink
+from engine.scheduler.transfer.link.pages.base import PageSender
+from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
+from engine.scheduler.transfer.link.pages.ranks import Ranks
 from engine.scheduler.transfer.link.prefill_link import PrefillLink
 
 WAIT_S = 30.0
@@ -91,7 +92,8 @@ def make_prefill_link(
     side: Side,
     port: int,
     key: ClusterKey | None = None,
-    make_writer: Callable[[PageMemory], PageWriter] = LocalWriter,
+    make_sender: Callable[[PageMemory, Ranks], PageSender] = LocalSender,
+    processes: Sequence[ProcessIdentity] = (),
 ) -> PrefillLink:
     return PrefillLink(
         host="127.0.0.1",
@@ -99,9 +101,14 @@ def make_prefill_link(
         key=key,
         layout=KVLayout("1", "w", 4, side.memory.tensors),
         backend="local",
-        writer=make_writer(side.memory),
+        sender=make_sender(side.memory, no_ranks()),
+        processes=processes or [own_identity()],
         scheduler=side.endpoint,
     )
+
+
+def no_ranks() -> Ranks:
+    return Ranks("", num_ranks=1, life=0)
 
 
 class Unfinished:
@@ -113,33 +120,36 @@ class Unfinished:
     def is_done(self) -> bool:
         return self.is_over.is_set()
 
+    def stop(self) -> bool:
+        return False
 
-class UnfinishedWriter(LocalWriter):
+
+class UnfinishedSender(LocalSender):
     """All its writes are one `Unfinished`."""
 
-    def __init__(self, memory: PageMemory) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: PageMemory, ranks: Ranks) -> None:
+        super().__init__(memory, ranks)
         self.under_way = Unfinished()
 
     def write(self, *arguments: object) -> Unfinished:  # type: ignore[override]
         return self.under_way
 
 
-class Polled(LocalTarget):
+class Polled(LocalReceiver):
     """A backend that makes progress on both sides."""
 
     is_passive = False
     polls = True
 
-    def __init__(self, memory: PageMemory) -> None:
-        super().__init__(memory)
+    def __init__(self, memory: PageMemory, ranks: Ranks) -> None:
+        super().__init__(memory, ranks)
         self.has_progressed = threading.Event()
 
     def progress(self) -> None:
         self.has_progressed.set()
 
 
-class WrittenFromOutside(LocalTarget):
+class WrittenFromOutside(LocalReceiver):
     """As a backend whose prefill engines write into this engine's memory."""
 
     is_passive = False
@@ -163,13 +173,17 @@ def make_sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSides]:
             layout = KVLayout("1", "w", 4, prefill.memory.tensors)
             port = free_port()
             prefill.link = make_prefill_link(
-                prefill, port, changes.get("prefill_key"), changes.get("writer", LocalWriter)
+                prefill,
+                port,
+                changes.get("prefill_key"),
+                changes.get("sender", LocalSender),
+                changes.get("processes", ()),
             )
             decode.link = DecodeLink(
                 key=changes.get("decode_key"),
                 layout=changes.get("layout", layout),
                 backend=changes.get("backend", "local"),
-                target=changes.get("target", LocalTarget)(decode.memory),
+                receiver=changes.get("receiver", LocalReceiver)(decode.memory, no_ranks()),
                 vocab_size=97,
                 scheduler=decode.endpoint,
             )
@@ -207,7 +221,7 @@ def test_pages_arrive_before_the_first_token(make_sides: MakeSides) -> None:
     got = prefill.next()
     assert isinstance(got, FromPeer) and got.message == sent
     result = Prefilled("a", 1, 2, ids(3))
-    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6), 1)])
     written = prefill.next()
     assert isinstance(written, PagesWritten) and not written.error
     prefill.link.send([ToPeer(got.peer, result)])
@@ -229,7 +243,7 @@ def test_pages_of_an_aborted_claim_are_dropped(make_sides: MakeSides) -> None:
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
     assert decode.next() == FromPeer(peer, AbortAck("a", 1))
 
-    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6), 1)])
     prefill.link.send([ToPeer(got.peer, ClaimFailed("a", 1, "gone"))])
 
     assert decode.next() == FromPeer(peer, ClaimFailed("a", 1, "gone"))
@@ -350,7 +364,7 @@ def test_a_failure_of_the_thread_is_raised_in_the_loop(
 
 
 def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: MakeSides) -> None:
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
     claim(decode, peer)
     prefill.next()
     prefill.link.close()
@@ -366,7 +380,7 @@ def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: M
 
 
 def test_an_abort_without_an_answer_holds_its_pages_when_the_connection_breaks(make_sides: MakeSides) -> None:
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
     claim(decode, peer)
     prefill.next()
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
@@ -381,7 +395,7 @@ def test_an_engine_that_is_connected_is_never_fenced_by_time(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_link, "FENCE_S", 0.0)
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
     claim(decode, peer)
     got = prefill.next()
     assert isinstance(got, FromPeer)
@@ -398,7 +412,7 @@ def begin_to_write(prefill: Side, decode: Side, peer: str) -> FromPeer:
     claim(decode, peer)
     got = prefill.next()
     assert isinstance(got, FromPeer)
-    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6), 1)])
     return got
 
 
@@ -406,7 +420,7 @@ def test_an_engine_is_welcome_again_when_nothing_is_written_to_it_any_more(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_link, "PING_S", 1000.0)  # silent
-    prefill, decode, peer = make_sides(target=WrittenFromOutside, writer=UnfinishedWriter)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside, sender=UnfinishedSender)
     got = begin_to_write(prefill, decode, peer)
     monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 0.1)
     assert isinstance(prefill.next(), PeerLost)
@@ -416,7 +430,7 @@ def test_an_engine_is_welcome_again_when_nothing_is_written_to_it_any_more(
     assert isinstance(decode.next(), PeerLost)
     claim(decode, peer, room="c", attempt=3)  # waits until it is welcome
     assert decode.inbox.poll(0.3) == []  # the pages of the first claim are not free
-    prefill.link._writer.under_way.is_over.set()
+    prefill.link._sender.under_way.is_over.set()
 
     assert decode.next() == PeerFenced(peer)
     told = {type(prefill.next()), type(prefill.next())}
@@ -427,7 +441,7 @@ def test_an_engine_to_which_a_write_never_ended_is_refused(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prefill_link, "WRITE_S", 0.1)
-    prefill, decode, peer = make_sides(target=WrittenFromOutside, writer=UnfinishedWriter)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside, sender=UnfinishedSender)
     begin_to_write(prefill, decode, peer)
     told = [prefill.next(), prefill.next()]
     assert {type(each) for each in told} == {PagesWritten, PeerLost}
@@ -441,15 +455,15 @@ def test_an_engine_to_which_a_write_never_ended_is_refused(
 
 
 def test_progress_is_made_until_an_abort_is_answered(make_sides: MakeSides) -> None:
-    prefill, decode, peer = make_sides(target=Polled)
+    prefill, decode, peer = make_sides(receiver=Polled)
     claim(decode, peer)
     prefill.next()
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
     prefill.next()
 
     for _ in range(3):
-        decode.link._target.has_progressed.clear()
-        assert decode.link._target.has_progressed.wait(WAIT_S)
+        decode.link._receiver.has_progressed.clear()
+        assert decode.link._receiver.has_progressed.wait(WAIT_S)
 
 
 def test_claims_that_have_ended_are_forgotten(make_sides: MakeSides) -> None:
@@ -463,18 +477,20 @@ def test_claims_that_have_ended_are_forgotten(make_sides: MakeSides) -> None:
     assert list(prefill.link._claims.values()) == [set()]
 
 
-def test_pages_of_a_process_that_has_ended_are_free_at_once(
-    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lives", [0, 1])
+def test_pages_are_free_at_once_when_the_processes_of_all_ranks_have_ended(
+    make_sides: MakeSides, lives: int
 ) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
-    monkeypatch.setattr(prefill_link, "own_identity", lambda: replace(own_identity(), pid=gone.pid))
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    processes = [replace(own_identity(), pid=gone.pid), own_identity()]
+    processes = processes if lives else processes[:1] * 2
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside, processes=processes)
     claim(decode, peer)
     prefill.next()
     prefill.link.close()
     prefill.link = None
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=True)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=not lives)
 
 
 def test_a_process_of_another_place_is_never_known_to_be_dead() -> None:
@@ -488,7 +504,7 @@ def test_a_frozen_engine_that_goes_on_answers_the_abort(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 0.2)
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
     monkeypatch.setattr(prefill.link, "_receive", held := Held(prefill.link._receive))
     claim(decode, peer)
     lost = decode.next()
@@ -524,7 +540,7 @@ def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_link, "FENCE_S", 0.1)
-    prefill, decode, peer = make_sides(target=WrittenFromOutside)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
     claim(decode, peer)
     prefill.next()
     prefill.link.close()
@@ -543,7 +559,7 @@ def test_a_decode_engine_that_was_frozen_is_welcome_again(
     got = prefill.next()
     assert isinstance(got, FromPeer)
     assert prefill.next() == PeerLost(got.peer, "no sign of life for 0.1 s", is_fenced=True)
-    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6))])
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6), 1)])
     late = prefill.next()
     assert isinstance(late, PagesWritten) and "not connected any more" in late.error
     monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
@@ -587,7 +603,7 @@ def test_pages_that_were_not_claimed_are_not_written(make_sides: MakeSides) -> N
     claim(decode, peer)
     got = prefill.next()
     assert isinstance(got, FromPeer)
-    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 7))])
+    prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 7), 1)])
     news = decode.next()
     assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
     assert "some were not claimed" in news.message.reason

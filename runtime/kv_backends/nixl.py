@@ -16,10 +16,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .....runtime.errors import ConfigError
-from .....runtime.transport.cluster_ipc import is_loopback
-from .....runtime.transport.message_base import Record
-from .base import Pages, PoolMemory, SendFrames, TransferError
+from ..errors import ConfigError
+from ..transport.cluster_ipc import is_loopback
+from ..transport.message_base import Record
+from .base import Pages, PoolMemory, TransferError
 from .library_settings import use_loopback_for_ucx
 
 _MODULES: Final = ("nixl_cu12._api", "nixl_cu13._api", "nixl._api")
@@ -125,7 +125,7 @@ class NixlWriter:
             except Exception:
                 pass
 
-    def write(self, peer: str, sources: Pages, targets: Pages, header: bytes, send: SendFrames) -> _Write:
+    def write(self, peer: str, sources: Pages, targets: Pages) -> _Write:
         if peer not in self._peers:
             raise TransferError(f"nixl: {peer} is not known")
         _, pages, num_pages = self._peers[peer]
@@ -148,7 +148,6 @@ class NixlWriter:
 class NixlTarget:
     """See `PageTarget`."""
 
-    is_passive = False
     polls = True
 
     def __init__(self, memory: PoolMemory, host: str) -> None:
@@ -165,9 +164,6 @@ class NixlTarget:
         regions = tuple((address, size, count) for address, size, count in memory.regions)
         own = _Target(metadata, regions, memory.device_id)
         return msgspec.msgpack.encode(own)
-
-    def store(self, pages: Pages, frames: object) -> None:
-        raise ValueError("the backend nixl writes pages itself")
 
     def progress(self) -> None:
         self._own.agent.get_new_notifs()

@@ -1,27 +1,33 @@
-"""`PageWriter` and `PageTarget`: the two sides of a transfer backend, each used by the thread of its link alone."""
+"""`PageWriter` and `PageTarget`: the two sides of a transfer library, for the pages of one rank.
+
+Each is used by one thread: on rank 0 that of the link, on the others that of the rank's `TransferWorker`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Pages = npt.NDArray[np.int32]
-SendFrames = Callable[[Sequence[bytes | memoryview]], None]
 
 
 class PoolMemory(Protocol):
-    """The KV pool of an engine as the model runner shows it: `PageMemory`.
+    """The KV pool of a rank as the model runner shows it: `PageMemory`.
 
     Attributes:
         regions: (address, bytes of a page, pages) of each tensor.
+        tensors: (dtype, bytes of a page) of each.
         device_id: number of the GPU; None on the CPU.
     """
 
     @property
     def regions(self) -> Sequence[tuple[int, int, int]]: ...
+
+    @property
+    def tensors(self) -> tuple[tuple[str, int], ...]: ...
 
     @property
     def device_id(self) -> int | None: ...
@@ -48,23 +54,31 @@ class TransferError(Exception):
     """Pages could not be written; the message says why."""
 
 
-class Write(Protocol):
-    """Pages that are being written."""
+class Work(Protocol):
+    """Work that was begun: pages that are being written, or a peer that is being connected to."""
 
     def is_done(self) -> bool:
-        """Whether all pages are there. Call it again and again: some backends make progress in it only.
+        """Whether it is complete. Call it again and again: some backends make progress in it only.
 
         Raises:
-            TransferError: they will not come. Nothing of this write reaches the other engine any more.
+            TransferError: it will not be. Nothing of it reaches the other engine any more.
         """
         ...
+
+
+class Done:
+    """`Work` that is complete."""
+
+    def is_done(self) -> bool:
+        """See `Work`."""
+        return True
 
 
 class PageWriter(Protocol):
     """Prefill side: writes pages of its pool into those of decode engines."""
 
     def add_peer(self, peer: str, target: bytes) -> None:
-        """A decode engine with this name has come; again, if it has been restarted.
+        """The same rank of a decode engine with this name has come; again, if it has been restarted.
 
         Args:
             target: what its `PageTarget` says of itself.
@@ -78,12 +92,8 @@ class PageWriter(Protocol):
         """It is gone."""
         ...
 
-    def write(self, peer: str, sources: Pages, targets: Pages, header: bytes, send: SendFrames) -> Write:
+    def write(self, peer: str, sources: Pages, targets: Pages) -> Work:
         """Begin to write `sources` into the peer's pages `targets`, [n] each.
-
-        Args:
-            header: names the claim, for a backend that sends pages through the connection.
-            send: sends frames to the peer, in order.
 
         Raises:
             TransferError: it cannot begin.
@@ -99,23 +109,13 @@ class PageTarget(Protocol):
     """Decode side: lets prefill engines write into its pool.
 
     Attributes:
-        is_passive: whether this engine writes the pages itself, so that nothing arrives for an aborted claim.
         polls: whether `progress` must be called often while claims are open.
     """
 
-    is_passive: bool
     polls: bool
 
     def target(self) -> bytes:
         """What a `PageWriter` must know of it."""
-        ...
-
-    def store(self, pages: Pages, frames: Sequence[bytes | memoryview]) -> None:
-        """Write pages that came through the connection.
-
-        Raises:
-            ValueError: they do not fit.
-        """
         ...
 
     def progress(self) -> None:

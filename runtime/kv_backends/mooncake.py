@@ -14,9 +14,9 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from .....runtime.errors import ConfigError
-from .....runtime.transport.message_base import Record
-from .base import Pages, PoolMemory, SendFrames, TransferError
+from ..errors import ConfigError
+from ..transport.message_base import Record
+from .base import Pages, PoolMemory, TransferError
 from .library_settings import limit_mooncake, mooncake_protocol
 
 Regions = Sequence[tuple[int, int, int]]
@@ -97,7 +97,7 @@ class MooncakeWriter:
         if (threads := self._threads.pop(peer, None)) is not None:
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def write(self, peer: str, sources: Pages, targets: Pages, header: bytes, send: SendFrames) -> _Write:
+    def write(self, peer: str, sources: Pages, targets: Pages) -> _Write:
         if peer not in self._peers:
             raise TransferError(f"mooncake: {peer} is not known")
         session, regions = self._peers[peer]
@@ -127,7 +127,6 @@ class MooncakeWriter:
 class MooncakeTarget:
     """See `PageTarget`. Mooncake's own threads take the pages."""
 
-    is_passive = False
     polls = False
 
     def __init__(self, memory: PoolMemory, host: str) -> None:
@@ -141,9 +140,6 @@ class MooncakeTarget:
     def target(self) -> bytes:
         regions = tuple((address, size, count) for address, size, count in self._own.memory.regions)
         return msgspec.msgpack.encode(_Target(self._own.session, regions))
-
-    def store(self, pages: Pages, frames: object) -> None:
-        raise ValueError("the backend mooncake writes pages itself")
 
     def progress(self) -> None:
         pass

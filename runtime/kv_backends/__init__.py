@@ -1,0 +1,1 @@
+"""`--transfer-backend`: the libraries that write KV pages into the memory of another engine, each used by one rank."""

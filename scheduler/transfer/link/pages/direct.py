@@ -1,0 +1,123 @@
+"""`DirectSender` and `DirectReceiver`: rank i of the prefill engine writes its part of the pages to rank i there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from .....runtime.kv_backends.base import Pages, PageTarget, PageWriter, TransferError, Work
+from .....runtime.transport.kv_transfer import WritePages
+from .....runtime.transport.rank_transfer import PROGRESS_S, AddPeer, DropPeer, MakeProgress, WriteOwnPages
+from .base import Frames, SendFrames
+from .ranks import Ranks
+
+_PROGRESS_AGAIN_S: Final = PROGRESS_S / 4
+
+
+class AllOf:
+    """`Work` of several ranks. It has ended when it has on all of them, and has failed if it has on one."""
+
+    def __init__(self, parts: Sequence[Work], error: str = "") -> None:
+        """`error`: of a part that has failed already."""
+        self._open = list(parts)
+        self._error = error
+
+    def is_done(self) -> bool:
+        """See `Work`."""
+        left = []
+        for part in self._open:
+            try:
+                if not part.is_done():
+                    left.append(part)
+            except TransferError as error:
+                self._error = self._error or str(error)
+        self._open = left
+        if left:
+            return False  # pages of a rank may still arrive, also if those of another one have failed
+        if self._error:
+            raise TransferError(self._error)
+        return True
+
+    def stop(self) -> bool:
+        """See `Sending`. A library cannot take back what it has begun."""
+        return not self._open
+
+
+class DirectSender:
+    """See `PageSender`."""
+
+    def __init__(self, writer: PageWriter, ranks: Ranks) -> None:
+        """`writer`: of rank 0."""
+        self._writer = writer
+        self._ranks = ranks
+
+    def add_peer(self, peer: str, targets: Sequence[bytes]) -> AllOf:
+        """See `PageSender`."""
+        if len(targets) != 1 + len(self._ranks):
+            raise TransferError(f"it names {len(targets)} ranks, but there are {1 + len(self._ranks)}")
+        self._writer.add_peer(peer, targets[0])
+        others = enumerate(targets[1:], 1)
+        return AllOf([self._ranks.order(rank, AddPeer(0, peer, target)) for rank, target in others])
+
+    def drop_peer(self, peer: str) -> None:
+        """See `PageSender`."""
+        self._writer.drop_peer(peer)
+        self._ranks.tell(DropPeer(peer))
+
+    def write(self, command: WritePages, send: SendFrames) -> AllOf:
+        """See `PageSender`. Rank 0 has settled the step that computed the pages; the others wait for it."""
+        own = WriteOwnPages(0, command.peer, command.sources, command.targets, command.step_id)
+        parts: list[Work] = [self._ranks.order(rank, own) for rank in range(1, 1 + len(self._ranks))]
+        sources, targets = (
+            np.frombuffer(each, dtype=np.int32) for each in (command.sources, command.targets)
+        )
+        try:
+            parts.append(self._writer.write(command.peer, sources, targets))
+        except TransferError as error:
+            return AllOf(parts, str(error))
+        return AllOf(parts)
+
+    def taken(self, peer: str, number: int) -> None:
+        """See `PageSender`."""
+
+    def close(self) -> None:
+        """See `PageSender`."""
+        self._writer.close()
+        self._ranks.close()
+
+
+class DirectReceiver:
+    """See `PageReceiver`."""
+
+    is_passive = False
+
+    def __init__(self, target: PageTarget, ranks: Ranks) -> None:
+        """`target`: of rank 0."""
+        self._target = target
+        self._ranks = ranks
+        self._told_s = 0.0
+        self.polls = target.polls
+
+    def targets(self) -> tuple[bytes, ...]:
+        """See `PageReceiver`."""
+        return (self._target.target(), *(worker.target for worker in self._ranks.workers))
+
+    def store(self, rank: int, pages: Pages, frames: Frames) -> Work:
+        """See `PageReceiver`."""
+        raise ValueError("the backend writes pages itself")
+
+    def progress(self) -> None:
+        """See `PageReceiver`."""
+        self._target.progress()
+        now_s = time.monotonic()
+        if now_s - self._told_s > _PROGRESS_AGAIN_S:
+            self._told_s = now_s
+            self._ranks.tell(MakeProgress())
+
+    def close(self) -> None:
+        """See `PageReceiver`."""
+        self._target.close()
+        self._ranks.close()
