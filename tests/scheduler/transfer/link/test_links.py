@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import torch
-import zmq
 from msgspec.structs import replace
 
-from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.errors import ConfigError
-from engine.runtime.messages import SchedulerInput
-from engine.runtime.transport.cluster_key import ClusterKey, load_cluster_key
-from engine.runtime.transport.ipc import Inbox
+from engine.runtime.transport.cluster_key import load_cluster_key
 from engine.runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
@@ -38,77 +31,13 @@ from engine.runtime.transport.kv_transfer import (
     ToPeer,
     WritePages,
 )
-from engine.runtime.transport.process_identity import ProcessIdentity, own_identity
+from engine.runtime.transport.process_identity import own_identity
 from engine.scheduler.transfer.link import decode_link, prefill_link
 from engine.scheduler.transfer.link.decode_link import DecodeLink
-from engine.scheduler.transfer.link.pages.base import PageSender
 from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
 from engine.scheduler.transfer.link.pages.ranks import Ranks
-from engine.scheduler.transfer.link.prefill_link import PrefillLink
 
-WAIT_S = 30.0
-NUM_PAGES = 8
-
-
-def make_pool() -> KVPool:
-    return KVPool(
-        num_layers=2,
-        num_pages=NUM_PAGES,
-        page_size=4,
-        num_kv_heads=1,
-        head_dim=8,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
-
-
-class Side:
-    """One engine's link, its pool, and the inbox of its scheduler."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.endpoint = f"ipc://{folder}/{name}"
-        decoder: msgspec.msgpack.Decoder[SchedulerInput] = msgspec.msgpack.Decoder(SchedulerInput)
-        self.inbox = Inbox(self.endpoint, decoder)
-        self.pool = make_pool()
-        self.memory = PageMemory(self.pool)
-        self.link: Any = None
-        self._news: list[SchedulerInput] = []
-
-    def next(self) -> SchedulerInput:
-        """The next news of the link."""
-        if not self._news:
-            self._news = self.inbox.poll(WAIT_S)
-        assert self._news, "no news"
-        return self._news.pop(0)
-
-    def close(self) -> None:
-        if self.link is not None:
-            self.link.close()
-            self.link = None
-        self.inbox.close()
-
-
-def make_prefill_link(
-    side: Side,
-    port: int,
-    key: ClusterKey | None = None,
-    make_sender: Callable[[PageMemory, Ranks], PageSender] = LocalSender,
-    processes: Sequence[ProcessIdentity] = (),
-) -> PrefillLink:
-    return PrefillLink(
-        host="127.0.0.1",
-        port=port,
-        key=key,
-        layout=KVLayout("1", "w", 4, side.memory.tensors),
-        backend="local",
-        sender=make_sender(side.memory, no_ranks()),
-        processes=processes or [own_identity()],
-        scheduler=side.endpoint,
-    )
-
-
-def no_ranks() -> Ranks:
-    return Ranks("", num_ranks=1, life=0)
+from .sides import WAIT_S, MakeSides, Side, claim, free_port, ids, make_pool, make_prefill_link
 
 
 class Unfinished:
@@ -153,63 +82,6 @@ class WrittenFromOutside(LocalReceiver):
     """As a backend whose prefill engines write into this engine's memory."""
 
     is_passive = False
-
-
-MakeSides = Callable[..., tuple[Side, Side, str]]
-
-
-@pytest.fixture
-def make_sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeSides]:
-    """Make a prefill and a decode side; returns both, and the address of the first one."""
-    folder = Path("/tmp") / f"link-{secrets.token_hex(6)}"  # the path of a Unix socket must be short
-    folder.mkdir(mode=0o700)
-    with ExitStack() as stack:
-
-        def make(**changes: Any) -> tuple[Side, Side, str]:
-            sides = [Side(folder, secrets.token_hex(4)) for _ in range(2)]
-            for side in sides:
-                stack.callback(side.close)
-            prefill, decode = sides
-            layout = KVLayout("1", "w", 4, prefill.memory.tensors)
-            port = free_port()
-            prefill.link = make_prefill_link(
-                prefill,
-                port,
-                changes.get("prefill_key"),
-                changes.get("sender", LocalSender),
-                changes.get("processes", ()),
-            )
-            decode.link = DecodeLink(
-                key=changes.get("decode_key"),
-                layout=changes.get("layout", layout),
-                backend=changes.get("backend", "local"),
-                receiver=changes.get("receiver", LocalReceiver)(decode.memory, no_ranks()),
-                vocab_size=97,
-                scheduler=decode.endpoint,
-            )
-            return prefill, decode, f"127.0.0.1:{port}"
-
-        yield make
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-
-def free_port() -> int:
-    with zmq.Context() as context, context.socket(zmq.PULL) as probe:
-        port: int = probe.bind_to_random_port("tcp://127.0.0.1")
-        return port
-
-
-def ids(*pages: int) -> bytes:
-    return np.array(pages, dtype=np.int32).tobytes()
-
-
-def claim(decode: Side, peer: str, *, room: str = "a", attempt: int = 1) -> Claim:
-    """Send a claim for pages 5 and 6 of the decode side."""
-    message = Claim(room, attempt, 0, ids(5, 6), 7)
-    decode.link.send([ToPeer(peer, message)])
-    return message
 
 
 def test_pages_arrive_before_the_first_token(make_sides: MakeSides) -> None:
