@@ -128,6 +128,8 @@ class EventLoop:
             self._has_idle_work = self._idle_work(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
+        # After `advance`, which has waited for all steps that were launched before a page could be claimed: no step in
+        # flight writes to a page that another engine may write to from now on.
         self._transfer.send(self._scheduler.take_transfer_commands())
         # After the tokens, for which clients wait.
         self._kv_events.publish(self._scheduler.take_block_events(), self._scheduler.adapter)

@@ -98,6 +98,7 @@ def test_sockets_and_the_meeting_point_of_ranks_go_away_too(tmp):
         for path in (
             *(name.removeprefix("ipc://") for name in endpoints.model_runners),
             endpoints.rank_store,
+            endpoints.kv_transfer.removeprefix("ipc://"),
         ):
             Path(path).touch()
 

@@ -34,6 +34,12 @@ def test_a_pair_is_two_replicas() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_each_engine_may_have_several_ranks(mode: Any) -> None:
+    parallel = pair_settings(config(mode, parallel=ParallelConfig(tp=4)), SPEC).parallel
+    assert (parallel.tp, parallel.dp) == (4, 2 if mode == "both" else 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("groups", "spec", "words"),
     [
@@ -43,7 +49,7 @@ def test_a_pair_is_two_replicas() -> None:
         (
             {"parallel": ParallelConfig(tp=2, nnodes=2, dist_init_addr="h:1")},
             SPEC,
-            "with tp 2, but such an engine has one KV pool",
+            "with nnodes 2, but such an engine has one scheduler, and its ranks are on one machine",
         ),
         ({"parallel": ParallelConfig(executor="ray")}, SPEC, "with executor ray"),
         ({"parallel": ParallelConfig(pp=2)}, SPEC, "with pp 2"),

@@ -48,6 +48,29 @@ def test_chunks_are_sent_while_the_next_one_is_computed() -> None:
     assert sizes == [2, 2, 2, 1]
 
 
+def test_a_write_names_the_step_that_has_computed_its_pages() -> None:
+    pair = Pair(prefill={"chunked_prefill_size": 8})
+    steps: list[int] = []
+
+    def note(command: WritePages) -> bool:
+        steps.append(command.step_id)
+        return False
+
+    pair.fails_write = note
+    prompt = list(range(1, 31))
+    pair.submit("a", prompt=prompt, max_new_tokens=3)
+    pair.run()
+    chunks = list(steps)
+    pair.decode.flush()
+
+    pair.submit("b", prompt=prompt, max_new_tokens=3)  # cached by the prefill engine
+    pair.run()
+
+    assert chunks == [1, 2, 3, 4]
+    late = steps[len(chunks) :]
+    assert late and all(step >= chunks[-1] for step in late)
+
+
 def test_only_pages_that_are_missing_travel() -> None:
     pair = Pair()
     beginning = list(range(1, 13))
