@@ -92,25 +92,23 @@ class Listener:
             self._authenticator.stop()
 
 
-def connect(context: Context, peer: str, name: str, key: ClusterKey | None) -> tuple[Socket, Socket]:
+def connect(
+    context: Context, address: str, port: int, name: str, key: ClusterKey | None
+) -> tuple[Socket, Socket]:
     """A decode engine's socket to a prefill engine, and the socket that tells when it is connected.
 
     Args:
-        peer: HOST:PORT.
+        address: of the prefill engine, numeric.
+        port: its `--bootstrap-port`.
         name: of the decode engine; no two have the same.
-
-    Raises:
-        OSError: the host has no address.
     """
-    host, _, port = peer.rpartition(":")
-    numeric = numeric_address(host.removeprefix("[").removesuffix("]"))
     dealer = make_socket(context, zmq.DEALER)
     dealer.identity = name.encode()
     dealer.immediate = True  # messages to an engine that is not there are not kept for its successor
-    dealer.ipv6 = ":" in numeric
+    dealer.ipv6 = ":" in address
     if key is not None:
         dealer.curve_serverkey = dealer.curve_publickey = key.public
         dealer.curve_secretkey = key.secret
     monitor = dealer.get_monitor_socket(MONITORED)  # before it connects: no event is missed
-    dealer.connect(tcp(numeric, int(port)))
+    dealer.connect(tcp(address, port))
     return dealer, monitor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import math
 import os
@@ -11,15 +10,14 @@ import threading
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import numpy as np
 import zmq
 import zmq.utils.monitor
 
-from ....runtime.kv_backends.base import TransferError, Work
+from ....runtime.kv_backends.base import TransferError
 from ....runtime.transport.cluster_key import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
@@ -46,9 +44,10 @@ from ....runtime.transport.kv_transfer import (
     TransferCommand,
     Welcome,
 )
-from ....runtime.transport.process_identity import ProcessIdentity
-from .connection import CommandQueue, Context, Socket, connect
+from .connection import CommandQueue, Context, connect
+from .lookups import Lookups, known_address
 from .pages.base import PageReceiver
+from .prefill_peer import Answer, Attempt, Peer, State, Storing
 
 logger = logging.getLogger(__name__)
 
@@ -63,74 +62,9 @@ longer must not go on: start it again."""
 FORGET_S: Final = 60.0
 MAX_PEERS: Final = 256
 _BUSY_POLL_MS: Final = 1
+_LOOKUP_POLL_MS: Final = 10
 _IDLE_POLL_MS: Final = 500
 _EVENTS_PER_POLL: Final = 64
-
-
-class _State(enum.Enum):
-    CONNECTING = enum.auto()
-    WELCOME = enum.auto()
-    REFUSED = enum.auto()
-    SILENT = enum.auto()
-
-
-Attempt = tuple[str, int]
-"""Room, and number of the claim."""
-Answer = Prefilled | ClaimFailed | AbortAck
-
-
-class _Storing(NamedTuple):
-    """Pages of a `PageData` that this engine writes into the pool of a rank."""
-
-    attempt: Attempt
-    number: int
-    connection: int
-    work: Work
-
-
-@dataclass(slots=True)
-class _Peer:
-    """A prefill engine.
-
-    Attributes:
-        waiting: claims that are not sent, with the time at which they came.
-        must_greet: it is connected, and `Hello` is not sent.
-        open: claims that were sent and are not answered, by (room, attempt).
-        processes: those that write, of all its ranks; empty before its first `Welcome`.
-        given_up: claims that were aborted, or open when the engine was lost: it may still write.
-        storing: pages of it that are being stored.
-        held: answers of claims with such pages.
-        connection: how often it was connected.
-        fenced_s: when a lost engine can write no more, whatever it does.
-        idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
-    """
-
-    name: str
-    socket: Socket
-    monitor: Socket
-    state: _State = _State.CONNECTING
-    refusal: str = ""
-    heard_s: float = 0.0
-    pinged_s: float = 0.0
-    must_greet: bool = False
-    waiting: list[tuple[float, Claim]] = field(default_factory=list)
-    open: dict[Attempt, Claim] = field(default_factory=dict)
-    processes: tuple[ProcessIdentity, ...] = ()
-    given_up: set[Attempt] = field(default_factory=set)
-    storing: list[_Storing] = field(default_factory=list)
-    held: list[Answer] = field(default_factory=list)
-    connection: int = 0
-    fenced_s: float = math.inf
-    idle_since_s: float | None = None
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is certain that the processes of all its ranks have ended."""
-        return bool(self.processes) and all(process.is_dead() for process in self.processes)
-
-    def is_storing(self, attempt: Attempt) -> bool:
-        """Whether pages of a claim are being stored."""
-        return any(each.attempt == attempt for each in self.storing)
 
 
 class DecodeLink:
@@ -157,7 +91,8 @@ class DecodeLink:
         self._commands = CommandQueue(self._context)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, Peer] = {}
+        self._lookups = Lookups()
         self._poller = zmq.Poller()
         self._stops = False
         self._failure: Exception | None = None
@@ -193,11 +128,18 @@ class DecodeLink:
                     peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
                 )
                 stores = any(peer.storing for peer in self._peers.values())
-                self._poller.poll(_BUSY_POLL_MS if polls or stores else _IDLE_POLL_MS)
+                self._poller.poll(
+                    _BUSY_POLL_MS
+                    if polls or stores
+                    else _LOOKUP_POLL_MS
+                    if len(self._lookups)
+                    else _IDLE_POLL_MS
+                )
                 if polls:
                     self._receiver.progress()
                 for command in self._commands.take():
                     self._execute(command)
+                self._take_addresses()
                 for peer in self._peers.values():
                     self._watch(peer)
                     self._read(peer)
@@ -225,29 +167,30 @@ class DecodeLink:
                 self._abort(command.peer, command.message)
             case RoomReleased() as released:
                 peer = self._peers.get(command.peer)
-                if peer is not None and peer.state is _State.WELCOME:  # else it finds out by itself
+                if peer is not None and peer.state is State.WELCOME:  # else it finds out by itself
                     self._tell(peer, released)
 
     def _claim(self, name: str, claim: Claim) -> None:
         peer = self._peers.get(name)
-        if peer is None and len(self._peers) >= MAX_PEERS:
+        if peer is None and len(self._peers) + len(self._lookups) >= MAX_PEERS:
             self._fail(name, claim, f"this engine is connected to {MAX_PEERS} prefill engines, the most")
             return
         if peer is None:
-            try:
-                peer = self._connect(name)
-            except (OSError, ValueError, zmq.ZMQError) as error:
-                self._fail(name, claim, f"{name} cannot be reached: {error}")
-                return
+            address = known_address(name)
+            if address:
+                self._connect(name, address, [(time.monotonic(), claim)])
+            elif reason := self._lookups.begin(name, claim):
+                self._fail(name, claim, f"{name} cannot be reached: {reason}")
+            return
         match peer.state:
-            case _State.WELCOME:
+            case State.WELCOME:
                 peer.open[claim.room, claim.attempt] = claim
                 self._tell(peer, claim)
-            case _State.CONNECTING:
+            case State.CONNECTING:
                 peer.waiting.append((time.monotonic(), claim))
-            case _State.REFUSED:
+            case State.REFUSED:
                 self._fail(name, claim, peer.refusal)
-            case _State.SILENT:
+            case State.SILENT:
                 self._fail(name, claim, f"no sign of life from {name} for {PEER_SILENCE_S:g} s")
 
     def _abort(self, name: str, message: ClaimAborted) -> None:
@@ -266,11 +209,12 @@ class DecodeLink:
             peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
         answer = AbortAck(message.room, message.attempt)
         if peer is None:
+            self._lookups.drop(name, message.attempt)
             self._outbox.send(FromPeer(name, answer))
         else:
             self._answer(peer, answer)
 
-    def _answer(self, peer: _Peer, answer: Answer) -> None:
+    def _answer(self, peer: Peer, answer: Answer) -> None:
         """Tell the scheduler how a claim has ended, when nothing is written into its pages any more."""
         if peer.is_storing((answer.room, answer.attempt)):
             peer.held.append(answer)
@@ -281,14 +225,31 @@ class DecodeLink:
         """Answer a claim that was not sent."""
         self._outbox.send(FromPeer(name, ClaimFailed(claim.room, claim.attempt, reason)))
 
-    def _connect(self, name: str) -> _Peer:
-        socket, monitor = connect(self._context, name, self._name, self._key)
-        peer = self._peers[name] = _Peer(name, socket, monitor)
+    def _connect(self, name: str, address: str, claims: list[tuple[float, Claim]]) -> None:
+        """Connect to a prefill engine for claims that wait for it."""
+        try:
+            socket, monitor = connect(
+                self._context, address, int(name.rpartition(":")[2]), self._name, self._key
+            )
+        except (ValueError, zmq.ZMQError) as error:
+            for _, claim in claims:
+                self._fail(name, claim, f"{name} cannot be reached: {error}")
+            return
+        self._peers[name] = Peer(name, socket, monitor, waiting=claims)
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
-        return peer
 
-    def _watch(self, peer: _Peer) -> None:
+    def _take_addresses(self) -> None:
+        """Connect to the engines that have been looked up."""
+        for looked in self._lookups.ended():
+            if looked.address and looked.claims:
+                self._connect(looked.peer, looked.address, looked.claims)
+            for _, claim in looked.claims if looked.error else ():
+                self._fail(looked.peer, claim, f"{looked.peer} cannot be reached: {looked.error}")
+        for name, claim in self._lookups.late(time.monotonic() - CONNECT_S):
+            self._fail(name, claim, f"the address of {name} was not found within {CONNECT_S:g} s")
+
+    def _watch(self, peer: Peer) -> None:
         """Greet an engine when it is connected, again after each connection."""
         for _ in range(_EVENTS_PER_POLL):
             if peer.must_greet:
@@ -301,33 +262,33 @@ class DecodeLink:
                 peer.connection += 1
             else:  # the kernel has closed the connection, or the network has: its messages end here
                 self._read(peer)
-                if peer.state is not _State.CONNECTING:
+                if peer.state is not State.CONNECTING:
                     self._lose(peer, f"the connection to {peer.name} was closed")
-                peer.state, peer.must_greet = _State.CONNECTING, False
+                peer.state, peer.must_greet = State.CONNECTING, False
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         while peer.socket.poll(0):
             frames = peer.socket.recv_multipart(copy=False)
             message = decode_or_drop(frames[0].bytes, self._decoder)
             if message is None:
                 continue
             peer.heard_s = time.monotonic()
-            if peer.state is _State.SILENT:
+            if peer.state is State.SILENT:
                 logger.info("a prefill engine goes on peer=%s", peer.name)
-                peer.state = _State.WELCOME
+                peer.state = State.WELCOME
             self._receive(peer, message, frames)
 
-    def _receive(self, peer: _Peer, message: ToDecode, frames: Sequence[zmq.Frame]) -> None:
+    def _receive(self, peer: Peer, message: ToDecode, frames: Sequence[zmq.Frame]) -> None:
         match message:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
-                peer.state, peer.processes = _State.WELCOME, message.processes
+                peer.state, peer.processes = State.WELCOME, message.processes
                 self._fence(peer)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._claim(peer.name, claim)
             case Refused():
-                peer.state = _State.REFUSED
+                peer.state = State.REFUSED
                 peer.refusal = f"{peer.name} refuses this engine: {message.reason}"
                 logger.error("%s", peer.refusal)
                 waiting, peer.waiting = peer.waiting, []
@@ -335,7 +296,7 @@ class DecodeLink:
                     self._fail(peer.name, claim, peer.refusal)
             case SayHello():
                 self._lose(peer, f"{peer.name} has forgotten this engine")
-                peer.state, peer.must_greet = _State.CONNECTING, True
+                peer.state, peer.must_greet = State.CONNECTING, True
             case Prefilled() | ClaimFailed() | AbortAck():
                 claimed = peer.open.pop((message.room, message.attempt), None)
                 if not isinstance(message, Prefilled):
@@ -358,7 +319,7 @@ class DecodeLink:
             return False
         return 0 <= int.from_bytes(message.output_ids, "little", signed=True) < self._vocab_size
 
-    def _store(self, peer: _Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
+    def _store(self, peer: Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
         attempt = message.room, message.attempt
         try:
             pages = np.frombuffer(frames[0].buffer, dtype=np.int32)
@@ -370,9 +331,9 @@ class DecodeLink:
             self._tell(peer, PagesTaken(message.number))
             self._fail_open(peer, attempt, str(error))
             return
-        peer.storing.append(_Storing(attempt, message.number, peer.connection, work))
+        peer.storing.append(Storing(attempt, message.number, peer.connection, work))
 
-    def _check_stores(self, peer: _Peer) -> None:
+    def _check_stores(self, peer: Peer) -> None:
         """Note the pages that are stored, and give the answers that have waited for them."""
         if not peer.storing:
             return
@@ -394,14 +355,14 @@ class DecodeLink:
         for answer in held:
             self._answer(peer, answer)
 
-    def _fail_open(self, peer: _Peer, attempt: Attempt, error: str) -> None:
+    def _fail_open(self, peer: Peer, attempt: Attempt, error: str) -> None:
         if peer.open.pop(attempt, None) is None:
             return
         room, number = attempt
         self._tell(peer, ClaimAborted(room, number))
         self._answer(peer, ClaimFailed(room, number, f"pages from {peer.name} do not fit: {error}"))
 
-    def _check_time(self, peer: _Peer) -> None:
+    def _check_time(self, peer: Peer) -> None:
         now_s = time.monotonic()
         if peer.waiting and now_s - peer.waiting[0][0] > CONNECT_S:
             late = [claim for since_s, claim in peer.waiting if now_s - since_s > CONNECT_S]
@@ -409,19 +370,19 @@ class DecodeLink:
             for claim in late:
                 reason = f"no prefill engine has answered at {peer.name} within {CONNECT_S:g} s"
                 self._fail(peer.name, claim, reason)
-        if peer.state is _State.WELCOME and not peer.open:
+        if peer.state is State.WELCOME and not peer.open:
             peer.heard_s = now_s  # nothing is expected of it
-        if peer.state in (_State.WELCOME, _State.SILENT) and now_s - peer.pinged_s > PING_S:
+        if peer.state in (State.WELCOME, State.SILENT) and now_s - peer.pinged_s > PING_S:
             peer.pinged_s = now_s
             self._tell(peer, Ping())
-        if peer.state is _State.WELCOME and now_s - peer.heard_s > PEER_SILENCE_S:
-            peer.state = _State.SILENT
+        if peer.state is State.WELCOME and now_s - peer.heard_s > PEER_SILENCE_S:
+            peer.state = State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
             self._lose(peer, reason)
         if peer.given_up and (now_s > peer.fenced_s or peer.is_dead):
             self._fence(peer)
 
-    def _lose(self, peer: _Peer, reason: str) -> None:
+    def _lose(self, peer: Peer, reason: str) -> None:
         """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
         self._check_stores(peer)
@@ -434,7 +395,7 @@ class DecodeLink:
         # Pages that are being stored are free when the scheduler has aborted their claims, and they are stored.
         self._outbox.send(PeerLost(peer.name, reason, not peer.given_up and not peer.storing))
 
-    def _fence(self, peer: _Peer) -> None:
+    def _fence(self, peer: Peer) -> None:
         """Nothing is written any more for claims that were given up."""
         peer.fenced_s = math.inf
         if peer.given_up:
@@ -445,7 +406,7 @@ class DecodeLink:
         """Disconnect where there has been no engine for a while; a later claim looks the address up again."""
         now_s = time.monotonic()
         for peer in list(self._peers.values()):
-            if peer.state is not _State.CONNECTING or peer.waiting or peer.given_up or peer.storing:
+            if peer.state is not State.CONNECTING or peer.waiting or peer.given_up or peer.storing:
                 peer.idle_since_s = None
             elif peer.idle_since_s is None:
                 peer.idle_since_s = now_s
@@ -455,12 +416,12 @@ class DecodeLink:
                 self._close(peer)
                 del self._peers[peer.name]
 
-    def _close(self, peer: _Peer) -> None:
+    def _close(self, peer: Peer) -> None:
         peer.socket.disable_monitor()
         peer.monitor.close(linger=0)
         peer.socket.close(linger=0)
 
-    def _tell(self, peer: _Peer, message: ToPrefill) -> bool:
+    def _tell(self, peer: Peer, message: ToPrefill) -> bool:
         """Send a message; False: there is no connection, which the monitor tells, too."""
         with contextlib.suppress(zmq.Again):
             peer.socket.send(self._encoder.encode(message), zmq.NOBLOCK)

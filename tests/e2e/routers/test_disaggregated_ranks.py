@@ -65,8 +65,9 @@ def test_the_text_of_one_engine_with_two_ranks(pair: EnginePair) -> None:
     """Prompts of several chunks, which another one of the prefix cache follows, greedy and sampled."""
     sampled = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "logprobs": 2}
     for room, fields in enumerate(({}, sampled, {"n": 2, "temperature": 0.9, "seed": 5}), 1):
-        body = {**GREEDY, "prompt": f"request {room} {PROMPT}", **fields}
-        longer = {**body, "prompt": body["prompt"] + "and thirteen more words that no request has had before"}
+        prompt = f"request {room} {PROMPT}"
+        body = {**GREEDY, "prompt": prompt, **fields}
+        longer = {**body, "prompt": prompt + "and thirteen more words that no request has had before"}
         expected = [alone(pair, each)["choices"] for each in (body, longer)]
         before = pair.received()
 

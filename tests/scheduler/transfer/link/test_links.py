@@ -32,8 +32,9 @@ from engine.runtime.transport.kv_transfer import (
     WritePages,
 )
 from engine.runtime.transport.process_identity import own_identity
-from engine.scheduler.transfer.link import decode_link, prefill_link
+from engine.scheduler.transfer.link import decode_link, lookups, prefill_link
 from engine.scheduler.transfer.link.decode_link import DecodeLink
+from engine.scheduler.transfer.link.lookups import Lookups
 from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
 from engine.scheduler.transfer.link.pages.ranks import Ranks
 
@@ -185,6 +186,57 @@ def test_an_address_that_does_not_exist(make_sides: MakeSides) -> None:
     news = decode.next()
     assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
     assert "host.invalid:1 cannot be reached" in news.message.reason
+
+
+class SlowNames:
+    """A name server that answers when the test wants it."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+
+    def __call__(self, host: str) -> str:
+        assert self.answers.wait(WAIT_S)
+        return "127.0.0.1"
+
+
+def test_a_slow_name_server_holds_up_no_other_engine(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode, peer = make_sides()
+    names = SlowNames()
+    decode.link._lookups = Lookups(names)
+    other, _, address = make_sides()
+    slow = f"slow.example:{address.rpartition(':')[2]}"
+    claim(decode, slow)
+    claim(decode, slow, room="b", attempt=2)
+    sent = claim(decode, peer, room="c", attempt=3)
+    got = prefill.next()
+    assert isinstance(got, FromPeer) and got.message == sent
+    decode.link.send([ToPeer(slow, ClaimAborted("a", 1))])
+    assert decode.next() == FromPeer(slow, AbortAck("a", 1))
+
+    names.answers.set()
+
+    got = other.next()
+    assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.attempt == 2
+
+
+def test_a_name_server_that_does_not_answer_fails_the_claim(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode_link, "CONNECT_S", 0.2)
+    monkeypatch.setattr(lookups, "MAX_LOOKUPS", 1)
+    _, decode, _ = make_sides()
+    names = SlowNames()
+    decode.link._lookups = Lookups(names)
+    claim(decode, "slow.example:1")
+    claim(decode, "other.example:1", attempt=2)
+    reasons = [answer.message.reason for answer in (decode.next(), decode.next())]  # type: ignore[union-attr]
+    assert reasons == [
+        "other.example:1 cannot be reached: the addresses of 1 other prefill engines are being looked up",
+        "the address of slow.example:1 was not found within 0.2 s",
+    ]
+    names.answers.set()
 
 
 def test_a_claim_that_was_not_sent_is_aborted_at_once(make_sides: MakeSides) -> None:

@@ -231,7 +231,7 @@ def test_local_pages_are_sent_once_and_few_are_under_way(
         return False
 
     for action in actions:
-        open_reads = [read for read in ranks.reads if not read.is_over]
+        open_reads: list[Any] = [read for read in ranks.reads if not read.is_over]
         match action:
             case "look":
                 look()

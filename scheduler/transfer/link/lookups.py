@@ -1,0 +1,113 @@
+"""`Lookups`: the addresses of prefill engines that are named by host, looked up beside the link's thread.
+
+A name server may take many seconds to answer, and the link's thread also stores pages and answers other engines.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from ....runtime.transport.cluster_ipc import numeric_address
+from ....runtime.transport.kv_transfer import Claim
+
+MAX_LOOKUPS: Final = 16
+"""At the same time; each has a thread, which cannot be ended before the system has given up."""
+
+
+class Looked(NamedTuple):
+    """A lookup that has ended.
+
+    Attributes:
+        peer: HOST:PORT, as claims name it.
+        address: the numeric host; "": there is none.
+        error: why.
+        claims: those that have waited, with the times at which they came.
+    """
+
+    peer: str
+    address: str
+    error: str
+    claims: list[tuple[float, Claim]]
+
+
+class _Lookup:
+    """The thread and its result."""
+
+    def __init__(self, host: str, resolve: Callable[[str], str]) -> None:
+        self.claims: list[tuple[float, Claim]] = []
+        self.address, self.error = "", ""
+        self._resolve = resolve
+        self._is_over = threading.Event()
+        threading.Thread(target=self._run, args=(host,), name="kv-transfer-dns", daemon=True).start()
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over.is_set()
+
+    def _run(self, host: str) -> None:
+        try:
+            self.address = self._resolve(host)
+        except (OSError, ValueError) as error:  # ValueError: no host name at all
+            self.error = str(error)
+        finally:
+            self._is_over.set()
+
+
+class Lookups:
+    """See the module. Used by the link's thread."""
+
+    def __init__(self, resolve: Callable[[str], str] = numeric_address) -> None:
+        """`resolve`: as `numeric_address`."""
+        self._resolve = resolve
+        self._lookups: dict[str, _Lookup] = {}
+
+    def __len__(self) -> int:
+        return len(self._lookups)
+
+    def begin(self, peer: str, claim: Claim) -> str:
+        """Look the host of a peer up, for a claim that waits for it; why that is not possible, or ""."""
+        lookup = self._lookups.get(peer)
+        if lookup is None:
+            if len(self._lookups) >= MAX_LOOKUPS:
+                return f"the addresses of {MAX_LOOKUPS} other prefill engines are being looked up"
+            lookup = self._lookups[peer] = _Lookup(host_of(peer), self._resolve)
+        lookup.claims.append((time.monotonic(), claim))
+        return ""
+
+    def drop(self, peer: str, attempt: int) -> None:
+        """A claim does not wait any more."""
+        lookup = self._lookups.get(peer)
+        if lookup is not None:
+            lookup.claims = [each for each in lookup.claims if each[1].attempt != attempt]
+
+    def ended(self) -> list[Looked]:
+        """Those that have ended since the last call."""
+        ended = [peer for peer, lookup in self._lookups.items() if lookup.is_over]
+        lookups = [(peer, self._lookups.pop(peer)) for peer in ended]
+        return [Looked(peer, each.address, each.error, each.claims) for peer, each in lookups]
+
+    def late(self, since_s: float) -> list[tuple[str, Claim]]:
+        """Take the claims that came before this time; their lookups go on until they end."""
+        late = []
+        for peer, lookup in self._lookups.items():
+            late += [(peer, claim) for came_s, claim in lookup.claims if came_s < since_s]
+            lookup.claims = [each for each in lookup.claims if each[0] >= since_s]
+        return late
+
+
+def host_of(peer: str) -> str:
+    """The host of HOST:PORT or [HOST]:PORT."""
+    return peer.rpartition(":")[0].removeprefix("[").removesuffix("]")
+
+
+def known_address(peer: str) -> str:
+    """The numeric host of a peer; "": it must be looked up. Never blocks."""
+    host = host_of(peer)
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return ""
