@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET
 
 from ....runtime.config.config_fields import SECRETS, config_fields
-from ....runtime.config.engine_config import DisaggregationMode
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, SchedulerReport, base_rid
 from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
@@ -138,13 +138,11 @@ async def server_info(exchange: Exchange, services: Services) -> None:
     )
 
 
-_OWNERS: Final[dict[DisaggregationMode, str]] = {
-    "null": "engine",
-    "both": "engine",
-    "prefill": "sglang",
-    "decode": "sglang",
-}
-"""smg takes an engine's kind from it, and names a room to those of SGLang alone."""
+def _owner(config: EngineConfig) -> str:
+    """smg takes an engine's kind from it, and only to SGLang's it names a room, or a replica with `--dp-aware`."""
+    mode = config.scheduler.disaggregation_mode
+    speaks_as_sglang = mode in ("prefill", "decode") or (mode == "null" and config.parallel.dp > 1)
+    return "sglang" if speaks_as_sglang else "engine"
 
 
 def _fields_of(report: SchedulerReport) -> dict[str, Any]:
@@ -248,7 +246,7 @@ async def old_flush_cache(exchange: Exchange, services: Services) -> None:
 def _model(services: Services) -> ModelBody:
     pooling = services.spec.pooling
     return ModelBody(
-        owned_by=_OWNERS[services.config.scheduler.disaggregation_mode],
+        owned_by=_owner(services.config),
         id=services.served_model,
         created=services.created_s,
         max_model_len=services.manager.capacity.max_model_len,
