@@ -231,7 +231,8 @@ def test_local_pages_are_sent_once_and_few_are_under_way(
         return False
 
     for action in actions:
-        open_reads: list[Any] = [read for read in ranks.reads if not read.is_over]
+        open_reads = [read for read in ranks.reads if not read.is_over]
+        oldest: Any = work._reading[0][2] if work._reading else None
         match action:
             case "look":
                 look()
@@ -243,8 +244,8 @@ def test_local_pages_are_sent_once_and_few_are_under_way(
                 number = untaken.pop()
                 sender.taken("peer", number)
                 sender.taken("peer", number)
-            case "fail" if open_reads and not error and work._reading[0][2] is open_reads[0]:
-                open_reads[0].error = error = "no memory"
+            case "fail" if oldest is not None and not oldest.is_over and not error:
+                oldest.error = error = "no memory"
             case "stop" if not error:
                 assert work.stop()
                 error = "peer is lost"

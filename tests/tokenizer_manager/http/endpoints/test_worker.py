@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.runtime.messages import SchedulerReport
 from tests.tokenizer_manager.conftest import Serve
-from tests.tokenizer_manager.fake_engine import MODEL, TOKENIZER
+from tests.tokenizer_manager.fake_engine import MODEL, TOKENIZER, FakeEngine
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
@@ -84,6 +84,25 @@ def test_server_info_has_what_routers_look_for(serve: Serve):
     }
     assert info["max_total_num_tokens"] == info["capacity"]["num_pages"] * info["capacity"]["page_size"]
     json.dumps(info)
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_others", "owner"),
+    [
+        ("null", 0, "engine"),
+        ("null", 1, "sglang"),
+        ("both", 1, "engine"),
+        ("prefill", 0, "sglang"),
+        ("decode", 0, "sglang"),
+    ],
+)
+def test_smg_is_told_that_it_may_name_rooms_and_replicas(
+    serve: Serve, mode: str, num_others: int, owner: str
+):
+    others = [FakeEngine() for _ in range(num_others)]
+    client = serve(scheduler={"disaggregation_mode": mode}, others=others).client
+    (model,) = client.get("/v1/models").json()["data"]
+    assert model["owned_by"] == owner
 
 
 def test_the_cache_can_be_flushed_as_older_routers_do(serve: Serve):
