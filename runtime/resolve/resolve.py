@@ -173,9 +173,12 @@ class _Resolver:
         hidden = f" ({self.host.num_hidden_gpus} more are hidden by CUDA_VISIBLE_DEVICES)"
         has = f"{num_gpus}{hidden if self.host.num_hidden_gpus else ''}"
         if device == "cuda" and needed > num_gpus and parallel.dp > 1:
+            what, remedy = f"dp is {parallel.dp}", "lower --dp or"
+            if self.config.scheduler.disaggregation_mode == "both":
+                what, remedy = "disaggregation_mode is both", "leave --disaggregation-mode out, or lower"
             raise ConfigError(
-                f"dp is {parallel.dp} and {_ranks_text(parallel)}, so {needed} GPUs are needed, but this machine has "
-                f"{has}; lower --dp or {_ranks_flags(parallel)}"
+                f"{what} and {_ranks_text(parallel)}, so {needed} GPUs are needed, but this machine has {has}; "
+                f"{remedy} {_ranks_flags(parallel)}"
             )
         if device == "cuda" and needed > num_gpus and parallel.num_ranks > 1:
             raise ConfigError(

@@ -6,15 +6,13 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from msgspec.structs import replace
-
 from ....runtime.child.control import Endpoints
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.make_backend import make_target, make_writer
 from ....runtime.transport.cluster_ipc import is_loopback
 from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
-from ....runtime.transport.kv_transfer import KVLayout, TransferCommand, digest_of
+from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
 from ....runtime.transport.process_identity import own_identity
 from .pages.direct import DirectReceiver, DirectSender
 from .pages.local import LocalReceiver, LocalSender
@@ -71,42 +69,63 @@ def make_link(
             connections is missing.
         RankLostError: another rank has not come in time.
     """
-    server, key = config.server, link_key(config)
-    backend = server.transfer_backend
-    prefills = config.scheduler.disaggregation_mode == "prefill"
+    key = link_key(config)
     ranks = Ranks(endpoints.kv_transfer, config.parallel.num_ranks, life)
-    # Before the wait: a library that is missing here is missing everywhere, and the reason comes at once.
-    writer = make_writer(backend, memory, server.host) if prefills else None
-    target = None if prefills else make_target(backend, memory, server.host)
-    ranks.wait(server.startup_timeout)
-    layout = replace(layout, others=tuple(digest_of(worker.tensors) for worker in ranks.workers))
-    if prefills:
-        from .prefill_link import PrefillLink
+    try:
+        if config.scheduler.disaggregation_mode == "prefill":
+            return _make_prefill_link(config, memory, layout, endpoints, ranks, key)
+        return _make_decode_link(config, memory, layout, endpoints, ranks, key, vocab_size)
+    except BaseException:
+        ranks.close()
+        raise
 
-        link = PrefillLink(
-            host=server.host,
-            port=server.bootstrap_port,
-            key=key,
-            layout=layout,
-            backend=backend,
-            sender=LocalSender(memory, ranks) if writer is None else DirectSender(writer, ranks),
-            processes=[own_identity(), *(worker.process for worker in ranks.workers)],
-            scheduler=endpoints.scheduler,
-        )
-        logger.info(
-            "decode engines may connect at %s:%d backend=%s ranks=%d",
-            server.host,
-            server.bootstrap_port,
-            backend,
-            layout.tp,
-        )
-        return link
+
+def _make_prefill_link(
+    config: EngineConfig,
+    memory: PoolMemory,
+    layout: KVLayout,
+    endpoints: Endpoints,
+    ranks: Ranks,
+    key: ClusterKey | None,
+) -> KVTransfer:
+    from .prefill_link import PrefillLink
+
+    server = config.server
+    writer = make_writer(server.transfer_backend, memory, server.host)
+    ranks.wait(server.startup_timeout)
+    link = PrefillLink(
+        host=server.host,
+        port=server.bootstrap_port,
+        key=key,
+        layout=ranks.complete(layout),
+        backend=server.transfer_backend,
+        sender=LocalSender(memory, ranks) if writer is None else DirectSender(writer, ranks),
+        processes=[own_identity(), *(worker.process for worker in ranks.workers)],
+        scheduler=endpoints.scheduler,
+    )
+    where = server.host, server.bootstrap_port, server.transfer_backend
+    logger.info("decode engines may connect at %s:%d backend=%s", *where)
+    return link
+
+
+def _make_decode_link(
+    config: EngineConfig,
+    memory: PoolMemory,
+    layout: KVLayout,
+    endpoints: Endpoints,
+    ranks: Ranks,
+    key: ClusterKey | None,
+    vocab_size: int,
+) -> KVTransfer:
     from .decode_link import DecodeLink
 
+    server = config.server
+    target = make_target(server.transfer_backend, memory, server.host)
+    ranks.wait(server.startup_timeout)
     return DecodeLink(
         key=key,
-        layout=layout,
-        backend=backend,
+        layout=ranks.complete(layout),
+        backend=server.transfer_backend,
         receiver=LocalReceiver(memory, ranks) if target is None else DirectReceiver(target, ranks),
         vocab_size=vocab_size,
         scheduler=endpoints.scheduler,

@@ -925,6 +925,10 @@ class TestRanks:
             ConfigError, match="dp is 3 and tp is 2, so 6 GPUs are needed, but this machine has 4"
         ):
             resolve(config(tp=2, dp=3), self.EIGHT_HEADS, four_gpus)
+        with pytest.raises(
+            ConfigError, match="disaggregation_mode is both and tp is 4, so 8 GPUs are needed"
+        ):
+            resolve(config(tp=4, dp=2, disaggregation_mode="both"), self.EIGHT_HEADS, four_gpus)
 
     @pytest.mark.parametrize(
         ("settings", "message"),

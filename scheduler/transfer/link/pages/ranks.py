@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from .....runtime.errors import RankLostError
 from .....runtime.kv_backends.base import TransferError
 from .....runtime.transport.ipc import decode_or_drop, make_socket
+from .....runtime.transport.kv_transfer import KVLayout, digest_of
 from .....runtime.transport.rank_transfer import (
     FromWorker,
     Order,
@@ -105,6 +106,10 @@ class Ranks:
                     f"rank 0 has waited {timeout_s:g} s for the KV transfers of rank {missing}"
                 )
         self.workers = [self._ready[rank] for rank in sorted(self._ready)]
+
+    def complete(self, layout: KVLayout) -> KVLayout:
+        """A layout with the pools of all ranks, after `wait`."""
+        return replace(layout, others=tuple(digest_of(worker.tensors) for worker in self.workers))
 
     def order(self, rank: int, order: Order, frames: Frames = ()) -> Ordered:
         """Send an order to one rank; its number is set here."""

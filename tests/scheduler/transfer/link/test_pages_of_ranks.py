@@ -99,8 +99,9 @@ def test_each_answer_ends_its_order_once_and_in_any_order(endpoint: str, context
 
 def test_a_worker_of_an_earlier_life_is_not_heard(endpoint: str, context: Any) -> None:
     ranks = Ranks(endpoint, num_ranks=3, life=2)
-    Worker(context, endpoint, worker_name(1, 1)).say(WorkerReady(own_identity(), TENSORS))
-    Worker(context, endpoint, worker_name(2, 2)).say(WorkerReady(own_identity(), TENSORS))
+    workers = [Worker(context, endpoint, worker_name(rank, life)) for rank, life in ((1, 1), (2, 2))]
+    for worker in workers:
+        worker.say(WorkerReady(own_identity(), TENSORS))
     with pytest.raises(RankLostError, match=r"0\.5 s for the KV transfers of rank 1$"):
         ranks.wait(0.5)
     ranks.close()
