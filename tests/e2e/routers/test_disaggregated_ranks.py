@@ -158,6 +158,21 @@ class TestFaults:
         fresh.wait_balanced()
 
 
+@pytest.mark.parametrize(
+    "settings", [("--tp", "4"), (*TP, "--kv-cache-dtype", "int8")], ids=["replicated heads", "scales of int8"]
+)
+def test_other_forms_of_pages(model: Path, settings: tuple[str, ...]) -> None:
+    """The model has two KV heads: of four ranks two have the same one. An int8 pool has tensors of scales."""
+    body = {**GREEDY, "prompt": PROMPT}
+    with ExitStack() as stack:
+        pair = EnginePair(stack, model, "local", *settings)
+        expected = alone(pair, body)["choices"]
+        before = pair.received()
+        assert pair.both(body, room=1)["choices"] == expected
+        pair.wait_received(before + 1)
+        pair.wait_balanced()
+
+
 def test_both_halves_in_one_server_with_two_ranks_each(model: Path) -> None:
     port = ("--bootstrap-port", str(free_ports(1)[0]))
     body: dict[str, Any] = {**GREEDY, "prompt": PROMPT}
