@@ -59,6 +59,8 @@ CONNECT_S: Final = 15.0
 FENCE_S: Final = 300.0
 """A prefill engine that was lost may write into the pages of its claims for at most so long. One that was stopped for
 longer must not go on: start it again."""
+DRAIN_S: Final = 1.0
+"""Pages that a process had handed to its kernel may arrive for so long after its end; this side is polled meanwhile."""
 FORGET_S: Final = 60.0
 MAX_PEERS: Final = 256
 _BUSY_POLL_MS: Final = 1
@@ -379,7 +381,9 @@ class DecodeLink:
             peer.state = State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
             self._lose(peer, reason)
-        if peer.given_up and (now_s > peer.fenced_s or peer.is_dead):
+        if peer.given_up and peer.is_dead:
+            peer.fenced_s = min(peer.fenced_s, now_s + DRAIN_S)
+        if peer.given_up and now_s > peer.fenced_s:
             self._fence(peer)
 
     def _lose(self, peer: Peer, reason: str) -> None:
@@ -389,8 +393,6 @@ class DecodeLink:
         if not self._receiver.is_passive:
             peer.given_up.update(peer.open)
         peer.open.clear()
-        if peer.is_dead:
-            peer.given_up.clear()
         peer.fenced_s = time.monotonic() + FENCE_S
         # Pages that are being stored are free when the scheduler has aborted their claims, and they are stored.
         self._outbox.send(PeerLost(peer.name, reason, not peer.given_up and not peer.storing))

@@ -402,19 +402,26 @@ def test_claims_that_have_ended_are_forgotten(make_sides: MakeSides) -> None:
 
 
 @pytest.mark.parametrize("lives", [0, 1])
-def test_pages_are_free_at_once_when_the_processes_of_all_ranks_have_ended(
-    make_sides: MakeSides, lives: int
+def test_pages_are_free_soon_after_the_processes_of_all_ranks_have_ended(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, lives: int
 ) -> None:
+    monkeypatch.setattr(decode_link, "DRAIN_S", 0.1)
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         gone.wait()
     processes = [replace(own_identity(), pid=gone.pid), own_identity()]
     processes = processes if lives else processes[:1] * 2
-    prefill, decode, peer = make_sides(receiver=WrittenFromOutside, processes=processes)
+    prefill, decode, peer = make_sides(receiver=Polled, processes=processes)
     claim(decode, peer)
     prefill.next()
     prefill.link.close()
     prefill.link = None
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=not lives)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+    decode.link._receiver.has_progressed.clear()
+    if lives:
+        assert decode.inbox.poll(0.5) == []
+    else:
+        assert decode.next() == PeerFenced(peer)
+    assert decode.link._receiver.has_progressed.is_set()  # what was under way has arrived before
 
 
 def test_a_process_of_another_place_is_never_known_to_be_dead() -> None:
