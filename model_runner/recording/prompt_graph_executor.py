@@ -1,9 +1,11 @@
 """`PromptGraphExecutor`: prompts, mixed steps and large decodes by CUDA graphs of some numbers of tokens.
 
 A recording covers everything but attention, in one piece more than there are layers (`CutAttention`); a step uses the
-next larger one. Attention is launched between the pieces by the plan of the step, for its own tokens only. Padding are
-tokens of the dummy row in the dummy page; their result is not read. The rows that a step reads are selected after the
-last piece, and head and sampler are launched as in any step.
+next larger one. Attention is launched between the pieces by the plan of the step, for its own tokens only. Padding is
+made of tokens of the dummy row in the dummy page; their result is not read. The rows that a step reads are selected
+after the last piece, and head and sampler are launched as in any step.
+
+The same idea as the breakable CUDA graphs of SGLang and the piecewise ones of vLLM.
 """
 
 # Shapes: T tokens of a step, W of them need logits.

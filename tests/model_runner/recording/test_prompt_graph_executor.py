@@ -58,10 +58,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def pair(tiny: TinyModel, **options: Any) -> tuple[Driver, Driver, RecordingDevice]:
-    """A driver with recorded prompts but without recorded decodes, one without recordings, and the first one's device.
-
-    The memory of attention holds NaN before each step.
-    """
+    """A driver with recordings, one without, and the first one's device."""
     device = RecordingDevice()
     return make(tiny, device, prompts=True, **options), make(tiny, None, **options), device
 
@@ -86,7 +83,10 @@ def poison(driver: Driver, value: float = torch.nan) -> None:
 
 
 class Played:
-    """Plays the same steps with each of two drivers, and compares logits and results."""
+    """Plays the same steps with each of two drivers, and compares logits and results.
+
+    The memory that recordings share holds NaN before each step.
+    """
 
     def __init__(self, recorded: Driver, eager: Driver) -> None:
         self.recorded, self.eager = recorded, eager
