@@ -8,6 +8,7 @@ itself. Scheduler, runner and pipeline are the product's, on one thread; only th
     step      from the end of one decode step to the end of the next, median, all requests at about the same context
     busy      share of that time in which the device is busy
     host      host time of a step without waiting for the device
+    prompt    of 128 and more tokens, alone: until its token is there, with recordings and without; and the host's part
     prefill   prompt tokens per second, prompts alone
     offline   256 requests with 100 to 1024 random tokens in and as many others out, all at once: output tokens per s
 
@@ -20,6 +21,7 @@ all weights and all KV of its batch, and multiply each weight with each request.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import statistics
 import tempfile
@@ -51,6 +53,7 @@ DECODES: Final = (
     (256, 768),
 )  # requests, context in the middle of the measurement
 STEPS: Final = 64
+SHORT_PROMPTS: Final = (128, 512, 2048)
 OFFLINE_REQUESTS: Final = 256
 OFFLINE_RANGE: Final = (100, 1024)
 PEER_MODEL: Final = "Qwen3-0.6B"
@@ -159,13 +162,21 @@ def bench_model(name: str, report: Report) -> None:
         with LoggedMessages() as log:
             engine = Engine(folder_of_shape, report.device, max_running_requests=running, **settings)
         report.note(f"{name}: loaded in {time.perf_counter() - started_s:.1f} s")
-        for line in log.starting_with("op=", "attention_backend=", "decode_graphs=", "kv_pool"):
+        recordings = (
+            "decode_graphs=",
+            "prompt_graphs=",
+            "prompts and mixed steps",
+            "a step with prompt tokens",
+        )
+        for line in log.starting_with("op=", "attention_backend=", "kv_pool", *recordings):
             report.note(f"  {line}")
         best = Best(engine.spec, found)
         engine.run([Work(20, 4)])  # compiles and warms
         for batch, context in _decodes(report):
             with report.part(f"{name} decode, {batch}"):
                 measure_decodes(engine, name, batch, context, best, report)
+        with report.part(f"{name} short prompts"):
+            measure_short_prompts(engine, name, report)
         with report.part(f"{name} prefill"):
             measure_prefill(engine, name, best, report)
         with report.part(f"{name} offline"):
@@ -211,6 +222,22 @@ def measure_prefill(engine: Engine, name: str, best: Best, report: Report) -> No
     rate, highest = length * number / run.seconds, best.prefill_rate()
     target = None if report.tiny else round(MIN_PREFILL_FRACTION * highest, -2)
     report.figure(Figure(f"{name} prefill", rate, "tok/s", highest, target, True))
+
+
+def measure_short_prompts(engine: Engine, name: str, report: Report) -> None:
+    """One prompt at a time, until its token is there: with recordings, and launched kernel by kernel."""
+    for length in (20,) if report.tiny else SHORT_PROMPTS:
+        for how, steps in (
+            ("", contextlib.nullcontext()),
+            (", kernel by kernel", engine.without_recordings()),
+        ):
+            with steps:
+                engine.run([Work(length, 1)])
+                runs = [engine.run([Work(length, 1)]) for _ in range(3 if report.tiny else 15)]
+            what = f"{name} prompt of {length} tokens{how}"
+            report.figure(Figure(what, 1e3 * statistics.median(run.seconds for run in runs), "ms"))
+            host_ms = 1e3 * statistics.median(sum(run.host_s) for run in runs)
+            report.figure(Figure(f"{what}: host", host_ms, "ms"))
 
 
 def offline_work(tiny: bool) -> list[Work]:

@@ -169,7 +169,7 @@ def _complete(url: str, prompt: list[int], *, stream: bool = False) -> Answer:
 SECTIONS: Final = (  # most important first, because a run may be cut off
     Section("sgl_kernel", sgl_kernel, 60, needs_cuda=True),
     Section("models", models, 150),
-    Section("graphs", graphs, 60, needs_cuda=True),
+    Section("graphs", graphs, 90, needs_cuda=True),
     Section("overlap", overlap, 60),
     Section("http", http, 90),
     Section("out_of_memory", out_of_memory, 60, needs_cuda=True),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,6 +115,7 @@ class Engine:
         prepared = prepare(merge(from_arguments({**arguments, **settings})))
         config, self.spec = prepared.config, prepared.spec
         runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))
+        self._model_runner = runner
         self._runner = TimedRunner(runner)
         self._scheduler = Scheduler(config.scheduler, config.cache, runner.capacity, frozenset())
         overlap = config.scheduler.overlap
@@ -147,6 +149,16 @@ class Engine:
         self._pipeline.idle()  # every page is accounted for
         assert num_tokens == sum(one.output_len for one in work), "a request did not get all its tokens"
         return Run(list(self._runner.steps), host_s, num_tokens, seconds)
+
+    @contextlib.contextmanager
+    def without_recordings(self) -> Iterator[None]:
+        """In such a block steps are launched kernel by kernel."""
+        executor = self._model_runner.executor
+        self._model_runner.executor = getattr(executor, "eager", executor)
+        try:
+            yield
+        finally:
+            self._model_runner.executor = executor
 
     def _submit(self, work: Work) -> None:
         ids = self._random.integers(0, self.spec.vocab_size, work.prompt_len, dtype=np.int32)

@@ -83,14 +83,20 @@ def _logprobs(model: Any, prompt: list[int], output: Sequence[int]) -> torch.Ten
 
 
 def graphs(report: Report) -> None:
-    """Recorded decode steps return the same tokens as the same steps without recording."""
-    for model_type in ("llama", "qwen3_moe"):
+    """Recorded decodes, prompts and mixed steps return the same tokens as the same steps without recording.
+
+    Chunks of 64 tokens make mixed steps and decodes of more rows than are recorded; those of 512 are large recordings.
+    """
+    for model_type, chunk in (("llama", 64), ("llama", 512), ("qwen3_moe", 64)):
         with LoggedMessages() as log:
-            _same(report, model_type, {"record_steps": False}, {"record_steps": True})
-        with report.part(f"{model_type}: something was recorded"):
-            recorded = [line for line in log.starting_with("decode_graphs=") if "decode_graphs=0" not in line]
-            assert recorded, log.starting_with("decode_graphs=", "attention_backend=")
-            report.note(recorded[0])
+            _same(report, model_type, {"record_steps": False}, {"record_steps": True}, chunk=chunk)
+        with report.part(f"{model_type}: decodes and prompts of up to {chunk} tokens were recorded"):
+            for kind in ("decode_graphs=", "prompt_graphs="):
+                recorded = [line for line in log.starting_with(kind) if f"{kind}0" not in line]
+                assert recorded, log.starting_with(kind, "attention_backend=")
+                report.note(recorded[-1])
+            for line in log.starting_with("prompts and mixed steps"):
+                report.note(line)
 
 
 def overlap(report: Report) -> None:
@@ -104,7 +110,9 @@ def chaos(report: Report) -> None:
         _same(report, "llama", {}, {"chaos": fault})
 
 
-def _same(report: Report, model_type: str, plain: dict[str, Any], other: dict[str, Any]) -> None:
+def _same(
+    report: Report, model_type: str, plain: dict[str, Any], other: dict[str, Any], *, chunk: int = 64
+) -> None:
     """The same requests under two configurations; a token may differ only at a near tie, within rounding."""
     name, value = next(iter(other.items()))
     with report.part(f"{model_type}: {name}={value}"), tempfile.TemporaryDirectory() as folder:
@@ -112,7 +120,9 @@ def _same(report: Report, model_type: str, plain: dict[str, Any], other: dict[st
         prompts = prompts_of(range(2, 60 if report.tiny else 130, 7))
         answers = []
         for settings in (plain, other):
-            with make_llm(Path(folder), report, dtype="bfloat16", chunked_prefill_size=64, **settings) as llm:
+            with make_llm(
+                Path(folder), report, dtype="bfloat16", chunked_prefill_size=chunk, **settings
+            ) as llm:
                 outputs = generate(llm, prompts, num=12 if report.tiny else 40)
                 answers.append([answer_of(output) for output in outputs])
         differing = sum(differs(one, two) for one, two in zip(*answers, strict=True))

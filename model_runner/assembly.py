@@ -30,6 +30,7 @@ from .recording.eager_executor import EagerExecutor
 from .recording.forward_program import programmed_forward
 from .recording.graph_device import CudaGraphDevice
 from .recording.native_executor import native_executor
+from .recording.recorded_forward import RecordedForward
 from .request_states import RequestStates
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
+    from .recording.graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +95,8 @@ class LoadedModel:
         return page_size * self.own_spec.kv_bytes_per_token(self.kv_dtype.itemsize, scale_bytes)
 
 
-def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequence[int]) -> ModelRunner:
-    """Make a runner for a capacity that replays decodes of these batch sizes.
+def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphSizes) -> ModelRunner:
+    """Make a runner for a capacity that replays steps of these sizes.
 
     Raises:
         ConfigError: the requested attention backend cannot run here, or host memory cannot be pinned.
@@ -130,7 +132,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, batch_sizes: Sequen
     counts = TokenCounts(capacity.vocab_size, buffers)
     relay = TokenRelay(capacity.max_running_requests, device)
     attention = _make_attention(loaded, kv_pool, slot_table.req_to_token, buffers)
-    executor = _make_executor(loaded, batch_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers)
+    executor = _make_executor(loaded, graph_sizes, kv_pool, state_pool, attention, slot_table, relay, buffers)
     builder = BatchBuilder(
         states=states,
         counts=counts,
@@ -223,7 +225,7 @@ def _make_attention(
 
 def _make_executor(
     loaded: LoadedModel,
-    batch_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
     kv_pool: KVPool,
     state_pool: StatePool | None,
     attention: AttentionBackend,
@@ -259,7 +261,7 @@ def _make_executor(
     )
     if not loaded.spec.causal:
         return eager  # there are no decodes
-    if on_cpu and not batch_sizes:
+    if on_cpu and not graph_sizes.decodes:
         return native_executor(
             kernels,
             eager,
@@ -270,14 +272,16 @@ def _make_executor(
             num_ranks=num_ranks,
             state_pool=state_pool,
         )
+    records_adapters = loaded.adapters is not None and loaded.adapters.layers.are_recordable
+    if graph_sizes.text and loaded.adapters is not None and not records_adapters:
+        logger.info(
+            "steps with adapters are launched kernel by kernel: their products need the host in each step"
+        )
     return cuda_graph_executor(
-        batch_sizes,
+        graph_sizes,
         eager,
-        model=model,
-        kv_pool=kv_pool,
-        relay=relay,
-        slot_table=slot_table,
+        forward=RecordedForward(model, kv_pool, slot_table, relay, loaded.link, state_pool),
+        buffers=buffers,
         make_device=partial(CudaGraphDevice, loaded.device),
-        records_adapters=loaded.adapters is not None and loaded.adapters.layers.are_recordable,
-        state_pool=state_pool,
+        records_adapters=records_adapters,
     )

@@ -36,7 +36,7 @@ from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
 from .pooling.head import PoolingHead, load_pooling_head
-from .recording.cuda_graph_executor import sizes_to_record
+from .recording.graph_sizes import sizes_to_record
 from .recording.program_planes import MAX_TOKENS
 from .trial import measure
 from .weights.dummy import DummyStore
@@ -47,8 +47,6 @@ from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ..runtime.config.engine_config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
     from ..runtime.model_files.model_spec import ModelSpec
@@ -59,6 +57,7 @@ if TYPE_CHECKING:
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .models.registry import CausalLM
+    from .recording.graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
 
@@ -142,13 +141,17 @@ def load_model_runner(
         link=_make_link(config, place, spec, capacity, dtype, device),
         stage=stage,
     )
-    sizes: list[int] = []
-    if spec.causal:
-        max_drafts = 0 if spec.state is not None else loaded.max_drafts
-        sizes = sizes_to_record(config.kernels, capacity.max_running_requests, device, max_drafts=max_drafts)
+    sizes = sizes_to_record(
+        config.kernels,
+        capacity.max_running_requests,
+        device,
+        spec=rank_spec(whole_spec, group.size),  # for all pipeline stages the same sizes
+        step_tokens=partial(_largest_step, config, capacity),
+        max_drafts=0 if spec.state is not None else loaded.max_drafts,
+    )
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
-    what = f"a KV pool of {capacity.max_total_tokens} tokens and {len(sizes)} recorded decodes"
+    what = f"a KV pool of {capacity.max_total_tokens} tokens" + (f" and {sizes.text}" if sizes.text else "")
     with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
         return assemble_runner(loaded, capacity, sizes)
 
@@ -163,12 +166,17 @@ def _make_link(
 ) -> StageLink:
     if place.wire is None:
         return NO_LINK
-    chunk = config.scheduler.chunked_prefill_size
-    assert chunk != "auto", "the configuration is not resolved"
-    most_tokens = largest_step(config, chunk, capacity.max_running_requests, capacity.max_model_len)
+    most_tokens = _largest_step(config, capacity)
     if device.type == "cpu":
         most_tokens = max(most_tokens, MAX_TOKENS)  # for which programs are traced
     return WiredLink(place.wire, most_tokens, spec.hidden_size, dtype, device)
+
+
+def _largest_step(config: EngineConfig, capacity: Capacity) -> int:
+    """Tokens of the largest step of a planned capacity."""
+    chunk = config.scheduler.chunked_prefill_size
+    assert chunk != "auto", "the configuration is not resolved"
+    return largest_step(config, chunk, capacity.max_running_requests, capacity.max_model_len)
 
 
 def _slot_sizes(config: EngineConfig, spec: ModelSpec, num_slots: int) -> SlotSizes | None:
@@ -184,7 +192,7 @@ def _measured_capacity(
     loaded: LoadedModel,
     config: EngineConfig,
     capacity: Capacity,
-    batch_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
     memory: DeviceMemory,
 ) -> Capacity:
     """The measured capacity, equal on all ranks: they execute the same plans, so the smallest pool is used."""
@@ -193,7 +201,7 @@ def _measured_capacity(
         partial(assemble_runner, loaded),
         capacity,
         step_tokens=largest_step_of(config),
-        batch_sizes=batch_sizes,
+        graph_sizes=graph_sizes,
         memory=memory,
         samples=loaded.spec.causal,
     )

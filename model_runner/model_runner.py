@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from .models.registry import CausalLM
     from .pooling.pooled_chunk import PooledChunk
     from .pooling.pooler import PooledRows, Pooler
-    from .recording.executor import StepExecutor
+    from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
@@ -120,7 +120,7 @@ class RunnerSizes(NamedTuple):
         gathered_token_bytes: see `AttentionBackend`.
     """
 
-    recorded_bytes: Sequence[int]
+    recorded_bytes: RecordedBytes
     gathered_token_bytes: int
 
 

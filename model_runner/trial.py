@@ -22,6 +22,7 @@ from ..runtime.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, NewReq, StepPlan
 from .memory.device_memory import explained
+from .recording.graph_sizes import GraphSizes
 
 if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
@@ -50,8 +51,8 @@ _LITTLE_MS: Final = 1.0  # of the host for a launch, which is nothing beside a s
 
 _POOLING: Final = PoolingParams(all_tokens=True)
 
-MakeRunner = Callable[["Capacity", Sequence[int]], "ModelRunner"]
-"""Makes a runner with the loaded weights for a capacity; it records decodes of these batch sizes."""
+MakeRunner = Callable[["Capacity", GraphSizes], "ModelRunner"]
+"""Makes a runner with the loaded weights for a capacity; it records steps of these sizes."""
 
 
 def measure(
@@ -59,7 +60,7 @@ def measure(
     capacity: Capacity,
     *,
     step_tokens: int,
-    batch_sizes: Sequence[int],
+    graph_sizes: GraphSizes,
     memory: DeviceMemory,
     samples: bool = True,
 ) -> Measured:
@@ -68,7 +69,7 @@ def measure(
     Args:
         capacity: the planned capacity; only a smaller KV pool is allocated.
         step_tokens: new tokens of the largest step that the scheduler can make.
-        batch_sizes: the batch sizes of decodes that will be recorded, ascending.
+        graph_sizes: the steps that will be recorded.
         samples: False for an encoder, whose texts are followed by nothing.
 
     Raises:
@@ -85,7 +86,7 @@ def measure(
     way_out = "lower --chunked-prefill-size or --max-running-requests"
     with explained(what, memory, way_out):
         peak_bytes = memory.watch_peak()
-        runner = make_runner(small, ())
+        runner = make_runner(small, GraphSizes())
         gathered_token_bytes = runner.sizes.gathered_token_bytes
         # What attention gathers of a long context is in the sums of the pool already.
         prefix_len = capacity.max_model_len - 1 - extends[0] if samples and not gathered_token_bytes else 0
@@ -100,16 +101,28 @@ def measure(
             result = runner.launch(replace(plan, step_id=step_id)).wait()
             if result.out_of_memory:
                 raise torch.OutOfMemoryError(result.out_of_memory)
-        _tell_launch_time(runner, replace(steps[-1], step_id=step_id + 1, finished_rows=steps[-1].rows))
+        again = replace(steps[-1], step_id=step_id + 1, finished_rows=steps[-1].rows)
+        launch_ms = _launch_ms(runner, again)
     step_bytes = max(0, peak_bytes() - runner.kv_pool.num_bytes)
     del runner
 
     graph_bytes = 0
-    if batch_sizes:
-        what = f"recorded decodes of {batch_sizes[-1]} requests"
-        with explained(what, memory, "lower --max-recorded-bs, or use --no-record-steps"):
-            recorded_bytes = make_runner(small, batch_sizes[-2:]).sizes.recorded_bytes
-        graph_bytes = graphs_estimate(recorded_bytes, len(batch_sizes))
+    if graph_sizes.text:
+        with explained(graph_sizes.text, memory, "lower --max-recorded-bs, or use --no-record-steps"):
+            runner = make_runner(small, graph_sizes.largest)
+            if graph_sizes.prompts:
+                _tell_recorded_launch(runner, again, graph_sizes.prompts[-1], launch_ms)
+        recorded_bytes = runner.sizes.recorded_bytes
+        graph_bytes = graphs_estimate(recorded_bytes.prompts, len(graph_sizes.prompts))
+        graph_bytes += graphs_estimate(recorded_bytes.decodes, len(graph_sizes.decodes))
+        del runner
+    if not graph_sizes.prompts and launch_ms > _LITTLE_MS:
+        logger.warning(
+            "a step with prompt tokens is launched kernel by kernel, which takes the host %.1f ms: smaller steps wait "
+            "for it (launch_ms=%.1f)",
+            launch_ms,
+            launch_ms,
+        )
     measured = Measured(
         free_bytes=memory.free_bytes(),
         step_bytes=step_bytes,
@@ -120,19 +133,26 @@ def measure(
     return measured
 
 
-def _tell_launch_time(runner: ModelRunner, plan: StepPlan) -> None:
-    """Warn of what a step without a recording costs the host; its kernels are compiled."""
+def _launch_ms(runner: ModelRunner, plan: StepPlan) -> float:
+    """What a step costs the host; its kernels are compiled."""
     started_s = time.perf_counter()
     pending = runner.launch(plan)
     launch_ms = 1e3 * (time.perf_counter() - started_s)
     pending.wait()
-    if launch_ms > _LITTLE_MS:
-        logger.warning(
-            "a step with prompt tokens is launched kernel by kernel, which takes the host %.1f ms: smaller steps wait "
-            "for it (launch_ms=%.1f)",
-            launch_ms,
-            launch_ms,
-        )
+    return launch_ms
+
+
+def _tell_recorded_launch(runner: ModelRunner, plan: StepPlan, most_tokens: int, eager_ms: float) -> None:
+    """Log what recordings save."""
+    runner.launch(replace(plan, step_id=1, finished_rows=b"")).wait()  # the first replay uploads the graphs
+    recorded_ms = _launch_ms(runner, replace(plan, step_id=2))
+    logger.info(
+        "prompts and mixed steps of up to %d tokens: launch_ms=%.1f; larger ones are launched kernel by kernel: "
+        "launch_ms=%.1f",
+        most_tokens,
+        recorded_ms,
+        eager_ms,
+    )
 
 
 def prompt_lengths(step_tokens: int, capacity: Capacity) -> list[int]:

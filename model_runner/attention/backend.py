@@ -50,7 +50,9 @@ class BatchLayout:
 class StepAttention(Protocol):
     """The attention of one step, planned once and used by every layer."""
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Attend to each request's tokens up to the query's position; in an encoder to all of them.
 
         Scores are products times `ModelSpec.score_scale`, capped as `AttentionForm` says. A layer with a window
@@ -61,11 +63,17 @@ class StepAttention(Protocol):
             q: [T, Hq, D], rotated; query head h reads KV head h // (Hq // H). The keys and values of the new tokens are
                 already in the pool.
             sinks: [Hq] float32, the sink of each head (`AttentionForm`), of a model that has them.
+            out: [T, Hq * D] in q's dtype, contiguous: memory for the result; None: the result is in new memory.
 
         Returns:
-            [T, Hq * D].
+            [T, Hq * D]; `out`, if it is given.
         """
         ...
+
+
+def result_of(q: Tensor) -> Tensor:
+    """Memory for the result of `StepAttention.forward`: [T, Hq, D] -> [T, Hq * D]."""
+    return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
 @runtime_checkable

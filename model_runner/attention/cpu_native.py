@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
-from .backend import AttentionBackend
+from .backend import AttentionBackend, result_of
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import LayerView, ModelSpec
@@ -207,15 +207,18 @@ class _Step:
         """See `PlannedAttention`."""
         return self.plans.addresses
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `StepAttention`. The sinks are read again when a recorded step is repeated."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
-        (num_tokens, num_heads), head_dim = self.shape, self.head_dims[layer_id]
+        num_heads, head_dim = self.shape[1], self.head_dims[layer_id]
         assert is_right and q.shape == (*self.shape, head_dim), f"queries are {q.dtype} {tuple(q.shape)}"
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,))
         if q.stride(2) != 1 or q.stride(1) != head_dim:
             q = q.contiguous()
-        out = q.new_empty((num_tokens, num_heads * head_dim))
+        if out is None:
+            out = result_of(q)
         self.attend(
             self.plans.of_layer[layer_id],
             q.data_ptr(),

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..kernels.probe import KernelProbe, probe_kernels
-from .backend import AttentionBackend
+from .backend import AttentionBackend, result_of
 from .fa3_splits import SplitShape, max_splits
 
 if TYPE_CHECKING:
@@ -262,14 +262,21 @@ class _Step:
     pages: Mapping[int, tuple[Tensor, Tensor]]
     arguments: list[dict[str, Any]]
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `StepAttention`. The kernel takes sinks in bfloat16."""
         if q.shape[0] == 0:
-            return q.new_empty((0, q.shape[1] * q.shape[2]))
+            return result_of(q)
         keys, values = self.pages[layer_id]
         if keys.dtype == _FP8:  # the result is in bfloat16; a conversion without a limit would give NaN
             q = q.clamp(-_MOST_FP8, _MOST_FP8).to(_FP8)
         arguments = self.arguments[layer_id]
         if sinks is not None:
             arguments = {**arguments, "sinks": sinks.to(torch.bfloat16)}
-        return self.flash_attention(q, keys, values, **arguments).flatten(1)
+        if out is None:
+            return self.flash_attention(q, keys, values, **arguments).flatten(1)
+        result = self.flash_attention(q, keys, values, **arguments, out=out.view(q.shape))
+        if result.data_ptr() != out.data_ptr():
+            out.copy_(result.flatten(1))
+        return out

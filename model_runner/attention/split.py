@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, cast
 
-import torch
-from torch import Tensor
-
-from .backend import AttentionBackend, BatchLayout
+from .backend import AttentionBackend, BatchLayout, result_of
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from ...runtime.model_files.model_spec import ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
@@ -88,12 +88,13 @@ class _SplitStep:
     decodes: StepAttention
     num_prompt_tokens: int
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `StepAttention`."""
         split = self.num_prompt_tokens
-        return torch.cat(
-            (
-                self.prompts.forward(layer_id, q[:split], sinks),
-                self.decodes.forward(layer_id, q[split:], sinks),
-            )
-        )
+        if out is None:
+            out = result_of(q)
+        self.prompts.forward(layer_id, q[:split], sinks, out[:split])
+        self.decodes.forward(layer_id, q[split:], sinks, out[split:])
+        return out

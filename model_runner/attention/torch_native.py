@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.resolve.memory_budget import GATHERED_COPIES
-from .backend import AttentionBackend
+from .backend import AttentionBackend, result_of
 from .dense import EncoderAttention, ExtendAttention, ScoreForm, decode_attention
 
 if TYPE_CHECKING:
@@ -196,17 +196,22 @@ class _Step:
     dtype: torch.dtype  # of the computation
     form: ScoreForm
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `StepAttention`."""
         if q.dtype != self.dtype:
-            return self.forward(layer_id, q.to(self.dtype), sinks).to(q.dtype)
+            rounded = self.forward(layer_id, q.to(self.dtype), sinks)
+            return rounded.to(q.dtype) if out is None else out.copy_(rounded)
         kv = self.kv_pool.layer(layer_id)
         view = self.views[layer_id]
         if sinks is not None:
             sinks = sinks.view(kv.k.shape[1], -1)
         if not view.extends and len(view.groups) == 1 and isinstance(view.groups[0].tokens, slice):
-            return self._decode(q, kv, view.groups[0], sinks)
-        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+            attended = self._decode(q, kv, view.groups[0], sinks)
+            return attended if out is None else out.copy_(attended)
+        if out is None:
+            out = result_of(q)
         for extend in view.extends:
             self._extend(q, kv, extend, view.extend_attention, out, sinks)
         for group in view.groups:

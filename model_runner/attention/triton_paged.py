@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...runtime.model_files.model_spec import LayerView
 from ..kernels.probe import probe_kernels
-from .backend import AttentionBackend
+from .backend import AttentionBackend, result_of
 
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
@@ -167,11 +167,13 @@ class TritonAttention(AttentionBackend):
         extends: ExtendPlan | None,
         decodes: DecodePlan | None,
         split: int,
+        out: Tensor | None,
     ) -> Tensor:
         """[T, Hq, D] -> [T, Hq * D], for a step planned by this backend; its decodes begin at token `split`."""
         if q.stride(2) != 1:
             q = q.contiguous()
-        out = q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
+        if out is None:
+            out = result_of(q)
         kv, table = self._kv_pool.layer(layer_id), self._req_to_token
         shape = self._shapes[self._views[layer_id].heads]
         if extends is not None:
@@ -194,8 +196,10 @@ class _Step:
     decodes: list[DecodePlan | None]
     split: int
 
-    def forward(self, layer_id: int, q: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def forward(
+        self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """See `StepAttention`."""
         return self.backend.attend(
-            layer_id, q, sinks, self.extends[layer_id], self.decodes[layer_id], self.split
+            layer_id, q, sinks, self.extends[layer_id], self.decodes[layer_id], self.split, out
         )

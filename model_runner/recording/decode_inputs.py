@@ -1,4 +1,6 @@
-"""`DecodeInputMemory`: the inputs of a recorded decode step in fixed device memory, uploaded with one copy.
+"""`DecodeInputMemory`: the inputs of a recorded step in fixed device memory, uploaded with one copy.
+
+Recorded decodes have a token of each request; recorded prompts have several, and do not read `seq_lens`.
 
     host    staging 0   [rows | positions | ... ]   written for step N while step N-1 may still be read from staging 1
                  │  one copy per step
@@ -8,7 +10,7 @@ The device memory exists once: the copy of step N waits in the stream for step N
 because the host does not wait: it writes the inputs of a step before the copy of the previous step may have begun.
 """
 
-# Shapes: n requests of a recorded step, padding included; B of them real.
+# Shapes: n rows of a recorded step (requests, or tokens), padding included; B of them real.
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _DTYPES: Final[tuple[type[np.generic], ...]] = (*(np.int64,) * 5, *(np.int32,) *
 
 
 class DecodeInputs(NamedTuple, Generic[_Column]):
-    """The inputs that differ between decode steps, [n] each; device tensors or host arrays.
+    """The inputs that differ between recorded steps, [n] each; device tensors or host arrays.
 
     Attributes:
         rows: int64, pool rows; the dummy row for padding.

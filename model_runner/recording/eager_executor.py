@@ -17,9 +17,9 @@ from ..forward_batch import ForwardBatch, StageStates
 from ..input_batch import RELAYED
 from ..memory.oom_retry import retry_after_oom
 from ..memory.state_pool import StateBatch, StatePool
-from ..models.registry import logits_of
 from ..states.state_runs import StateRuns
-from .executor import StepOutput
+from .executor import RecordedBytes, StepOutput
+from .read_rows import ReadRows
 
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterBatch
@@ -43,7 +43,7 @@ class EagerExecutor:
         link: to other pipeline stages.
     """
 
-    recorded_bytes = ()
+    recorded_bytes = RecordedBytes()
 
     def __init__(
         self,
@@ -70,23 +70,16 @@ class EagerExecutor:
 
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. Uploads are retried once if the device has no memory for them; the rest is not."""
-        inputs, sample_rows, sample_indices, cut_indices = retry_after_oom(
-            self._buffers.device, partial(self._upload, batch)
-        )
+        inputs, rows = retry_after_oom(self._buffers.device, partial(self._upload, batch))
         self.link.receive(batch.num_tokens)
         hidden, adapters = self.forward(inputs), inputs.adapters
         if isinstance(hidden, StageStates):
             self.link.send(hidden)
-            return StepOutput(None, sample_rows)
-        logits = None
-        if len(batch.sampled_idx):
-            # In most steps these are all tokens that need logits, and no selection is needed.
-            last = hidden if batch.sample_indices is None else hidden.index_select(0, sample_indices)
-            logits = logits_of(self._model, last, None if adapters is None else adapters.sampled)
-        return StepOutput(logits, sample_rows, hidden, cut_indices if len(batch.cut_idx) else None)
+            return StepOutput(None, rows.sampled)
+        return rows.output(self._model, hidden, None if adapters is None else adapters.sampled)
 
-    def _upload(self, batch: InputBatch) -> tuple[ForwardBatch, Tensor, Tensor, Tensor]:
-        """The model's input, and the sample rows, sample indices and cut indices, on the device."""
+    def _upload(self, batch: InputBatch) -> tuple[ForwardBatch, ReadRows]:
+        """The model's input, and the rows that are read of its result, on the device."""
         nothing = batch.cut_indices[:0]
         relayed = np.flatnonzero(batch.input_ids == RELAYED)
         (
@@ -97,12 +90,9 @@ class EagerExecutor:
             input_ids,
             relayed_indices,
             relayed_rows,
-            sample_rows,
-            logits_indices,
-            sample_indices,
-            cut_indices,
             token_types,
             state_plan,
+            *read,
         ) = self._buffers.put_all(
             [
                 batch.token_rows * self._slot_table.width + batch.positions,
@@ -112,30 +102,28 @@ class EagerExecutor:
                 batch.input_ids.copy(),  # on the CPU the tensor shares the array's memory, and the relay writes to it
                 relayed,
                 batch.token_rows[relayed],
-                batch.layout.rows[batch.sampled_idx],
-                nothing if batch.logits_indices is None else batch.logits_indices,
-                nothing if batch.sample_indices is None else batch.sample_indices,
-                batch.cut_indices,
                 nothing if batch.token_types is None else batch.token_types,
                 nothing if batch.state_plan is None else batch.state_plan,
+                *ReadRows.arrays(batch),
             ]
         )
         self._slot_table.store(table_indices, slots)
         if len(relayed):
             self._relay.fill(input_ids, relayed_indices, relayed_rows)
+        rows = ReadRows.of(batch, read)
         inputs = ForwardBatch(
             input_ids=input_ids,
             positions=positions,
             kv_pool=self._kv_pool,
             out_cache_loc=out_cache_loc,
             attention=self.attention.plan_step(batch.layout),
-            logits_indices=None if batch.logits_indices is None else logits_indices,
+            logits_indices=rows.logits_indices,
             token_types=None if batch.token_types is None else token_types,
             adapters=self._adapters(batch),
             states=self._states(batch, state_plan),
             incoming=self.link.incoming(batch.num_tokens),
         )
-        return inputs, sample_rows, sample_indices, cut_indices
+        return inputs, rows
 
     def _states(self, batch: InputBatch, on_device: Tensor) -> StateBatch | None:
         if batch.state_plan is None:

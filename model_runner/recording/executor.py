@@ -2,10 +2,11 @@
 
 InputBatch (host)  ->  executor  ->  StepOutput (device)  ->  sampler
 
-EagerExecutor      every step, launched kernel by kernel; on the CPU its forward pass is a native program if
-                   one could be made (`forward_program.py`)
-CudaGraphExecutor  decodes on a GPU, also with drafts, up to a number of rows; other steps by its EagerExecutor
-NativeExecutor     decodes on the CPU, also with drafts; other steps by its EagerExecutor
+EagerExecutor        every step, launched kernel by kernel; on the CPU its forward pass is a native program if
+                     one could be made (`forward_program.py`)
+PromptGraphExecutor  any step on a GPU, up to a number of tokens, but for attention; other steps by an EagerExecutor
+CudaGraphExecutor    decodes on a GPU, also with drafts, up to a number of rows; other steps by one of the above
+NativeExecutor       decodes on the CPU, also with drafts; other steps by its EagerExecutor
 """
 
 # Shapes: S requests that sample in this step, R rows of logits, W tokens that need logits, K hidden size, V size of the
@@ -39,6 +40,13 @@ class StepOutput(NamedTuple):
     cut_indices: Tensor | None = None
 
 
+class RecordedBytes(NamedTuple):
+    """Device memory of the recordings made at start, of each size, the largest first; see `GraphSizes`."""
+
+    decodes: Sequence[int] = ()
+    prompts: Sequence[int] = ()
+
+
 class StepExecutor(Protocol):
     """Runs the steps of one model."""
 
@@ -50,6 +58,4 @@ class StepExecutor(Protocol):
         ...
 
     @property
-    def recorded_bytes(self) -> Sequence[int]:
-        """Device memory of each recording made at start, the largest batch first; empty without recordings."""
-        ...
+    def recorded_bytes(self) -> RecordedBytes: ...

@@ -7,12 +7,14 @@ between steps must be in device memory with fixed addresses.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Final, Protocol
 
 import torch
 from torch import Tensor
 
 Replay = Callable[[], None]
+Cut = Callable[[], None]
 
 _WARM_UP_RUNS: Final = 2
 """Runs before a recording. In the first one kernels are compiled, tuned and loaded, and libraries allocate workspaces.
@@ -30,6 +32,14 @@ class GraphDevice(Protocol):
 
         Returns:
             a call that queues all of the work again.
+        """
+        ...
+
+    def capture_pieces(self, run: Callable[[Cut], None]) -> list[Replay]:
+        """The same in several recordings: `run` calls its argument where one ends and the next begins.
+
+        Tensors that are made in one piece may be used in the next ones. What is done between two pieces when they are
+        replayed is not part of either, and is not done here.
         """
         ...
 
@@ -55,17 +65,37 @@ class CudaGraphDevice:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """See `GraphDevice`. The warm-up uses the stream of the recording, because workspaces belong to streams."""
+        """See `GraphDevice`."""
+        (replay,) = self.capture_pieces(lambda _cut: run())
+        return replay
+
+    def capture_pieces(self, run: Callable[[Cut], None]) -> list[Replay]:
+        """See `GraphDevice`. The warm-up uses the stream of the recording, because workspaces belong to streams.
+
+        A tensor that lives from one piece to a later one keeps its place in the pool, as it does within a piece; the
+        places of others are used again. This is right because the pieces are replayed in the order of the recording.
+        """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UP_RUNS):
-                run()
+                run(_no_cut)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Only calls of this thread are forbidden during the capture: NCCL's watchdog queries its events at any time.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+        graphs: list[torch.cuda.CUDAGraph] = []
+        with ExitStack() as piece:
+
+            def cut() -> None:
+                piece.close()
+                graphs.append(torch.cuda.CUDAGraph())
+                # Only calls of this thread are forbidden during the capture: NCCL's watchdog queries its events at any
+                # time.
+                capture = torch.cuda.graph(
+                    graphs[-1], pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                )
+                piece.enter_context(capture)
+
+            cut()
+            run(cut)
+        return [graph.replay for graph in graphs]
 
     def staging(self, num_bytes: int) -> Tensor:
         """See `GraphDevice`."""
@@ -82,3 +112,7 @@ class CudaGraphDevice:
         """See `GraphDevice`; memory cached by torch counts as taken."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.mem_get_info(self._device)[0]
+
+
+def _no_cut() -> None:
+    """In a warm-up."""

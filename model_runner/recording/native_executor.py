@@ -28,7 +28,7 @@ from ..memory.state_pool import StateBatch, StatePool
 from ..models.registry import logits_of
 from ..states.state_runs import StateRuns, recorded_state_plan
 from .arena import Arena
-from .executor import StepExecutor, StepOutput
+from .executor import RecordedBytes, StepExecutor, StepOutput
 from .native_program import NativeProgram, record
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class NativeExecutor:
         num_replayed: number of replayed steps, without the recorded ones.
     """
 
-    recorded_bytes = ()
+    recorded_bytes = RecordedBytes()
 
     def __init__(
         self,

@@ -31,15 +31,16 @@ class KernelConfig:
     ] = False
     record_steps: Annotated[
         bool | Literal["auto"],
-        "Record decode steps once and replay them, which saves host time: as CUDA graphs on a GPU, as one call to the "
-        "engine's own kernels on a CPU.",
+        "Record steps once and replay them, which saves host time: decodes and prompts as CUDA graphs on a GPU, "
+        "decodes as one call to the engine's own kernels on a CPU.",
         Alias("cuda_graph"),
         Alias("disable_cuda_graph", {True: False}),
         Alias("enforce_eager", {True: False}),
     ] = "auto"
     max_recorded_bs: Annotated[
         int | Literal["auto"],
-        "Largest decode batch that is recorded; larger batches are launched kernel by kernel.",
+        "Largest decode batch that is recorded as a whole; larger ones are replayed in pieces on a GPU, or launched "
+        "kernel by kernel.",
         Alias("cuda_graph_max_bs"),
     ] = "auto"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from .gguf.ggml_types import GGML_TYPES
@@ -50,6 +51,16 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(
         module.num_parameters * (num_experts if module.is_expert else 1)
         for module in needed_modules(spec, one_expert=True)  # a file may name any number of them
+    )
+
+
+def multiplied_parameters(spec: ModelSpec) -> int:
+    """Weights that each token is multiplied with: those of linear layers, and of the experts that compute for it."""
+    num_active = spec.experts.routing.num_active if spec.experts is not None else 1
+    return sum(
+        math.prod(module.shape) * (num_active if module.is_expert else 1)
+        for module in needed_modules(spec, one_expert=True)
+        if module.is_linear
     )
 
 

@@ -28,7 +28,7 @@ class Measured:
     Attributes:
         free_bytes: with only the weights loaded.
         step_bytes: what the largest step needs besides weights and KV pool, including the tables of all requests.
-        graph_bytes: what recorded decodes need.
+        graph_bytes: what recorded steps need.
         gathered_token_bytes: what attention needs per token in the pool, if one step may attend to all of them; the
             measured step had prompts only.
     """
@@ -48,7 +48,7 @@ class Measured:
         """The arithmetic of `left_bytes`, in words."""
         return (
             f"({size_text(self.free_bytes)} free after the weights - {size_text(self.step_bytes)} largest step - "
-            f"{size_text(self.graph_bytes)} decode graphs)"
+            f"{size_text(self.graph_bytes)} recordings)"
         )
 
 

@@ -62,6 +62,9 @@ def test_the_benchmark_runs(tmp_path: Path) -> None:
 
     figures = {figure["name"]: figure for figure in sections["Qwen3-0.6B"]["figures"]}
     assert {"tiny step, 1 request", "tiny step, 4 requests", "tiny prefill", "tiny offline"} <= set(figures)
+    for how in ("", ", kernel by kernel"):
+        what = f"tiny prompt of 20 tokens{how}"
+        assert 0 < figures[f"{what}: host"]["value"] <= figures[what]["value"]
     for name in ("tiny step, 1 request", "tiny step, 4 requests"):
         assert figures[name]["value"] > 0 and figures[name]["best"] > 0
     assert 0.1 < figures["tiny step, 4 requests: device busy"]["value"] <= 1.001

@@ -19,7 +19,7 @@ from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.host_kv_pool import HostKVPool
 from engine.model_runner.recording.eager_executor import EagerExecutor
-from engine.model_runner.recording.executor import StepExecutor, StepOutput
+from engine.model_runner.recording.executor import RecordedBytes, StepExecutor, StepOutput
 from engine.model_runner.recording.native_executor import NativeExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import (
@@ -248,7 +248,7 @@ class SeeingExecutor:
     Before each step it poisons what recordings work in: nothing of one step may be read by the next.
     """
 
-    recorded_bytes = ()
+    recorded_bytes = RecordedBytes()
 
     def __init__(self, driver: Driver) -> None:
         self.inner: StepExecutor = driver.runner.executor

@@ -18,7 +18,7 @@ from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
 from engine.model_runner.model_runner import ModelRunner
-from engine.model_runner.recording.cuda_graph_executor import sizes_to_record
+from engine.model_runner.recording.graph_sizes import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.runtime.config.engine_config import (
     CacheConfig,
@@ -57,7 +57,7 @@ class Memory:
 
 
 class Graphs(RecordingDevice):
-    """Of which the largest takes 8 MiB and each other one 1 MiB."""
+    """Of which the first takes 8 MiB and each other one, or other piece, 1 MiB."""
 
     def free_bytes(self) -> int:
         return 100 * MIB - (7 * MIB + self.num_captured * MIB if self.num_captured else 0)
@@ -216,6 +216,26 @@ def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch,
     assert "takes the host 4.0 ms: smaller steps wait for it (launch_ms=4.0)" in caplog.text
 
 
+def test_what_recordings_save_the_host_is_logged(make, monkeypatch, caplog):
+    """Then there is nothing to warn of; the first replay is not timed."""
+    device = torch.device("cuda")
+    monkeypatch.setattr(
+        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
+    )
+    monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
+    monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
+    clock = SimpleNamespace(perf_counter=iter((0.0, 0.004, 1.0, 1.0015)).__next__)
+    monkeypatch.setattr(trial, "time", clock)
+    with caplog.at_level("INFO"):
+        make(pool_is_estimate=True)
+    assert (
+        "prompts and mixed steps of up to 40 tokens: launch_ms=1.5; larger ones are launched kernel by kernel: "
+        "launch_ms=4.0" in caplog.text
+    )
+    assert "a step with prompt tokens is launched" not in caplog.text
+    assert not any(result.errors for result in make.results)
+
+
 def test_the_trial_of_an_encoder_samples_nothing(make, tmp_path, monkeypatch):
     encoder: Any = make_encoder(tmp_path / "encoder", "bert")
     loading = Loading(encoder, monkeypatch)
@@ -268,8 +288,10 @@ def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
     with caplog.at_level("INFO"):
         runner = make(pool_is_estimate=True)
 
-    assert "(100 MiB free after the weights - 30 MiB largest step - 13 MiB decode graphs)" in caplog.text
-    assert len(runner.sizes.recorded_bytes) == 6, "all sizes, in the end"
+    # Prompts of 40, 32 and 16 tokens in three pieces take 10 + 3 + 3 MiB, six decodes 1 MiB each.
+    assert "(100 MiB free after the weights - 30 MiB largest step - 22 MiB recordings)" in caplog.text
+    recorded = runner.sizes.recorded_bytes
+    assert (len(recorded.prompts), len(recorded.decodes)) == (3, 6), "all sizes, in the end"
 
 
 def test_the_rank_with_the_least_memory_decides(make):
@@ -328,8 +350,11 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
     ("num_before", "message"),
     [
         (0, "too little for the largest step besides the weights, 40 tokens .*--chunked-prefill-size"),
-        (1, "too little for recorded decodes of 6 requests: .*--max-recorded-bs"),
-        (2, "too little for a KV pool of 384 tokens and 6 recorded decodes: .*--mem-fraction, --max-total"),
+        (1, "too little for recorded decodes of 6 requests and prompts of 40 tokens: .*--max-recorded-bs"),
+        (
+            2,
+            "too little for a KV pool of 384 tokens and recorded decodes of 6.*: .*--mem-fraction, --max-total",
+        ),
     ],
 )
 def test_a_runner_that_cannot_be_made_is_an_error_with_a_way_out(make, monkeypatch, num_before, message):

@@ -1,4 +1,4 @@
-"""Recorded decodes with adapters as on a GPU: Triton's kernels in its interpreter, recordings that are run again."""
+"""Recorded steps with adapters as on a GPU: Triton's kernels in its interpreter, recordings that are run again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.model_runner import assembly, load
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.kernels.triton import lora
 from engine.model_runner.op_selection import PROVIDERS, Provider, select_ops
-from engine.model_runner.recording.cuda_graph_executor import sizes_to_record
+from engine.model_runner.recording.graph_sizes import sizes_to_record
 from tests.model_runner.conftest import SeeingExecutor
 from tests.model_runner.recording.recording_device import DeviceAttention, RerunningDevice
 from tests.triton_interpreter import repair_interpreter
@@ -36,7 +36,9 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
             monkeypatch.setattr(
                 load,
                 "sizes_to_record",
-                lambda kernels, num, _, **more: sizes_to_record(kernels, min(num, 4), cuda),
+                lambda kernels, num, _, spec, step_tokens, max_drafts: sizes_to_record(
+                    kernels, min(num, 4), cuda, spec=spec, step_tokens=lambda: 24
+                ),
             )
             monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: device)
         driver = make_driver(
@@ -56,10 +58,14 @@ def test_replays_with_other_adapters_in_each_step(make_adapted, make_driver, mon
         driver.step([(req, len(req.tokens)) for req in reqs])
         for order in ([0, 1, 2, 3], [3, 2, 1], [1], [2, 0]):
             driver.step([(reqs[n], 1) for n in order])
+        late = [driver.start(prompt, adapter_slot=slot) for prompt, slot in (([7] * 9, 1), ([5] * 7, 2))]
+        driver.step([(late[0], 9), (reqs[0], 1), (reqs[1], 1)])
+        driver.step([(late[1], 4), (reqs[3], 1), (late[0], 1)])
         found.append(torch.cat(seen.logits))
         if is_recorded:
-            assert device.num_captured == 2 * 4
-            assert device.num_replayed == 4
+            num_pieces = adapted.tiny.spec.num_layers + 1
+            assert device.num_captured == 2 * (4 + 2 * num_pieces), "with and without adapters"
+            assert device.num_replayed == 4 + 3 * num_pieces
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
     wanted = adapted.adapters[1].logits(reqs[0].tokens)
     torch.testing.assert_close(found[0][4], wanted[len(PROMPTS[0])], atol=5e-5, rtol=5e-5)

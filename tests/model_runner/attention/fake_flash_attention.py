@@ -90,7 +90,12 @@ class FakeFlashAttention:
             window = None if left == -1 else left + right + 1
             scores = (given["softmax_scale"], given["softcap"] or None, sinks)
             out.append(dense(queries, k, v, window, *scores, causal=causal))
-        return torch.cat(out).view(q.shape).to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+        result = torch.cat(out).view(q.shape).to(torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype)
+        memory: Tensor | None = given["out"]
+        if memory is None:
+            return result
+        assert (memory.shape, memory.dtype, memory.stride(-1)) == (result.shape, result.dtype, 1)
+        return memory.copy_(result)
 
 
 def check_int32(tensor: Tensor, length: int) -> None:

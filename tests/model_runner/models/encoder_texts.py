@@ -13,7 +13,7 @@ import torch
 from msgspec import structs
 
 from engine.model_runner.input_batch import InputBatch
-from engine.model_runner.recording.executor import StepOutput
+from engine.model_runner.recording.executor import RecordedBytes, StepOutput
 from engine.runtime.feasibility import pages_for
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.model_spec import ModelSpec
@@ -101,7 +101,7 @@ def make_encoder(
 class Texts:
     """Computes texts with a driver's runner; `hidden` and `batches` have the result and the input of each step."""
 
-    recorded_bytes = ()
+    recorded_bytes = RecordedBytes()
 
     def __init__(self, driver: Any, seed: int = 0) -> None:
         self.runner, self.capacity = driver.runner, driver.capacity

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from engine.model_runner import assembly, load
+from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.attention.triton_paged import TritonAttention
+from engine.model_runner.distributed.join_group import Place
+from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
 from engine.model_runner.op_selection import PROVIDERS, select_ops
-from engine.model_runner.recording.cuda_graph_executor import batch_sizes, sizes_to_record
 from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.recording.graph_sizes import GraphSizes, batch_sizes, sizes_to_record
 from engine.model_runner.sampling import native_backend
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
@@ -51,25 +54,53 @@ def make(
     device: RecordingDevice | None,
     attention: Any = DeviceAttention,
     dtype: Literal["float32", "bfloat16"] = "float32",
+    *,
+    prompts: bool = False,
     **kernels: Any,
 ) -> Driver:
-    """A driver with poisoned KV memory, with recordings or without; its attention is the same either way."""
-    capacity = Capacity(128, 200, 4, ROWS, tiny.spec.vocab_size)
-    config = ModelConfig(dtype=dtype, device="cpu", num_threads=torch.get_num_threads(), seed=1)
-    source = ModelSource("hf", str(tiny.folder), "test")
+    """A driver with poisoned KV memory, with recordings or without; its attention is the same either way.
+
+    Args:
+        prompts: record prompts and mixed steps, too.
+    """
+    with pretended_gpu(None if device is None else lambda: device, attention, prompts=prompts):
+        return load_driver(tiny, dtype, **kernels)
+
+
+@contextmanager
+def pretended_gpu(
+    make_device: Callable[[], RecordingDevice] | None, attention: Any = DeviceAttention, *, prompts: bool
+) -> Iterator[None]:
+    """What is loaded records steps on such devices; None: it records nothing, and is the same in all else."""
+    cuda = torch.device("cuda")
+
+    def sizes(kernels: KernelConfig, num: int, _device: Any, **more: Any) -> GraphSizes:
+        found = sizes_to_record(kernels, num, cuda, **more)
+        return found if prompts else found._replace(prompts=())
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembly, "select_backend", lambda *_args: attention)
         # Operators of torch, which a device without a GPU can record; other kernels it would not see.
         patch.setattr(load, "select_ops", lambda target: select_ops(target, PLAIN))
-        if device is not None:  # then this CPU is said to be a GPU
-            cuda = torch.device("cuda")
-            patch.setattr(
-                load,
-                "sizes_to_record",
-                lambda kernels, num, _, **more: sizes_to_record(kernels, num, cuda, **more),
-            )
-            patch.setattr(assembly, "CudaGraphDevice", lambda _device: device)
-        runner = load.load_model_runner(engine_config(config, **kernels), source, tiny.spec, capacity)
+        if make_device is not None:
+            patch.setattr(load, "sizes_to_record", sizes)
+            patch.setattr(assembly, "CudaGraphDevice", lambda _device: make_device())
+        yield
+
+
+def load_driver(
+    tiny: TinyModel,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    group: TPGroup = SINGLE_RANK,
+    adapter_slots: SlotSizes | None = None,
+    **kernels: Any,
+) -> Driver:
+    capacity = Capacity(128, 200, 4, ROWS, tiny.spec.vocab_size)
+    config = ModelConfig(dtype=dtype, device="cpu", num_threads=torch.get_num_threads(), seed=1)
+    source = ModelSource("hf", str(tiny.folder), "test")
+    runner = load.load_model_runner(
+        engine_config(config, **kernels), source, tiny.spec, capacity, Place(group, None), adapter_slots
+    )
     for pool in (*runner.kv_pool.k, *runner.kv_pool.v):
         pool[4:].fill_(torch.nan)  # the dummy page has what the recordings left there
     return Driver(runner, capacity)
@@ -211,9 +242,7 @@ def test_batches_beyond_the_largest_recording_run_as_they_are(tiny, caplog):
 
     assert outputs == [tiny.greedy(prompt, 3) for prompt in prompts]
     assert (device.num_captured, device.num_replayed) == (3, 0)
-    assert (
-        caplog.text.count("decodes of 4 requests are launched kernel by kernel: --max-recorded-bs is 3") == 1
-    )
+    assert caplog.text.count("decodes of 4 requests are not replayed as a whole: --max-recorded-bs is 3") == 1
 
 
 # ------------------------------------------------------------ memory
@@ -404,7 +433,7 @@ def on_gpu(tiny: TinyModel, *, recorded: bool) -> Driver:
         tiny.spec,
         Capacity(128, 100, 16, ROWS, tiny.spec.vocab_size),
     )
-    assert len(runner.sizes.recorded_bytes) == (len(batch_sizes(ROWS)) if recorded else 0)
+    assert len(runner.sizes.recorded_bytes.decodes) == (len(batch_sizes(ROWS)) if recorded else 0)
     return Driver(runner, runner.capacity)
 
 
@@ -444,22 +473,24 @@ def test_recordings_can_be_switched_off(tiny):
     assert device.num_captured == 0
 
 
-def test_on_a_cpu_there_are_no_graphs():
+def test_on_a_cpu_there_are_no_graphs(tiny):
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert sizes_to_record(KernelConfig(record_steps=True), 4, cpu) == []
-    assert sizes_to_record(KernelConfig(record_steps=True), 4, cuda) == [1, 2, 3, 4]
+    more: Any = {"spec": tiny.spec, "step_tokens": lambda: 100}
+    assert sizes_to_record(KernelConfig(record_steps=True), 4, cpu, **more) == ((), ())
+    assert sizes_to_record(KernelConfig(record_steps=True), 4, cuda, **more).decodes == [1, 2, 3, 4]
 
 
-def test_recordings_reach_as_far_as_the_tokens_of_steps_with_drafts():
+def test_recordings_reach_as_far_as_the_tokens_of_steps_with_drafts(tiny):
     """Eight requests with three drafts each are 32 rows; sizes up to eight would leave them to launches."""
-    cuda, kernels = torch.device("cuda"), KernelConfig(record_steps=True)
-    assert sizes_to_record(kernels, 8, cuda, max_drafts=3)[-1] == 32
-    assert sizes_to_record(kernels, 40, cuda, max_drafts=3)[-1] == 64
-    assert sizes_to_record(kernels, 200, cuda, max_drafts=3)[-1] == 200
-    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=8), 8, cuda, max_drafts=3)[-1] == 32
-    assert sizes_to_record(dataclasses.replace(kernels, max_recorded_bs=4), 8, cuda, max_drafts=3)[-1] == 4, (
-        "as asked"
-    )
+
+    def largest(num_rows: int, **settings: Any) -> int:
+        cuda, kernels = torch.device("cuda"), KernelConfig(record_steps=True, **settings)
+        more: Any = {"spec": tiny.spec, "step_tokens": lambda: 100, "max_drafts": 3}
+        return sizes_to_record(kernels, num_rows, cuda, **more).decodes[-1]
+
+    assert [largest(num) for num in (8, 40, 200)] == [32, 64, 200]
+    assert largest(8, max_recorded_bs=8) == 32
+    assert largest(8, max_recorded_bs=4) == 4, "as asked"
 
 
 def test_attention_that_needs_the_host_cannot_be_recorded(tiny, monkeypatch, caplog):

@@ -32,6 +32,9 @@ class SlowCopies:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         raise AssertionError("nothing is recorded here")
 
+    def capture_pieces(self, run: Callable[[Callable[[], None]], None]) -> list[Callable[[], None]]:
+        raise AssertionError("nothing is recorded here")
+
     def staging(self, num_bytes: int) -> torch.Tensor:
         return torch.full((num_bytes,), 0xAB, dtype=torch.uint8)
 

@@ -42,7 +42,7 @@ def test_what_the_user_has_set_stands_while_there_is_room(fraction):
         ConfigError,
         match=re.escape(
             "which takes 53.2 GiB, but the device has (60.0 GiB free after the weights - 3.0 GiB largest step - "
-            "1.0 GiB decode graphs) x 0.95; lower --max-total-tokens, --chunked-prefill-size or "
+            "1.0 GiB recordings) x 0.95; lower --max-total-tokens, --chunked-prefill-size or "
         ),
     ):
         fit_pool(too_many, MEASURED, fraction, page_bytes=PAGE_BYTES, is_estimate=False)
