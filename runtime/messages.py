@@ -18,7 +18,7 @@ from .grammar_use import GrammarUse
 from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
-from .transport.kv_transfer import FromPeer, PagesWritten, PeerFenced, PeerLost, TransferFigures
+from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures
 from .transport.message_base import Logprobs, Message, Record
 
 # ---------------------------------------------------------------- nested records
@@ -322,7 +322,6 @@ SchedulerInput = (
     | FromPeer
     | PagesWritten
     | PeerLost
-    | PeerFenced
 )
 
 

@@ -59,7 +59,6 @@ from ..runtime.step_plan import ForwardMode, StepResult
 from ..runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     TransferCommand,
 )
@@ -193,7 +192,7 @@ class Scheduler:
                 self._take_adapter(message, now_s)
             case UnloadAdapter():
                 self._unload_adapter(message, now_s)
-            case FromPeer() | PagesWritten() | PeerLost() | PeerFenced():
+            case FromPeer() | PagesWritten() | PeerLost():
                 self._change(self._transfer.handle(message, now_s), now_s)
             case _:
                 assert_never(message)

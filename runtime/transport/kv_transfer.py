@@ -248,21 +248,13 @@ class PagesWritten(Message, frozen=True):
 
 
 class PeerLost(Message, frozen=True):
-    """The other engine does not answer any more.
+    """The other engine does not answer any more: all claims of or at it have failed.
 
-    Attributes:
-        is_fenced: whether it is certain that it will not write into our pages.
+    A decode engine's scheduler then aborts them; the link answers each with `AbortAck`, when its pages are free.
     """
 
     peer: str
     reason: str
-    is_fenced: bool
-
-
-class PeerFenced(Message, frozen=True):
-    """Nothing is written any more for claims that were given up when the other engine was lost."""
-
-    peer: str
 
 
 # ---------------------------------------------------------------- scheduler -> KVTransfer

@@ -19,7 +19,6 @@ from ...runtime.transport.kv_transfer import (
     ClaimFailed,
     FromPeer,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     Prefilled,
     RoomReleased,
@@ -192,8 +191,6 @@ class DecodeRole:
                 self._end_attempt(peer, ended, now_s, steps, rows)
             case PeerLost():
                 self._lose(message, now_s, steps, rows)
-            case PeerFenced():
-                self._free_drained(message.peer)
             case FromPeer() | PagesWritten():
                 logger.warning("dropped a message that is not for a decode engine peer=%s", message.peer)
         return Changes(steps, rows, grammar_ends) if steps or rows else NO_CHANGES
@@ -366,14 +363,8 @@ class DecodeRole:
     def _lose(self, message: PeerLost, now_s: float, steps: list[Step], rows: list[TokenOutput]) -> None:
         for room, incoming in list(self._open.items()):
             if incoming.peer == message.peer:
-                self._give_up(room, incoming)  # a frozen engine acknowledges it when it goes on
+                self._give_up(room, incoming)  # the link answers when nothing is written for it any more
                 self._without(incoming.req, "lost", message.reason, now_s, steps, rows)
-        if message.is_fenced:
-            self._free_drained(message.peer)
-
-    def _free_drained(self, peer: str) -> None:
-        for key in [key for key in self._draining if key[0] == peer]:
-            self._incoming.give_back(self._draining.pop(key))
 
     def _without(
         self, req: Req, kind: str, reason: str, now_s: float, steps: list[Step], rows: list[TokenOutput]

@@ -19,7 +19,6 @@ from ...runtime.transport.kv_transfer import (
     ClaimFailed,
     FromPeer,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     Prefilled,
     RoomReleased,
@@ -203,8 +202,6 @@ class PrefillRole:
                 steps = self._abort(peer, aborted, now_s)
             case FromPeer(message=RoomReleased() as released):
                 self._release(released.room)
-            case PeerFenced():
-                pass  # for a decode engine
             case FromPeer():
                 logger.warning("dropped a message that is not for a prefill engine peer=%s", message.peer)
                 return NO_CHANGES

@@ -29,7 +29,6 @@ from ...runtime.messages import TokenOutput
 from ...runtime.transport.kv_transfer import (
     FromPeer,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     TransferCommand,
     TransferFigures,
@@ -38,7 +37,7 @@ from ..batch import ScheduleBatch
 from ..prefix_cache.base import Lease
 from ..requests.req import Req
 
-TransferNews = FromPeer | PagesWritten | PeerLost | PeerFenced
+TransferNews = FromPeer | PagesWritten | PeerLost
 
 
 class Step(NamedTuple):

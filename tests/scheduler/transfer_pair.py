@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.runtime.messages import KVHandoff
-from engine.runtime.transport.kv_transfer import FromPeer, PagesWritten, PeerLost, ToPeer, WritePages
+from engine.runtime.transport.kv_transfer import (
+    AbortAck,
+    ClaimAborted,
+    FromPeer,
+    PagesWritten,
+    PeerLost,
+    ToPeer,
+    WritePages,
+)
 
 from .harness import Harness
 
@@ -151,6 +159,9 @@ class Pair:
     def to_prefill(self, message: FromPeer) -> None:
         if self.is_prefill_alive:
             self.tell(self.prefill, message)
+        elif isinstance(message.message, ClaimAborted):  # its link answers
+            ack = FromPeer(PREFILL, AbortAck(message.message.room, message.message.attempt))
+            self.network.append(Delivery("to decode", partial(self.tell, self.decode, ack)))
 
     def write(self, command: WritePages) -> None:
         """Copy the pages, as they are now."""
@@ -165,8 +176,8 @@ class Pair:
             self.decode.runner.kv.reshape(-1, page_size)[targets] = here[sources]
         self.tell(self.prefill, PagesWritten(command.peer, command.room, command.attempt, error, 0.001))
 
-    def lose_prefill(self, *, is_fenced: bool = True) -> None:
+    def lose_prefill(self) -> None:
         """The prefill engine dies, with all that is under way."""
         self.is_prefill_alive = False
         self.network.clear()
-        self.tell(self.decode, PeerLost(PREFILL, "it is gone", is_fenced))
+        self.tell(self.decode, PeerLost(PREFILL, "it is gone"))

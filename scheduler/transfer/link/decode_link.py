@@ -30,7 +30,6 @@ from ....runtime.transport.kv_transfer import (
     KVLayout,
     PageData,
     PagesTaken,
-    PeerFenced,
     PeerLost,
     Ping,
     Pong,
@@ -199,13 +198,13 @@ class DecodeLink:
         peer = self._peers.get(name)
         attempt = message.room, message.attempt
         if peer is not None and attempt in peer.given_up:
-            self._tell(peer, message)  # a frozen engine answers when it goes on; else `PeerFenced` does
+            self._tell(peer, message)  # a frozen engine answers when it goes on; else `_fence` does
             return
         if peer is not None and attempt in peer.open:
             del peer.open[attempt]
             self._tell(peer, message)
             if not self._receiver.is_passive:
-                peer.given_up.add(attempt)
+                peer.given_up[attempt] = math.inf
                 return  # the prefill engine answers
         elif peer is not None:
             peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
@@ -278,6 +277,7 @@ class DecodeLink:
             if peer.state is State.SILENT:
                 logger.info("a prefill engine goes on peer=%s", peer.name)
                 peer.state = State.WELCOME
+                peer.given_up = dict.fromkeys(peer.given_up, math.inf)
             self._receive(peer, message, frames)
 
     def _receive(self, peer: Peer, message: ToDecode, frames: Sequence[zmq.Frame]) -> None:
@@ -285,7 +285,7 @@ class DecodeLink:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
                 peer.state, peer.processes = State.WELCOME, message.processes
-                self._fence(peer)
+                self._fence(peer, math.inf)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._claim(peer.name, claim)
@@ -302,7 +302,7 @@ class DecodeLink:
             case Prefilled() | ClaimFailed() | AbortAck():
                 claimed = peer.open.pop((message.room, message.attempt), None)
                 if not isinstance(message, Prefilled):
-                    peer.given_up.discard((message.room, message.attempt))
+                    peer.given_up.pop((message.room, message.attempt), None)
                 answer: Answer = message
                 if claimed and isinstance(message, Prefilled) and not self._is_well_formed(message, claimed):
                     reason = f"the answer of {peer.name} is malformed"
@@ -381,28 +381,31 @@ class DecodeLink:
             peer.state = State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
             self._lose(peer, reason)
-        if peer.given_up and peer.is_dead:
-            peer.fenced_s = min(peer.fenced_s, now_s + DRAIN_S)
-        if peer.given_up and now_s > peer.fenced_s:
-            self._fence(peer)
+        if peer.given_up:
+            if peer.is_dead:
+                self._expect_last_pages(peer, now_s + DRAIN_S)
+            self._fence(peer, now_s)
 
     def _lose(self, peer: Peer, reason: str) -> None:
         """Give the claims of a peer up. Unless this engine writes the pages itself, the peer may still do so."""
         logger.warning("a prefill engine is lost peer=%s: %s", peer.name, reason)
         self._check_stores(peer)
         if not self._receiver.is_passive:
-            peer.given_up.update(peer.open)
+            peer.given_up.update(dict.fromkeys(peer.open, math.inf))
         peer.open.clear()
-        peer.fenced_s = time.monotonic() + FENCE_S
-        # Pages that are being stored are free when the scheduler has aborted their claims, and they are stored.
-        self._outbox.send(PeerLost(peer.name, reason, not peer.given_up and not peer.storing))
+        self._expect_last_pages(peer, time.monotonic() + FENCE_S)
+        # The scheduler now aborts all claims of this engine, and each abort is answered when its pages are free.
+        self._outbox.send(PeerLost(peer.name, reason))
 
-    def _fence(self, peer: Peer) -> None:
-        """Nothing is written any more for claims that were given up."""
-        peer.fenced_s = math.inf
-        if peer.given_up:
-            peer.given_up.clear()
-            self._outbox.send(PeerFenced(peer.name))
+    def _expect_last_pages(self, peer: Peer, until_s: float) -> None:
+        """A lost engine writes for the claims that were given up until then at most."""
+        peer.given_up = {attempt: min(free_s, until_s) for attempt, free_s in peer.given_up.items()}
+
+    def _fence(self, peer: Peer, now_s: float) -> None:
+        """Answer the aborts of claims for which a lost engine writes no more."""
+        for attempt in [attempt for attempt, free_s in peer.given_up.items() if free_s < now_s]:
+            del peer.given_up[attempt]
+            self._answer(peer, AbortAck(*attempt))
 
     def _forget_idle(self) -> None:
         """Disconnect where there has been no engine for a while; a later claim looks the address up again."""

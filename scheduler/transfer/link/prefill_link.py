@@ -312,7 +312,7 @@ class PrefillLink:
                 each.write.stop()
         del self._claims[peer]
         self._leaving.add(peer)
-        self._outbox.send(PeerLost(peer, reason, is_fenced=True))
+        self._outbox.send(PeerLost(peer, reason))
 
     def _tell(self, peer: str, message: ToDecode) -> None:
         self._send_frames(peer, [self._encoder.encode(message)])

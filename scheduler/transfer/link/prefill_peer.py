@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,11 +44,11 @@ class Peer:
         must_greet: it is connected, and `Hello` is not sent.
         open: claims that were sent and are not answered, by (room, attempt).
         processes: those that write, of all its ranks; empty before its first `Welcome`.
-        given_up: claims that were aborted, or open when the engine was lost: it may still write.
+        given_up: claims that were aborted, or open when the engine was lost: it may still write. Each has the time when
+            the engine can write no more, whatever it does; infinite while it is connected, because it then answers.
         storing: pages of it that are being stored.
         held: answers of claims with such pages.
         connection: how often it was connected.
-        fenced_s: when a lost engine can write no more, whatever it does.
         idle_since_s: since when it is not connected, and nothing waits for it; None: something does.
     """
 
@@ -64,11 +63,10 @@ class Peer:
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
     open: dict[Attempt, Claim] = field(default_factory=dict)
     processes: tuple[ProcessIdentity, ...] = ()
-    given_up: set[Attempt] = field(default_factory=set)
+    given_up: dict[Attempt, float] = field(default_factory=dict)
     storing: list[Storing] = field(default_factory=list)
     held: list[Answer] = field(default_factory=list)
     connection: int = 0
-    fenced_s: float = math.inf
     idle_since_s: float | None = None
 
     @property

@@ -280,7 +280,7 @@ def test_a_frozen_engine_keeps_its_pages_until_it_answers() -> None:
     pair.step(deliver=False)
     waiting = list(pair.network)
     pair.network.clear()
-    pair.tell(pair.decode, PeerLost(PREFILL, "no sign of life for 10 s", is_fenced=False))
+    pair.tell(pair.decode, PeerLost(PREFILL, "no sign of life for 10 s"))
     pair.collect()
     while pair.decode.answers[rid].finish is None:
         pair.decode.step()
@@ -299,9 +299,18 @@ def test_a_dead_prefill_engine_leaves_nothing_behind() -> None:
     pair.lose_prefill()
 
     while any(pair.decode.answers[rid].finish is None for rid in rids):
-        pair.decode.step()
-        pair.decode.scheduler.take_transfer_commands()
+        pair.step()
     pair.check()
+
+
+def test_a_claim_that_the_loss_of_its_engine_has_overtaken_keeps_its_pages() -> None:
+    """The link may know of it later than it has told of the loss, and send it to an engine that is back already."""
+    pair = Pair()
+    pair.submit("a", prompt_len=20)
+    pair.step(deliver=False)
+    pair.tell(pair.decode, PeerLost(PREFILL, "it has forgotten this engine"))
+    assert pair.decode.scheduler.report(0.0).transfer.held_pages == 5  # type: ignore[union-attr]
+    pair.run()
 
 
 def test_a_dead_decode_engine_leaves_nothing_behind() -> None:
@@ -311,7 +320,7 @@ def test_a_dead_decode_engine_leaves_nothing_behind() -> None:
     pair.deliver()  # the claim
     writes = list(pair.network)
     pair.network.clear()
-    pair.tell(pair.prefill, PeerLost(DECODE, "no sign of life for 10 s", is_fenced=False))
+    pair.tell(pair.prefill, PeerLost(DECODE, "no sign of life for 10 s"))
     for write in writes:
         write.make()
     pair.network.clear()
@@ -345,7 +354,7 @@ def test_late_and_foreign_messages_are_ignored() -> None:
         FromPeer(PREFILL, Prefilled("a", 1, 2, b"\1\0\0\0")),
         FromPeer(PREFILL, AbortAck("a", 1)),
         FromPeer(DECODE, Prefilled("b", 7, 2, b"\1\0\0\0")),
-        PeerLost("other:1", "gone", is_fenced=True),
+        PeerLost("other:1", "gone"),
     ):
         pair.tell(pair.decode, message)
     pair.check()

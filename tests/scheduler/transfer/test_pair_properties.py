@@ -86,8 +86,8 @@ def perform(pair: Pair, actions: list[tuple[str, object, object]], *, shared: bo
                 assert isinstance(first, float)
                 pair.prefill.now_s = pair.decode.now_s = max(pair.prefill.now_s, pair.decode.now_s) + first
             case "lost" if first == "prefill":
-                pair.tell(pair.decode, PeerLost(PREFILL, "frozen", is_fenced=False))
+                pair.tell(pair.decode, PeerLost(PREFILL, "frozen"))
             case "lost":
-                pair.tell(pair.prefill, PeerLost(DECODE, "frozen", is_fenced=False))
+                pair.tell(pair.prefill, PeerLost(DECODE, "frozen"))
             case "fail write":
                 pair.fails_write = lambda command: hash(command.room) % 2 == 0

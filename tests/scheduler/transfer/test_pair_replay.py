@@ -75,7 +75,7 @@ def test_a_prefill_engine_that_is_lost(tmp_path: Path, fallback: bool) -> None:
     pair = RecordedPair(tmp_path, disaggregation_fallback=fallback)
     rid = pair.submit("a", prompt_len=20, max_new_tokens=3)
     pair.step(deliver=False)
-    pair.tell(pair.decode, PeerLost(PREFILL, "frozen", is_fenced=False))
+    pair.tell(pair.decode, PeerLost(PREFILL, "frozen"))
     while pair.decode.answers[rid].finish is None:
         pair.step(deliver=False)
     while pair.network:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from engine.runtime.transport.kv_transfer import (
     FromPeer,
     KVLayout,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     Prefilled,
     ToPeer,
@@ -168,7 +168,7 @@ def test_the_end_of_the_prefill_engine_is_noticed_at_once(make_sides: MakeSides)
     prefill.close()
 
     news = decode.next()
-    assert isinstance(news, PeerLost) and (news.peer, news.is_fenced) == (peer, True)
+    assert isinstance(news, PeerLost) and news.peer == peer
 
 
 def test_no_engine_at_the_address(make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,12 +293,12 @@ def test_pages_of_a_lost_engine_are_held_until_it_says_hello_again(make_sides: M
     prefill.next()
     prefill.link.close()
 
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed")
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])  # no answer: it may still be writing
     prefill.link = make_prefill_link(prefill, int(peer.rpartition(":")[2]))
 
     claim(decode, peer, attempt=2)
-    assert decode.next() == PeerFenced(peer)
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
     got = prefill.next()
     assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.attempt == 2
 
@@ -312,7 +312,7 @@ def test_an_abort_without_an_answer_holds_its_pages_when_the_connection_breaks(m
     prefill.link.close()
     prefill.link = None
 
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed")
 
 
 def test_an_engine_that_is_connected_is_never_fenced_by_time(
@@ -356,7 +356,7 @@ def test_an_engine_is_welcome_again_when_nothing_is_written_to_it_any_more(
     assert decode.inbox.poll(0.3) == []  # the pages of the first claim are not free
     prefill.link._sender.under_way.is_over.set()
 
-    assert decode.next() == PeerFenced(peer)
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
     told = {type(prefill.next()), type(prefill.next())}
     assert told == {PagesWritten, FromPeer}, got
 
@@ -415,12 +415,12 @@ def test_pages_are_free_soon_after_the_processes_of_all_ranks_have_ended(
     prefill.next()
     prefill.link.close()
     prefill.link = None
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed")
     decode.link._receiver.has_progressed.clear()
     if lives:
         assert decode.inbox.poll(0.5) == []
     else:
-        assert decode.next() == PeerFenced(peer)
+        assert decode.next() == FromPeer(peer, AbortAck("a", 1))
     assert decode.link._receiver.has_progressed.is_set()  # what was under way has arrived before
 
 
@@ -439,7 +439,7 @@ def test_a_frozen_engine_that_goes_on_answers_the_abort(
     monkeypatch.setattr(prefill.link, "_receive", held := Held(prefill.link._receive))
     claim(decode, peer)
     lost = decode.next()
-    assert isinstance(lost, PeerLost) and not lost.is_fenced
+    assert isinstance(lost, PeerLost)
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
 
     monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 100.0)
@@ -467,6 +467,43 @@ class Held:
         self._receive(*message)
 
 
+class LaterTime:
+    """The `time` of a link, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.added_s
+
+
+def test_an_engine_that_goes_on_is_not_fenced_by_time(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claims of later are not those that were given up when it was silent."""
+    monkeypatch.setattr(decode_link, "time", clock := LaterTime())
+    monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 0.2)
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside)
+    monkeypatch.setattr(prefill.link, "_receive", held := Held(prefill.link._receive))
+    claim(decode, peer)
+    assert isinstance(decode.next(), PeerLost)
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    monkeypatch.setattr(decode_link, "PEER_SILENCE_S", 1e9)
+    held.goes_on.set()
+    told = [prefill.next(), prefill.next()]
+    assert isinstance(told[0], FromPeer)
+    prefill.link.send([ToPeer(told[0].peer, AbortAck("a", 1))])
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+
+    clock.added_s = 2 * decode_link.FENCE_S
+    claim(decode, peer, room="b", attempt=2)
+    prefill.next()
+    decode.link.send([ToPeer(peer, ClaimAborted("b", 2))])
+    prefill.next()
+
+    assert decode.inbox.poll(0.2) == []  # it may be writing
+
+
 def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
     make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -477,7 +514,7 @@ def test_pages_of_an_engine_that_stays_away_are_free_in_the_end(
     prefill.link.close()
     prefill.link = None
     assert isinstance(decode.next(), PeerLost)
-    assert decode.next() == PeerFenced(peer)
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
 
 
 def test_a_decode_engine_that_was_frozen_is_welcome_again(
@@ -489,14 +526,14 @@ def test_a_decode_engine_that_was_frozen_is_welcome_again(
     claim(decode, peer)
     got = prefill.next()
     assert isinstance(got, FromPeer)
-    assert prefill.next() == PeerLost(got.peer, "no sign of life for 0.1 s", is_fenced=True)
+    assert prefill.next() == PeerLost(got.peer, "no sign of life for 0.1 s")
     prefill.link.send([WritePages(got.peer, "a", 1, ids(1, 2), ids(5, 6), 1)])
     late = prefill.next()
     assert isinstance(late, PagesWritten) and "not connected any more" in late.error
     monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
 
     claim(decode, peer, room="b", attempt=2)  # it does not know that it was forgotten
-    assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine", is_fenced=True)
+    assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine")
     sent = claim(decode, peer, room="c", attempt=3)
     again = prefill.next()
     assert isinstance(again, FromPeer) and again.message == sent

@@ -17,7 +17,6 @@ from engine.runtime.transport.kv_transfer import (
     FromPeer,
     KVLayout,
     PagesWritten,
-    PeerFenced,
     PeerLost,
     Prefilled,
     ToPeer,
@@ -127,7 +126,7 @@ class TestThroughTheConnection:
         begin(prefill, decode, peer)
         assert held.began.wait(WAIT_S)
         prefill.close()
-        assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=False)
+        assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed")
         decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])  # as the scheduler does then
         assert decode.inbox.poll(0.1) == []
 
@@ -159,7 +158,7 @@ class TestThroughTheConnection:
         assert held.began.wait(WAIT_S)
         decode.link._stops = True
         monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 0.3)
-        assert prefill.next() == PeerLost(name, "no sign of life for 0.3 s", is_fenced=True)
+        assert prefill.next() == PeerLost(name, "no sign of life for 0.3 s")
         written = prefill.next()
         assert isinstance(written, PagesWritten) and written.error == f"{name} is lost"
         held.goes_on.set()
@@ -265,13 +264,13 @@ class TestWrittenByEachRank:
         writes[0].end()
         claim(decode, peer, room="b", attempt=2)
         lost = decode.next()
-        assert isinstance(lost, PeerLost) and not lost.is_fenced
+        assert isinstance(lost, PeerLost)
         claim(decode, peer, room="c", attempt=3)
         assert decode.inbox.poll(0.2) == []
 
         writes[1].end()
 
-        assert decode.next() == PeerFenced(peer)
+        assert decode.next() == FromPeer(peer, AbortAck("a", 1))
         told = {type(prefill.next()), type(prefill.next())}
         assert told == {PagesWritten, FromPeer}
 
@@ -299,7 +298,7 @@ def test_a_restarted_prefill_engine_is_welcome_with_all_its_ranks(make_sides: Ma
     name = begin(prefill, decode, peer)
     finish(prefill, decode, peer, name)
     prefill.link.close()
-    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed", is_fenced=True)
+    assert decode.next() == PeerLost(peer, f"the connection to {peer} was closed")
     for worker in prefill.workers:
         worker.close()
     prefill.workers.clear()
