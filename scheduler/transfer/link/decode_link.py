@@ -296,6 +296,8 @@ class DecodeLink:
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._fail(peer.name, claim, peer.refusal)
+            case SayHello() if peer.state is State.CONNECTING:
+                pass  # `Hello` is on its way; a second one would end the claims that are made after the first `Welcome`
             case SayHello():
                 self._lose(peer, f"{peer.name} has forgotten this engine")
                 peer.state, peer.must_greet = State.CONNECTING, True

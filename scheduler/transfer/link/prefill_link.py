@@ -225,6 +225,11 @@ class PrefillLink:
         if peer not in self._heard_s:  # silent for too long, or it takes this engine for its predecessor
             if peer not in self._greeting and peer not in self._joining:
                 self._tell(peer, SayHello())
+            elif isinstance(
+                message, Claim
+            ):  # after the `Welcome` of an earlier connection; `Welcome` answers aborts
+                reason = "this engine is still connecting to the decode engine"
+                self._tell(peer, ClaimFailed(message.room, message.attempt, reason))
             return
         self._heard_s[peer] = time.monotonic()
         match message:

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import zmq
 from msgspec.structs import replace
 
 from engine.model_runner.memory.page_memory import PageMemory
@@ -24,13 +25,20 @@ from engine.runtime.transport.kv_transfer import (
     ClaimAborted,
     ClaimFailed,
     FromPeer,
+    Hello,
     KVLayout,
     PagesWritten,
     PeerLost,
+    Ping,
     Prefilled,
+    SayHello,
+    ToDecode,
     ToPeer,
+    ToPrefill,
+    Welcome,
     WritePages,
 )
+from engine.runtime.transport.message_base import Message
 from engine.runtime.transport.process_identity import own_identity
 from engine.scheduler.transfer.link import decode_link, lookups, prefill_link
 from engine.scheduler.transfer.link.decode_link import DecodeLink
@@ -537,6 +545,86 @@ def test_a_decode_engine_that_was_frozen_is_welcome_again(
     sent = claim(decode, peer, room="c", attempt=3)
     again = prefill.next()
     assert isinstance(again, FromPeer) and again.message == sent
+
+
+class ByHand:
+    """The connection of a prefill engine, or of a decode engine, for which a test answers by hand."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], kind: int) -> None:
+        self.socket = context.socket(kind)
+        self.socket.linger = 0
+        self._head: list[bytes] = []
+
+    def say(self, message: Message) -> None:
+        self.socket.send_multipart([*self._head, msgspec.msgpack.encode(message)])
+
+    def next(self, union: Any) -> Any:
+        """The next message, without signs of life."""
+        while self.socket.poll(1000 * int(WAIT_S)):
+            *self._head, data = self.socket.recv_multipart()
+            message = msgspec.msgpack.decode(data, type=union)
+            if not isinstance(message, Ping):
+                return message
+        raise AssertionError("no message")
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.destroy(linger=0)
+
+
+def greeted_by_hand(decode: Side, context: zmq.Context[zmq.Socket[bytes]]) -> tuple[ByHand, str]:
+    """A prefill engine that is played by the test and has got the claim of room a."""
+    prefill = ByHand(context, zmq.ROUTER)
+    peer = f"127.0.0.1:{prefill.socket.bind_to_random_port('tcp://127.0.0.1')}"
+    claim(decode, peer)
+    assert isinstance(prefill.next(ToPrefill), Hello)
+    prefill.say(Welcome((own_identity(),)))
+    assert isinstance(prefill.next(ToPrefill), Claim)
+    return prefill, peer
+
+
+def test_an_engine_that_has_forgotten_this_one_is_greeted_once(
+    make_sides: MakeSides, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """It says so for each message that it gets before the `Hello`. With a second one its `Welcome` would be stale."""
+    _, decode, _ = make_sides()
+    prefill, peer = greeted_by_hand(decode, context)
+    prefill.say(SayHello())
+    assert isinstance(prefill.next(ToPrefill), Hello)
+    assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine")
+    sent = claim(decode, peer, room="b", attempt=2)
+
+    prefill.say(SayHello())
+    prefill.say(Welcome((own_identity(),)))
+
+    assert prefill.next(ToPrefill) == sent
+    assert decode.inbox.poll(0.1) == []
+
+
+class JoiningSender(LocalSender):
+    """Its peers are never connected."""
+
+    def add_peer(self, peer: str, targets: Sequence[bytes]) -> Unfinished:  # type: ignore[override]
+        return Unfinished()
+
+
+def test_a_claim_before_the_welcome_is_answered(
+    make_sides: MakeSides, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    prefill, _, peer = make_sides(sender=JoiningSender)
+    decode = ByHand(context, zmq.DEALER)
+    decode.socket.identity = b"decode"
+    decode.socket.connect(f"tcp://{peer}")
+    decode.say(Hello(prefill.layout(), "local", (b"",)))
+    decode.say(Claim("a", 1, 0, ids(5, 6), 7))
+
+    failed = decode.next(ToDecode)
+
+    assert failed == ClaimFailed("a", 1, "this engine is still connecting to the decode engine")
+    assert prefill.inbox.poll(0.1) == []
 
 
 @pytest.mark.parametrize("change", [{"pages": b"123"}, {"first_page": -1}, {"room": "r" * 300}])
