@@ -284,8 +284,13 @@ class DecodeLink:
         match message:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
+                if (
+                    message.processes != peer.processes
+                ):  # it cannot tell what its predecessor's kernel still holds
+                    self._expect_last_pages(peer, time.monotonic() + DRAIN_S)
+                else:
+                    self._fence(peer, math.inf)
                 peer.state, peer.processes = State.WELCOME, message.processes
-                self._fence(peer, math.inf)
                 waiting, peer.waiting = peer.waiting, []
                 for _, claim in waiting:
                     self._claim(peer.name, claim)
@@ -302,14 +307,7 @@ class DecodeLink:
                 self._lose(peer, f"{peer.name} has forgotten this engine")
                 peer.state, peer.must_greet = State.CONNECTING, True
             case Prefilled() | ClaimFailed() | AbortAck():
-                claimed = peer.open.pop((message.room, message.attempt), None)
-                if not isinstance(message, Prefilled):
-                    peer.given_up.pop((message.room, message.attempt), None)
-                answer: Answer = message
-                if claimed and isinstance(message, Prefilled) and not self._is_well_formed(message, claimed):
-                    reason = f"the answer of {peer.name} is malformed"
-                    answer = ClaimFailed(message.room, message.attempt, reason)
-                self._answer(peer, answer)
+                self._end(peer, message)
             case PageData():
                 if (message.room, message.attempt) in peer.open:
                     self._store(peer, message, frames[1:])
@@ -317,6 +315,19 @@ class DecodeLink:
                     self._tell(peer, PagesTaken(message.number))
             case Pong():
                 pass
+
+    def _end(self, peer: Peer, message: Answer) -> None:
+        """The prefill engine writes no more for a claim."""
+        attempt = message.room, message.attempt
+        claimed = peer.open.pop(attempt, None)
+        answer: Answer = message
+        if not isinstance(message, Prefilled):
+            peer.given_up.pop(attempt, None)
+        elif claimed is None:
+            return  # it was aborted, and the abort is answered, too
+        elif not self._is_well_formed(message, claimed):
+            answer = ClaimFailed(*attempt, f"the answer of {peer.name} is malformed")
+        self._answer(peer, answer)
 
     def _is_well_formed(self, message: Prefilled, claim: Claim) -> bool:
         if len(message.output_ids) != 4 or not 0 <= message.num_pages <= len(claim.pages) // 4:

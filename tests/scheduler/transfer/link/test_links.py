@@ -604,6 +604,41 @@ def test_an_engine_that_has_forgotten_this_one_is_greeted_once(
     assert decode.inbox.poll(0.1) == []
 
 
+def test_pages_of_a_dead_engine_are_not_free_at_once_when_its_successor_comes(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """The successor cannot promise that all of it has arrived."""
+    monkeypatch.setattr(decode_link, "time", clock := LaterTime())
+    _, decode, _ = make_sides(receiver=Polled)
+    prefill, peer = greeted_by_hand(decode, context)
+    prefill.socket.close()
+    assert isinstance(decode.next(), PeerLost)
+    after = ByHand(context, zmq.ROUTER)
+    after.socket.bind(f"tcp://{peer}")
+    assert isinstance(after.next(ToPrefill), Hello)
+    sent = claim(decode, peer, room="b", attempt=2)
+    after.say(Welcome((replace(own_identity(), place="another container"),)))
+    assert after.next(ToPrefill) == sent
+    decode.link.send([ToPeer(peer, ClaimAborted("b", 2))])
+    assert after.next(ToPrefill) == ClaimAborted("b", 2)
+    assert decode.inbox.poll(0.1) == []
+
+    clock.added_s = decode_link.DRAIN_S
+
+    assert decode.next() == FromPeer(peer, AbortAck("a", 1))
+    assert decode.inbox.poll(0.1) == []  # its successor has to answer for the other claim
+
+
+def test_an_answer_to_no_claim_is_dropped(
+    make_sides: MakeSides, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    _, decode, _ = make_sides()
+    prefill, peer = greeted_by_hand(decode, context)
+    prefill.say(Prefilled("b", 2, 1000, b""))
+    prefill.say(ClaimFailed("a", 1, "no"))
+    assert decode.next() == FromPeer(peer, ClaimFailed("a", 1, "no"))
+
+
 class JoiningSender(LocalSender):
     """Its peers are never connected."""
 
