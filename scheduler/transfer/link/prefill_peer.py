@@ -59,6 +59,7 @@ class Peer:
     refusal: str = ""
     heard_s: float = 0.0
     pinged_s: float = 0.0
+    looked_s: float = 0.0
     must_greet: bool = False
     waiting: list[tuple[float, Claim]] = field(default_factory=list)
     open: dict[Attempt, Claim] = field(default_factory=dict)

@@ -45,6 +45,7 @@ from engine.scheduler.transfer.link.decode_link import DecodeLink
 from engine.scheduler.transfer.link.lookups import Lookups
 from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
 from engine.scheduler.transfer.link.pages.ranks import Ranks
+from engine.scheduler.transfer.link.prefill_peer import Peer
 
 from .sides import WAIT_S, MakeSides, Side, claim, free_port, ids, make_pool, make_prefill_link
 
@@ -637,6 +638,21 @@ def test_an_answer_to_no_claim_is_dropped(
     prefill.say(Prefilled("b", 2, 1000, b""))
     prefill.say(ClaimFailed("a", 1, "no"))
     assert decode.next() == FromPeer(peer, ClaimFailed("a", 1, "no"))
+
+
+def test_whether_an_engine_is_dead_is_looked_up_now_and_then(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs some reads of /proc, in a thread beside the scheduler's loop that may poll for minutes."""
+    prefill, decode, peer = make_sides(receiver=Polled)
+    looks: list[float] = []
+    monkeypatch.setattr(Peer, "is_dead", property(lambda _: looks.append(time.monotonic())))
+    claim(decode, peer)
+    prefill.next()
+    decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
+    assert decode.inbox.poll(0.5) == []
+    times = list(looks)
+    assert 1 <= len(times) <= 2 + (times[-1] - times[0]) / decode_link.LOOK_S
 
 
 class JoiningSender(LocalSender):
