@@ -88,6 +88,10 @@ class MooncakeWriter:
             theirs = msgspec.msgpack.decode(target, type=_Target)
         except msgspec.MsgspecError as error:
             raise TransferError(f"mooncake: {error}") from error
+        if [size for _, size, _ in theirs.regions] != [size for _, size, _ in self._own.memory.regions]:
+            raise TransferError(
+                "mooncake: its pool has other tensors"
+            )  # `_write` reads as many bytes as it has
         self.drop_peer(peer)
         self._peers[peer] = theirs.session, theirs.regions
         self._threads[peer] = ThreadPoolExecutor(1, thread_name_prefix="mooncake")
