@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, Protocol, assert_never
 
@@ -68,14 +67,15 @@ class ComputedSteps:
         if record is None and device.type == "cuda":
             record = _record
         self._record = record
-        # Written by the loop and read by the worker; an event that is done implies those before it.
+        # Written by the loop and read by the worker, which must see all or nothing of a change: a tuple is replaced. An
+        # event that is done implies those before it.
         self._last_launched = 0
-        self._events: deque[tuple[int, Event]] = deque(maxlen=_KEPT_EVENTS)
+        self._events: tuple[tuple[int, Event], ...] = ()
 
     def launched(self, step_id: int) -> None:
         """A step is launched; called by the thread that has."""
         if self._record is not None:
-            self._events.append((step_id, self._record()))
+            self._events = (*self._events[1 - _KEPT_EVENTS :], (step_id, self._record()))
         self._last_launched = step_id
 
     def has(self, step_id: int) -> bool:
@@ -83,7 +83,7 @@ class ComputedSteps:
         if self._last_launched < step_id:
             return False
         # The oldest one that is kept may be a later one, when the rank is far ahead; then it is soon done.
-        event = next((event for step, event in tuple(self._events) if step >= step_id), None)
+        event = next((event for step, event in self._events if step >= step_id), None)
         return event is None or event.query()
 
 
