@@ -50,6 +50,8 @@ PEER_SILENCE_S: Final = 30.0
 """A decode engine with claims sends a sign of life each second."""
 WRITE_S: Final = 60.0
 """A write without progress for so long is given up, and with it the connection to its decode engine."""
+_MAX_PAUSE_S: Final = 1.0
+"""Between two looks at a write; more is not counted: this process was stopped, and the backend with it."""
 _MAX_ROOM_CHARS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 1000
@@ -61,12 +63,19 @@ def _is_well_formed(claim: Claim) -> bool:
 
 @dataclass(slots=True)
 class _Writing:
-    """A `WritePages` that is under way. `moved_s`: when it was begun, or the peer last took pages of it."""
+    """A `WritePages` that is under way.
+
+    Attributes:
+        command, write: what is written, and how far it is.
+        started_s, checked_s: when it was begun, and when it was last looked at.
+        still_s: how long it was looked at since it was begun, or since the peer last took pages of it.
+    """
 
     command: WritePages
     write: Sending
     started_s: float
-    moved_s: float
+    checked_s: float
+    still_s: float = 0.0
 
 
 class PrefillLink:
@@ -203,7 +212,9 @@ class PrefillLink:
             now_s = time.monotonic()
             try:
                 if not each.write.is_done():
-                    if now_s - each.moved_s < WRITE_S:
+                    each.still_s += min(now_s - each.checked_s, _MAX_PAUSE_S)
+                    each.checked_s = now_s
+                    if each.still_s < WRITE_S:
                         left.append(each)
                         continue
                     error = f"the write has not ended within {WRITE_S:g} s"
@@ -247,10 +258,9 @@ class PrefillLink:
                 self._outbox.send(FromPeer(peer, message))
 
     def _note_progress(self, peer: str) -> None:
-        now_s = time.monotonic()
         for each in self._writing:
             if each.command.peer == peer:
-                each.moved_s = now_s
+                each.still_s = 0.0
 
     def _greet_waiting(self) -> None:
         """Greet those that have said hello, when no rank writes for an earlier connection any more."""

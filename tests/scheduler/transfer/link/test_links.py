@@ -94,6 +94,16 @@ class WrittenFromOutside(LocalReceiver):
     is_passive = False
 
 
+class LaterTime:
+    """The `time` of a link, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.added_s
+
+
 def test_pages_arrive_before_the_first_token(make_sides: MakeSides) -> None:
     prefill, decode, peer = make_sides()
     for view in prefill.pool.page_views:
@@ -387,6 +397,25 @@ def test_an_engine_to_which_a_write_never_ended_is_refused(
     assert "a write to it did not end" in news.message.reason
 
 
+def test_a_prefill_engine_that_was_stopped_gives_no_write_up(
+    make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend has made no progress meanwhile, either; and a peer with a write that did not end stays refused."""
+    monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 1e9)
+    monkeypatch.setattr(prefill_link, "time", clock := LaterTime())
+    prefill, decode, peer = make_sides(receiver=WrittenFromOutside, sender=UnfinishedSender)
+    begin_to_write(prefill, decode, peer)
+    claim(decode, peer, room="b", attempt=2)
+    prefill.next()  # the write has begun
+
+    clock.added_s = 2 * prefill_link.WRITE_S
+
+    assert prefill.inbox.poll(0.2) == []
+    prefill.link._sender.under_way.is_over.set()
+    written = prefill.next()
+    assert isinstance(written, PagesWritten) and not written.error
+
+
 def test_progress_is_made_until_an_abort_is_answered(make_sides: MakeSides) -> None:
     prefill, decode, peer = make_sides(receiver=Polled)
     claim(decode, peer)
@@ -474,16 +503,6 @@ class Held:
             self.goes_on.wait(WAIT_S)
         self._has_greeted = True
         self._receive(*message)
-
-
-class LaterTime:
-    """The `time` of a link, which a test can put forward."""
-
-    def __init__(self) -> None:
-        self.added_s = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.added_s
 
 
 def test_an_engine_that_goes_on_is_not_fenced_by_time(
