@@ -7,7 +7,7 @@ and a virtual clock: equal commands give equal figures on every machine. The rat
 a workload, so a replica of many may do more than a single one.
 
 `rag`: 2,000 documents of about 3,000 tokens, some far more popular than others. `chat`: conversations of several turns,
-which send their history again.
+which send their history again. `unique`: prompts of 1,000 to 6,000 tokens that nobody has sent before.
 
 A row takes up to ten minutes of one core; each is kept in the folder and not computed again. `--long` adds a row of a
 million requests, 45 minutes.
@@ -26,6 +26,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+UNIQUE: Final = ("--prompt-lens", "3000,1000,6000,2000", "--output-lens", "200,100,300")
 GOODPUT: Final = "ttft:1000 tpot:25"
 
 
@@ -53,27 +54,32 @@ class Row(NamedTuple):
     @property
     def options(self) -> list[str]:
         """Of `engine simulate`."""
+        requests = ("--workload", self.workload) if self.workload != "unique" else UNIQUE
         return [
-            *("llama-3.1-8b", "--device", "h100", "--workload", self.workload, "--goodput", GOODPUT),
+            *("llama-3.1-8b", "--device", "h100", *requests, "--goodput", GOODPUT),
             *("--rate", str(self.rate * self.num_replicas), "--dp", str(self.num_replicas)),
             *("--num-requests", str(self.per_replica * self.num_replicas), "--dispatch-policy", self.policy),
             *("--prefill-replicas", str(self.num_prefill)),
         ]
 
 
-def rows_of(workload: str, rate: float, per_replica: int, policies: Sequence[str]) -> list[Row]:
-    """One replica, then 8 and 64 with each policy."""
-    return [
-        Row(workload, rate, per_replica, 1, "round-robin"),
-        *(Row(workload, rate, per_replica, count, policy) for count in (8, 64) for policy in policies),
-    ]
-
-
 ROWS: Final = [
-    *rows_of("rag", 10.0, 1000, ("round-robin", "shortest-queue", "prefix-affinity")),
+    Row("rag", 10.0, 1000, 1, "round-robin"),
+    *(
+        Row("rag", 10.0, 1000, count, policy)
+        for count in (8, 64)
+        for policy in ("round-robin", "shortest-queue", "prefix-affinity")
+    ),
     Row("rag", 10.0, 1000, 8, "prefix-affinity", num_prefill=3),
     Row("rag", 10.0, 1000, 64, "prefix-affinity", num_prefill=24),
-    *rows_of("chat", 28.0, 2500, ("round-robin", "prefix-affinity")),
+    Row("unique", 5.0, 250, 1, "round-robin"),
+    Row("unique", 5.0, 250, 8, "shortest-queue"),
+    Row("unique", 5.0, 250, 8, "shortest-queue", num_prefill=4),
+    Row("unique", 5.0, 250, 64, "shortest-queue"),
+    Row("unique", 5.0, 250, 64, "shortest-queue", num_prefill=32),
+    Row("chat", 28.0, 2500, 1, "round-robin"),
+    Row("chat", 28.0, 2500, 8, "round-robin"),
+    Row("chat", 28.0, 2500, 8, "prefix-affinity"),
 ]
 LONG: Final = Row("chat", 28.0, 15_625, 64, "prefix-affinity")
 
