@@ -217,7 +217,7 @@ def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch,
 
 
 def test_what_recordings_save_the_host_is_logged(make, monkeypatch, caplog):
-    """Then there is nothing to warn of; the first replay is not timed."""
+    """Then there is nothing to warn of; the first step of the new runner is not timed."""
     device = torch.device("cuda")
     monkeypatch.setattr(
         load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
