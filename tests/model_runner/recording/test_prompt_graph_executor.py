@@ -268,7 +268,7 @@ def test_masks_of_grammars(tiny):
 def test_vectors_of_chunked_texts_beside_decodes(tiny):
     """What a text needs of its first chunks outlives the memory of their hidden states."""
     recorded, eager, _ = pair(tiny)
-    vectors = []
+    vectors: list[bytes] = []
     for driver in (recorded, eager):
         for pooling in ("last", "mean", "cls"):
             driver.runner._pooler._pooling = pooling
