@@ -90,8 +90,13 @@ def plan_of(slots: Int64s) -> Int64s:
     return plan
 
 
+def most_runs(num_tokens: int, num_rows: int) -> int:
+    """The most runs of a step with tokens of so many pool rows; those of a row are consecutive."""
+    return min(num_tokens, num_rows + num_tokens // MAX_RUN_TOKENS)
+
+
 def write_plan(plan: Int64s, slots: Int64s) -> None:
-    """Write the plan for [n] slots to the memory of a recording, which has room for n runs."""
+    """Write the plan for [n] slots to the memory of a recording, which has room for `most_runs`."""
     made = plan_of(slots)
     plan[: len(made)] = made
 
@@ -125,5 +130,5 @@ def runs_or_none(slots: Int64s, put: Put) -> AdapterRuns | None:
 
 
 def recorded_plan(num_tokens: int) -> Tensor:
-    """Memory of a recording for the plan of so many tokens."""
+    """Memory of a recording for the plan of so many tokens, each of which may be a run."""
     return torch.zeros(1 + 3 * num_tokens, dtype=torch.int64)

@@ -283,5 +283,6 @@ def _make_executor(
         forward=RecordedForward(model, kv_pool, slot_table, relay, loaded.link, state_pool),
         buffers=buffers,
         make_device=partial(CudaGraphDevice, loaded.device),
+        group=loaded.group,
         records_adapters=records_adapters,
     )

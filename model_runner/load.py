@@ -152,7 +152,8 @@ def load_model_runner(
     if memory is not None:
         capacity = _measured_capacity(loaded, config, capacity, sizes, memory)
     what = f"a KV pool of {capacity.max_total_tokens} tokens" + (f" and {sizes.text}" if sizes.text else "")
-    with explained(what, memory, "lower --mem-fraction, --max-total-tokens or --max-recorded-bs"):
+    way_out = "lower --mem-fraction, --max-total-tokens or --max-recorded-bs, or use --no-record-steps"
+    with explained(what, memory, way_out):
         return assemble_runner(loaded, capacity, sizes)
 
 

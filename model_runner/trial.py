@@ -144,7 +144,7 @@ def _launch_ms(runner: ModelRunner, plan: StepPlan) -> float:
 
 def _tell_recorded_launch(runner: ModelRunner, plan: StepPlan, most_tokens: int, eager_ms: float) -> None:
     """Log what recordings save."""
-    runner.launch(replace(plan, step_id=1, finished_rows=b"")).wait()  # the first replay uploads the graphs
+    runner.launch(replace(plan, step_id=1, finished_rows=b"")).wait()  # the first step also allocates
     recorded_ms = _launch_ms(runner, replace(plan, step_id=2))
     logger.info(
         "prompts and mixed steps of up to %d tokens: launch_ms=%.1f; larger ones are launched kernel by kernel: "

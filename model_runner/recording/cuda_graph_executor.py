@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..attention.backend import CapturableAttention
+    from ..distributed.tp_group import TPGroup
     from ..input_batch import InputBatch
     from ..memory.io_buffers import InputBuffers
     from .eager_executor import EagerExecutor
@@ -203,11 +204,17 @@ def cuda_graph_executor(
     forward: RecordedForward,
     buffers: InputBuffers,
     make_device: Callable[[], GraphDevice],
+    group: TPGroup,
     records_adapters: bool = False,
 ) -> StepExecutor:
-    """Record steps of these sizes; `eager` runs the others, and decodes if their attention cannot be recorded."""
+    """Record steps of these sizes; `eager` runs the others, and decodes if their attention cannot be recorded.
+
+    All ranks record the same, because they add up whole steps with the padding. What a rank cannot record (a machine
+    has no compiler for the kernels), no rank does.
+    """
     if not sizes.decodes and not sizes.prompts:
         return eager
+    records_adapters = _all_ranks(group, records_adapters)
     device = make_device()
     others: EagerExecutor | PromptGraphExecutor = eager
     if sizes.prompts:  # first, because they are larger, and all recordings share their memory
@@ -222,6 +229,7 @@ def cuda_graph_executor(
     attention = eager.attention.capturable()
     if not sizes.decodes:
         return others
+    all_can = _all_ranks(group, attention is not None)
     if attention is None:
         # Not an error: a resolved configuration says "on" also if the user has not asked for recordings.
         logger.warning(
@@ -229,6 +237,9 @@ def cuda_graph_executor(
             "--attention-backend",
             eager.attention.name,
         )
+        return others
+    if not all_can:
+        logger.warning("decode_graphs=0: decodes of another rank cannot be recorded, see its log")
         return others
     return CudaGraphExecutor(
         eager=eager,
@@ -239,3 +250,7 @@ def cuda_graph_executor(
         device=device,
         records_adapters=records_adapters,
     )
+
+
+def _all_ranks(group: TPGroup, can: bool) -> bool:
+    return bool(group.min_over_ranks(int(can)))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..adapter_runs import write_plan
+from ..adapter_runs import most_runs, write_plan
 from ..memory.io_buffers import layout, views
 from ..states.state_runs import write_padded_plan
 
@@ -46,7 +46,7 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
         table_indices: int64, index of the new token in the flat slot table.
         slots: int32, `out_cache_loc` in the table's dtype.
         seq_lens: int32, tokens of the request, including the new one.
-        adapter_plan: [1 + 3 * n] int64, see `AdapterRuns`; empty in a server without adapters.
+        adapter_plan: [1 + 3 * `most_runs`] int64, see `AdapterRuns`; empty in a server without adapters.
         state_plan: [1 + 8 * n] int64, see `StateRuns`; empty for a model without state layers.
     """
 
@@ -64,10 +64,10 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
 class _Staging:
     """One of the two host buffers."""
 
-    def __init__(self, memory: Tensor, sizes: Sequence[int], *, has_adapters: bool, has_states: bool) -> None:
+    def __init__(self, memory: Tensor, sizes: Sequence[int], *, adapter_rows: int, has_states: bool) -> None:
         self.memory = memory
         self.inputs: dict[int, DecodeInputs[npt.NDArray[Any]]] = {
-            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, has_adapters, has_states)))
+            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, adapter_rows, has_states)))
             for size in sizes
         }
         self.wait_until_read: Callable[[], None] = lambda: None
@@ -103,17 +103,18 @@ class DecodeInputMemory:
         self._dummy_row = dummy_row
         self._table_width = table_width
         self._graph_device = graph_device
-        self._num_bytes = {size: layout(_templates(size, has_adapters, has_states))[1] for size in sizes}
+        adapter_rows = dummy_row + 1 if has_adapters else 0
+        self._num_bytes = {size: layout(_templates(size, adapter_rows, has_states))[1] for size in sizes}
         most_bytes = max(self._num_bytes.values())
         self._memory = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
         self._staging = [
             _Staging(
-                graph_device.staging(most_bytes), sizes, has_adapters=has_adapters, has_states=has_states
+                graph_device.staging(most_bytes), sizes, adapter_rows=adapter_rows, has_states=has_states
             )
             for _ in range(2)
         ]
         self.on_device: dict[int, DecodeInputs[Tensor]] = {
-            size: DecodeInputs(*_views(self._memory, size, has_adapters, has_states)) for size in sizes
+            size: DecodeInputs(*_views(self._memory, size, adapter_rows, has_states)) for size in sizes
         }
 
     def upload(
@@ -168,14 +169,18 @@ class DecodeInputMemory:
         )
 
 
-def _templates(size: int, has_adapters: bool, has_states: bool) -> list[npt.NDArray[Any]]:
-    """Arrays with the dtypes and shapes of `DecodeInputs`; their values are not read."""
-    plan = np.empty(1 + 3 * size if has_adapters else 0, dtype=np.int64)
+def _templates(size: int, adapter_rows: int, has_states: bool) -> list[npt.NDArray[Any]]:
+    """Arrays with the dtypes and shapes of `DecodeInputs`; their values are not read.
+
+    Args:
+        adapter_rows: pool rows that may use adapters, with the dummy row; 0: steps have no adapters.
+    """
+    plan = np.empty(1 + 3 * most_runs(size, adapter_rows) if adapter_rows else 0, dtype=np.int64)
     states = np.empty(1 + 8 * size if has_states else 0, dtype=np.int64)  # see `recorded_state_plan`
     return [*(np.empty(size, dtype=dtype) for dtype in _DTYPES), plan, states]
 
 
-def _views(memory: Tensor, size: int, has_adapters: bool, has_states: bool) -> list[Tensor]:
-    templates = _templates(size, has_adapters, has_states)
+def _views(memory: Tensor, size: int, adapter_rows: int, has_states: bool) -> list[Tensor]:
+    templates = _templates(size, adapter_rows, has_states)
     starts, num_bytes = layout(templates)
     return views(memory[:num_bytes], templates, starts)

@@ -25,7 +25,7 @@ class GraphDevice(Protocol):
     """One device, its current stream, and one memory pool that all recordings share."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """Record the work that `run` queues on the device; `run` is also executed, before or during the recording.
+        """Record the work that `run` queues on the device; it is also done, before, during or after the recording.
 
         Recordings are replayed one after the other, never at the same time, so they share the memory of their
         intermediate tensors. The largest should be recorded first; the others then fit into its memory.
@@ -74,6 +74,8 @@ class CudaGraphDevice:
 
         A tensor that lives from one piece to a later one keeps its place in the pool, as it does within a piece; the
         places of others are used again. This is right because the pieces are replayed in the order of the recording.
+
+        The first replay of a graph brings it to the device, which takes memory and time, so it is done at once.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -95,7 +97,10 @@ class CudaGraphDevice:
 
             cut()
             run(cut)
-        return [graph.replay for graph in graphs]
+        replays = [graph.replay for graph in graphs]
+        for replay in replays:
+            replay()
+        return replays
 
     def staging(self, num_bytes: int) -> Tensor:
         """See `GraphDevice`."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..adapter_runs import batch_of
+from ..adapter_runs import runs_of
 from ..forward_batch import StageStates
 from ..memory.oom_retry import retry_after_oom
 from .cut_attention import AttentionCall, AttentionMemory, CutAttention
@@ -119,14 +119,16 @@ class PromptGraphExecutor:
 
     def _upload(self, size: int, batch: InputBatch) -> tuple[ReadRows, AdapterRuns | None]:
         """The rows that are read of the step's result, and their adapters."""
-        slots, put = batch.adapter_slots, self._buffers.put
+        slots = batch.adapter_slots
         self._inputs.upload(
             size, batch.token_rows, batch.positions, batch.out_cache_loc, batch.input_ids, slots
         )
         rows = ReadRows.of(batch, self._buffers.put_all(ReadRows.arrays(batch)))
         if slots is None:
             return rows, None
-        return rows, batch_of(slots, batch.logits_indices, batch.sample_indices, put).sampled
+        for indices in (batch.logits_indices, batch.sample_indices):
+            slots = slots if indices is None else slots[indices]
+        return rows, runs_of(slots, self._buffers.put)
 
     def _replay(self, recording: _Pieces, batch: InputBatch) -> ForwardResult:
         first, *others = recording.pieces

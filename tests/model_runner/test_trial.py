@@ -17,6 +17,7 @@ from engine.model_runner.attention.split import split_backend
 from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
+from engine.model_runner.memory import kv_pool
 from engine.model_runner.model_runner import ModelRunner
 from engine.model_runner.recording.graph_sizes import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
@@ -103,6 +104,8 @@ class Loading:
             monkeypatch.setattr(pending, "wait", watched_wait)
             return pending
 
+        # As on a GPU: the trial reads the dummy page as a long context.
+        monkeypatch.setattr(kv_pool, "reserve", lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         monkeypatch.setattr(load, "make_device_memory", lambda _device: self.memory)
         monkeypatch.setattr(load, "assemble_runner", watched)
         monkeypatch.setattr(ModelRunner, "launch", watched_launch)
@@ -217,7 +220,7 @@ def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch,
 
 
 def test_what_recordings_save_the_host_is_logged(make, monkeypatch, caplog):
-    """Then there is nothing to warn of; the first replay is not timed."""
+    """Then there is nothing to warn of; the first step of the new runner is not timed."""
     device = torch.device("cuda")
     monkeypatch.setattr(
         load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)

@@ -93,6 +93,23 @@ def test_padding_behind_adapters_uses_the_base_model():
     assert len(inputs.adapter_plan) == 13
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 70)), min_size=1, max_size=DUMMY_ROW))
+def test_a_plan_has_room_for_the_runs_of_all_requests(requests):
+    """Not for one run a token: kernels start a program for each run that there is room for."""
+    memory = DecodeInputMemory(
+        [2048],
+        dummy_row=DUMMY_ROW,
+        table_width=WIDTH,
+        device=CPU,
+        graph_device=SlowCopies(),
+        has_adapters=True,
+    )
+    assert len(memory.on_device[2048].adapter_plan) == 1 + 3 * (DUMMY_ROW + 1 + 2048 // 32)
+    slots = np.repeat(*np.array(requests, dtype=np.int64).T)
+    zeros = np.zeros_like(slots)
+    memory.upload(2048, zeros, zeros, zeros, zeros, slots)
+
+
 def test_every_size_has_its_place_for_good():
     device = SlowCopies()
     memory = memory_for(device, [1, 2, 4])

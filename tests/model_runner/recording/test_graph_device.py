@@ -79,7 +79,8 @@ def test_each_piece_is_a_graph_of_one_pool_and_stream(notes):
 
     replays = CudaGraphDevice(torch.device("cuda")).capture_pieces(run)
 
-    assert notes == [*WARM_UP, "begin 0", "a", "end 0", "begin 1", "b", "end 1"]
+    assert notes[:-2] == [*WARM_UP, "begin 0", "a", "end 0", "begin 1", "b", "end 1"]
+    assert notes[-2:] == ["replay 0", "replay 1"], "the first replay takes memory and time"
     notes.clear()
     for replay in replays:
         replay()
@@ -92,9 +93,9 @@ def test_a_whole_step_is_one_piece(notes):
 
     replay = CudaGraphDevice(torch.device("cuda")).capture(run)
 
-    assert notes == [*WARM_UP, "begin 0", "a", "b", "end 0"]
+    assert notes == [*WARM_UP, "begin 0", "a", "b", "end 0", "replay 0"]
     replay()
-    assert notes[-1] == "replay 0"
+    assert notes[-2:] == ["replay 0"] * 2
 
 
 def test_a_capture_that_fails_is_ended(notes):

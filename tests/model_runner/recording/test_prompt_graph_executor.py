@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.graph_sizes import sizes_to_record, token_sizes
 from engine.model_runner.recording.prompt_graph_executor import PromptGraphExecutor
 from engine.runtime.config.device_config import KernelConfig
+from engine.runtime.pooling import PoolingParams
 from engine.runtime.step_plan import StepResult, TokenMasks
 from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request, SeeingExecutor, TinyModel
 from tests.model_runner.distributed.test_tensor_parallel import PROMPTS
@@ -34,6 +36,7 @@ from .test_cuda_graph_executor import KINDS, ROWS, Life, load_driver, make, on_g
 
 repair_interpreter()
 
+POOLED = PoolingParams(all_tokens=True)
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", MIXTURE),
@@ -262,6 +265,21 @@ def test_masks_of_grammars(tiny):
     assert tokens[0] == tokens[1] and tokens[0][1] in (5, 7)
 
 
+def test_vectors_of_chunked_texts_beside_decodes(tiny):
+    """What a text needs of its first chunks outlives the memory of their hidden states."""
+    recorded, eager, _ = pair(tiny)
+    vectors: list[bytes] = []
+    for driver in (recorded, eager):
+        for pooling in ("last", "mean", "cls"):
+            driver.runner._pooler._pooling = pooling
+            req, text = driver.start(prompt_of(9)), driver.start(prompt_of(60), pooling=POOLED)
+            driver.step([(req, 9), (text, 20)])
+            driver.step([(text, 30), (req, 1)])
+            vectors += driver.step([(text, 10), (req, 1)]).vectors.values()
+    found = np.frombuffer(b"".join(vectors), dtype=np.float32).reshape(2, 3, -1)
+    np.testing.assert_allclose(found[0], found[1], atol=2e-5)
+
+
 # ------------------------------------------------------------ which steps
 
 
@@ -421,6 +439,29 @@ def test_two_ranks_together_say_what_one_says(tiny):
         one, other = on_ranks(2, tokens)
     assert one[0] == other[0] == expected
     assert one[1] == other[1] > 3
+
+
+class UnevenAttention(DeviceAttention):
+    """Decodes of rank 0 alone can be recorded, as if the other one had no compiler."""
+
+    place = threading.local()
+
+    def capturable(self) -> Any:
+        return None if self.place.rank else self
+
+
+def test_ranks_replay_the_same_steps(tiny, caplog):
+    """Padding is part of what they add up."""
+
+    def tokens(group: ThreadGroup) -> list[list[int]]:
+        UnevenAttention.place.rank = group.rank
+        return load_driver(tiny, group=group, max_recorded_bs=4).generate(PROMPTS[:3], KINDS[:3], num=3)
+
+    with pretended_gpu(RerunningDevice, UnevenAttention, prompts=True):
+        one, other = on_ranks(2, tokens)
+    assert one == other == make(tiny, None).generate(PROMPTS[:3], KINDS[:3], num=3)
+    assert "decode_graphs=0: attention by torch_decode needs the host in each step" in caplog.text
+    assert "decode_graphs=0: decodes of another rank cannot be recorded" in caplog.text
 
 
 @pytest.mark.gpu
