@@ -10,7 +10,7 @@ a workload, so a replica of many may do more than a single one.
 which send their history again. `unique`: prompts of 1,000 to 6,000 tokens that nobody has sent before.
 
 A row takes up to ten minutes of one core; each is kept in the folder and not computed again. `--long` adds a row of a
-million requests, 45 minutes.
+million requests, more than an hour.
 """
 
 from __future__ import annotations
