@@ -79,9 +79,8 @@ class MooncakeWriter:
         """
         self._own = _Engine(memory, host)
         self._peers: dict[str, tuple[str, Regions]] = {}
-        self._threads: dict[
-            str, ThreadPoolExecutor
-        ] = {}  # one thread for each peer: a slow one delays no other
+        # One thread for each peer: a slow one delays no other.
+        self._threads: dict[str, ThreadPoolExecutor] = {}
 
     def add_peer(self, peer: str, target: bytes) -> None:
         try:
@@ -89,9 +88,8 @@ class MooncakeWriter:
         except msgspec.MsgspecError as error:
             raise TransferError(f"mooncake: {error}") from error
         if [size for _, size, _ in theirs.regions] != [size for _, size, _ in self._own.memory.regions]:
-            raise TransferError(
-                "mooncake: its pool has other tensors"
-            )  # `_write` reads as many bytes as it has
+            # `_write` reads as many bytes as the other pool has.
+            raise TransferError("mooncake: its pool has other tensors")
         self.drop_peer(peer)
         self._peers[peer] = theirs.session, theirs.regions
         self._threads[peer] = ThreadPoolExecutor(1, thread_name_prefix="mooncake")

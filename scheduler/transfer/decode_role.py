@@ -133,9 +133,8 @@ class DecodeRole:
         self._order: Callable[[Req], Any] = _by_priority if by_priority else _BY_ARRIVAL
         self._open: dict[str, _Incoming] = {}  # by room
         self._rooms: dict[str, str] = {}  # rid -> room, of those
-        self._draining: dict[
-            tuple[str, int], IntArray
-        ] = {}  # (peer, attempt) -> pages that may still be written to
+        # (peer, attempt) -> pages that may still be written to
+        self._draining: dict[tuple[str, int], IntArray] = {}
         self._last_attempt = 0
         self._commands: list[TransferCommand] = []
         self._counts = TransferCounts()

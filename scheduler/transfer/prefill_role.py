@@ -124,9 +124,8 @@ class PrefillRole:
         self._rooms: dict[str, _Room] = {}
         self._rids: dict[str, str] = {}  # rid -> room
         self._tombs: OrderedDict[str, None] = OrderedDict()
-        self._leaving: dict[
-            tuple[str, str, int], _Claimed
-        ] = {}  # claims that are over, with writes that are not
+        # Claims that are over, with writes that are not.
+        self._leaving: dict[tuple[str, str, int], _Claimed] = {}
         self._commands: list[TransferCommand] = []
         self._counts = TransferCounts()
         self._settled_step = 0

@@ -324,9 +324,8 @@ class Fleet:
         ]
         try:
             self._listing.write(workers)
-        except (
-            ConfigError
-        ) as error:  # a full disk is no reason to end servers; it is tried again in each pass
+        except ConfigError as error:
+            # A full disk is no reason to end servers; it is tried again in each pass.
             if not self._is_list_late:
                 logger.error("%s", error)
             self._is_list_late = True

@@ -194,8 +194,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait(_BROKER_END_S)
     except subprocess.TimeoutExpired:
         logger.warning("killing the process that talks to Ray: it has not ended in %g s", _BROKER_END_S)
-    with contextlib.suppress(
-        ProcessLookupError
-    ):  # the group may outlive its leader if the broker started Ray
+    with contextlib.suppress(ProcessLookupError):
+        # The group may outlive its leader if the broker started Ray.
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

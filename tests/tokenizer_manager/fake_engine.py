@@ -428,9 +428,8 @@ class ServerThread:
     def __init__(self, services: Services, engine: FakeEngine) -> None:
         self._services = services
         self._engine = engine
-        self._listener = socket.create_server(
-            ("127.0.0.1", 0), backlog=128
-        )  # clients may connect from here on
+        # Clients may connect from here on.
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._server = HttpServer(App(services), services.config.server)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._thread = threading.Thread(target=self._serve, name="http")

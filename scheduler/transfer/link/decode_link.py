@@ -127,18 +127,11 @@ class DecodeLink:
         self._poller.register(self._commands.wake, zmq.POLLIN)
         try:
             while not self._stops:
-                polls = self._receiver.polls and any(
+                makes_progress = self._receiver.polls and any(
                     peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
                 )
-                stores = any(peer.storing for peer in self._peers.values())
-                self._poller.poll(
-                    _BUSY_POLL_MS
-                    if polls or stores
-                    else _LOOKUP_POLL_MS
-                    if len(self._lookups)
-                    else _IDLE_POLL_MS
-                )
-                if polls:
+                self._poller.poll(self._poll_ms(makes_progress))
+                if makes_progress:
                     self._receiver.progress()
                 for command in self._commands.take():
                     self._execute(command)
@@ -157,6 +150,12 @@ class DecodeLink:
                 self._close(peer)
             self._commands.wake.close()
             self._outbox.close()
+
+    def _poll_ms(self, makes_progress: bool) -> int:
+        """How long to wait for messages at most: what else happens wakes nobody."""
+        if makes_progress or any(peer.storing for peer in self._peers.values()):
+            return _BUSY_POLL_MS
+        return _LOOKUP_POLL_MS if len(self._lookups) else _IDLE_POLL_MS
 
     def _execute(self, command: TransferCommand | None) -> None:
         if command is None:
@@ -286,9 +285,8 @@ class DecodeLink:
         match message:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
-                if (
-                    message.processes != peer.processes
-                ):  # it cannot tell what its predecessor's kernel still holds
+                if message.processes != peer.processes:
+                    # It cannot tell what its predecessor's kernel still holds.
                     self._expect_last_pages(peer, time.monotonic() + DRAIN_S)
                 else:
                     self._fence(peer, math.inf)

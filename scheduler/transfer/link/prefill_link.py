@@ -122,14 +122,12 @@ class PrefillLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
         self._heard_s: dict[str, float] = {}  # of each welcome peer
-        self._claims: dict[
-            str, set[tuple[str, int]]
-        ] = {}  # of each, open (room, attempt) since its last `Hello`
+        # Of each, open (room, attempt) since its last `Hello`.
+        self._claims: dict[str, set[tuple[str, int]]] = {}
         self._greeting: dict[str, Hello] = {}  # peers that are welcome when earlier writes to them have ended
         self._joining: dict[str, Work] = {}  # peers that are welcome when all ranks know them
-        self._leaving: set[str] = (
-            set()
-        )  # lost peers that the backend still knows, for writes that are under way
+        # Lost peers that the backend still knows, for writes that are under way.
+        self._leaving: set[str] = set()
         self._stuck: set[str] = set()  # peers with a write that did not end
         self._writing: list[_Writing] = []
         self._stops = False
@@ -236,9 +234,8 @@ class PrefillLink:
         if peer not in self._heard_s:  # silent for too long, or it takes this engine for its predecessor
             if peer not in self._greeting and peer not in self._joining:
                 self._tell(peer, SayHello())
-            elif isinstance(
-                message, Claim
-            ):  # after the `Welcome` of an earlier connection; `Welcome` answers aborts
+            elif isinstance(message, Claim):
+                # After the `Welcome` of an earlier connection; aborts are answered by the next one.
                 reason = "this engine is still connecting to the decode engine"
                 self._tell(peer, ClaimFailed(message.room, message.attempt, reason))
             return
