@@ -8,11 +8,12 @@ import pytest
 
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
+from engine.runtime.resolve.resolve import CUDA_MEM_FRACTION
 from engine.simulator.arrivals import Lengths
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.generated import Arrival, Batch, given_lengths
 from engine.simulator.model_facts import MODELS
-from engine.simulator.setup import replica_settings
+from engine.simulator.setup import WORKSPACE_BYTES, replica_settings
 from engine.simulator.simulate import simulate
 from engine.simulator.stage_times import HOP_S, StageTimes
 from tests.simulator.linear_cost import LinearCost
@@ -80,4 +81,6 @@ def test_stages_hold_what_one_device_does_not():
     with pytest.raises(ConfigError, match=r"--pp is 81, but it must lie in \[1, 80\]"):
         replica_settings(EngineConfig(), model, device, 81)
 
-    assert replica_settings(EngineConfig(), model, device, 4).capacity.max_total_tokens > 400_000
+    memory = 4 * (device.memory_bytes - WORKSPACE_BYTES) - model.weight_bytes
+    tokens = int(memory * CUDA_MEM_FRACTION) // model.kv_token_bytes
+    assert replica_settings(EngineConfig(), model, device, 4).capacity.max_total_tokens == tokens // 16 * 16
