@@ -3,7 +3,7 @@
 Peaks are from the vendors' public data sheets (NVIDIA H200, H100 SXM5 and A100 80GB SXM tensor core GPUs: dense BF16
 without sparsity, memory bandwidth, PCIe per direction; network cards of the DGX systems of each generation). The share
 of the peaks that a step reaches, and the fixed time of a step, are assumptions with an error of up to a factor of about
-1.5; a decision log of the real machine gives better ones (`fitted.py`).
+1.5; a decision log of the real machine gives better ones (`recorded/fitted.py`).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 MAX_FILES = 16  # in the root of a folder, `__init__.py` and `__main__.py` left out
 # Folders whose files are a list of alternatives behind one interface, or one subject that does not divide.
 LONG_LISTS = {
-    *("scheduler/policy", "model_runner/kernels/triton", "model_runner/models", "simulator"),
+    *("scheduler/policy", "model_runner/kernels/triton", "model_runner/models"),
     "runtime/model_files",
     "runtime/model_files/gguf/families",
     "runtime/model_files/hf/families",

@@ -279,7 +279,7 @@ def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tup
         from ...simulator.cost_model import Roofline
 
         return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}", ""
-    from ...simulator.what_if import fit_log
+    from ...simulator.recorded.what_if import fit_log
 
     fitted = fit_log(fit)
     return fitted, f"step times: {fitted.quality.text()}", fitted.quality.warning()

@@ -14,8 +14,8 @@ from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
-from engine.simulator.fitted import MIN_STEPS, Fitted, MeasuredStep
 from engine.simulator.model_facts import MODELS, ModelFacts
+from engine.simulator.recorded.fitted import MIN_STEPS, Fitted, MeasuredStep
 from tests.simulator.linear_cost import LinearCost
 
 COUNTS = st.integers(0, 100_000)

@@ -11,9 +11,9 @@ from engine.runtime.messages import GenerateRequest
 from engine.simulator import dispatch
 from engine.simulator.active_request import ActiveRequest
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.generated import Arrival, given_lengths
 from engine.simulator.measurements import Measurements
 from engine.simulator.sim_request import TOKEN_ID_BYTES, SimRequest
+from engine.simulator.workloads.generated import Arrival, given_lengths
 from engine.tokenizer_manager.dispatch.policies import ReplicaLoad
 from tests.simulator.linear_cost import LinearCost
 

@@ -15,17 +15,17 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ..runtime.errors import ConfigError
-from ..runtime.messages import FinishKind, GenerateRequest
-from ..runtime.step_plan import ForwardMode, StepResult
-from ..scheduler.batch import ScheduleBatch
-from ..scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
-from ..scheduler.journal.replay import new_scheduler
-from ..scheduler.records.decision_log import PassRecord, Settled
-from ..scheduler.step_size.step_work import work_of
+from ...runtime.errors import ConfigError
+from ...runtime.messages import FinishKind, GenerateRequest
+from ...runtime.step_plan import ForwardMode, StepResult
+from ...scheduler.batch import ScheduleBatch
+from ...scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
+from ...scheduler.journal.replay import new_scheduler
+from ...scheduler.records.decision_log import PassRecord, Settled
+from ...scheduler.step_size.step_work import work_of
+from ..measurements import Measurements
+from ..sim_request import SimRequest
 from .fitted import Fitted, MeasuredStep
-from .measurements import Measurements
-from .sim_request import SimRequest
 
 _HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps if the log has none
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .sim_request import Segment, SimRequest, Workload, answer_ids, segment_ids
+from ..sim_request import Segment, SimRequest, Workload, answer_ids, segment_ids
 
 
 class Turn(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..runtime.errors import ConfigError
+from ...runtime.errors import ConfigError
 
 _BLOCK: Final = 4096
 

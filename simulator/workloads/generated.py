@@ -20,10 +20,10 @@ from typing import Final
 
 import numpy as np
 
-from ..runtime.errors import ConfigError
+from ...runtime.errors import ConfigError
+from ..sim_request import Segment, SimRequest, Workload, prompt_ids
 from .arrivals import Exponential, Lengths, arrivals, choices, popularity
 from .conversations import Script, Turn, interleave
-from .sim_request import Segment, SimRequest, Workload, prompt_ids
 
 _CHAT_QUESTION: Final = Lengths(60, 1.0, 4, 4000)
 _CHAT_ANSWER: Final = Lengths(150, 0.8, 1, 4000)

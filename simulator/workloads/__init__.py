@@ -1,0 +1,1 @@
+"""Requests: generated ones, and those of files; conversations and arrival times, of which they are made."""
