@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ..config.adapter_config import AdapterConfig
-from ..config.device_config import ParallelConfig
 from ..config.engine_config import EngineConfig
 from ..errors import ConfigError
 from ..model_files.model_spec import SUPPORTED_MODEL_TYPES
@@ -24,8 +23,7 @@ from .host_facts import HostFacts, usable_threads
 from .kinds.encoder_settings import encoder_settings, encoder_step_tokens
 from .kinds.state_settings import state_settings
 from .pool_size import Device, PoolDecision, PoolSize
-from .rank_spec import check_tp
-from .stages.division import check_stages
+from .rank_settings import check_ranks
 from .step_settings import StepSettings
 
 if TYPE_CHECKING:
@@ -92,7 +90,7 @@ class _Resolver:
         fraction = self.mem_fraction(device)
         quantization = self.quantization(device, dtype, model_impl)
         self.spec = with_quantization(self.spec, quantization)
-        self.check_parallel(device)
+        check_ranks(self.config, self.spec, self.host, device, self.num_gpus_needed())
         pool = self.pool(device, dtype, num_threads, chunk, fraction)
         config = replace(
             self.config,
@@ -158,47 +156,6 @@ class _Resolver:
         return pooling.task
 
     # ---------------------------------------------------------------- ranks, device and threads
-
-    def check_parallel(self, device: str) -> None:
-        parallel = self.config.parallel
-        if parallel.executor == "ray":
-            check_ray(parallel)
-        if parallel.tp > 1:
-            check_tp(self.spec, parallel.tp)
-        _check_one_shot(parallel, device)
-        if parallel.pp > 1:
-            check_stages(self.spec, parallel)
-            self.check_beside_stages()
-        num_gpus, needed = len(self.host.gpus), self.num_gpus_needed()
-        hidden = f" ({self.host.num_hidden_gpus} more are hidden by CUDA_VISIBLE_DEVICES)"
-        has = f"{num_gpus}{hidden if self.host.num_hidden_gpus else ''}"
-        if device == "cuda" and needed > num_gpus and parallel.dp > 1:
-            what, remedy = f"dp is {parallel.dp}", "lower --dp or"
-            if self.config.scheduler.disaggregation_mode == "both":
-                what, remedy = "disaggregation_mode is both", "leave --disaggregation-mode out, or lower"
-            raise ConfigError(
-                f"{what} and {_ranks_text(parallel)}, so {needed} GPUs are needed, but this machine has {has}; "
-                f"{remedy} {_ranks_flags(parallel)}"
-            )
-        if device == "cuda" and needed > num_gpus and parallel.num_ranks > 1:
-            raise ConfigError(
-                f"{_ranks_text(parallel)}, so {needed} GPUs are needed on each machine, but this one has {has}; "
-                f"lower {_ranks_flags(parallel)}, or share the model among several machines with --nnodes"
-            )
-
-    def check_beside_stages(self) -> None:
-        """Refuse settings that contradict pipeline stages."""
-        pp, scheduler = self.config.parallel.pp, self.config.scheduler
-        if scheduler.speculative != "off":
-            raise ConfigError(
-                f"pp is {pp} with speculative {scheduler.speculative}, but a step with drafts ends before the next one "
-                "is planned, and stages need several steps in flight; use --speculative off, or --tp instead of --pp"
-            )
-        if self.config.adapters.is_enabled:
-            raise ConfigError(
-                f"pp is {pp} with lora, but adapters are not divided into stages; merge the adapter into the model "
-                "(peft: merge_and_unload) or use --tp instead of --pp"
-            )
 
     def num_gpus_needed(self) -> int:
         """GPUs that this engine uses on this machine, the first ones; Ray finds those of the other ranks itself."""
@@ -397,39 +354,6 @@ class _Resolver:
         if reason:
             self.notes[name] = reason
         return value
-
-
-def _ranks_text(parallel: ParallelConfig) -> str:
-    return f"tp is {parallel.tp}" + (f" and pp is {parallel.pp}" if parallel.pp > 1 else "")
-
-
-def _ranks_flags(parallel: ParallelConfig) -> str:
-    return "--tp" if parallel.pp == 1 else "--pp" if parallel.tp == 1 else "--tp or --pp"
-
-
-def _check_one_shot(parallel: ParallelConfig, device: str) -> None:
-    kib = parallel.one_shot_all_reduce_kib
-    if kib and (device != "cuda" or parallel.tp == 1):
-        why = "tp is 1, so there are no sums" if parallel.tp == 1 else f"the device is {device}, not cuda"
-        raise ConfigError(f"one_shot_all_reduce_kib is {kib}, but {why}; leave it out")
-
-
-def check_ray(parallel: ParallelConfig) -> None:
-    """Refuse settings that contradict `--executor ray`.
-
-    Raises:
-        ConfigError: there is no other rank to start, or a setting decides what Ray decides.
-    """
-    if parallel.tp == 1:
-        raise ConfigError(
-            "executor is ray, but tp is 1, so there is no other rank for Ray to start; raise --tp, or use --executor "
-            "local"
-        )
-    if parallel.nnodes > 1 or parallel.cluster_key_file is not None:
-        raise ConfigError(
-            "executor is ray, which finds the machines and makes their key itself; omit --nnodes, --node-rank and "
-            "--cluster-key-file, or use --executor local"
-        )
 
 
 def _check_kv_events(config: EngineConfig) -> None:
