@@ -77,6 +77,7 @@ class AllProcesses:
             ]
         self._clock = clock
         self._wall_clock = wall_clock
+        self._numbers = itertools.count(1)  # never one of a removed folder: the names' order is their age
         self._running = running
         self._end_s = clock() + (running.duration_s if running is not None else 0.0)
 
@@ -160,8 +161,8 @@ class AllProcesses:
             parent = self._folder
             parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_old(parent)
-            for count in itertools.count(1):
-                folder = parent / f"{_PREFIX}{when}-{os.getpid()}-{count:03}"
+            for number in self._numbers:
+                folder = parent / f"{_PREFIX}{when}-{os.getpid()}-{number:03}"
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(mode=0o700)
                     return folder

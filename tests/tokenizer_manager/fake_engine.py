@@ -392,7 +392,9 @@ def make_services(
             users=manager,
             tell_all=engine.take_order,
         ),
-        all_processes=AllProcesses(engine.take_order, config, clock=clock),
+        all_processes=AllProcesses(
+            engine.take_order, config, clock=clock, wall_clock=lambda: 1.7e9 + clock.now_s
+        ),
         authorizer=Authorizer(
             read_keys(config.server), isolate=config.server.isolate_tenants, loopback=loopback
         ),
