@@ -42,9 +42,9 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env routers ray validator transfer-libraries ## run the slow tests and those that need the default model, which is fetched once
+test-slow: test-env routers ray validator transfer-libraries ## run the slow tests, those that need the default model, which is fetched once, and all examples of Hypothesis
 	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
-	@$(PYTEST) -m "slow or model" $(ARGS)
+	@$(PYTEST) -m "slow or model or hypothesis" $(ARGS)
 
 # Each in an environment of its own, since smg and sglang-router install a command of the same name. Without them (no
 # package index) their tests are skipped.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import logging
@@ -15,9 +16,9 @@ import hypothesis
 import pytest
 
 from tests.browser import CHROMIUM, MISSING, Browser
-from tests.selection import pytest_addoption, select
+from tests.selection import pytest_addoption, pytest_configure, select
 
-__all__ = ["pytest_addoption"]
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 # The machine may be busy with other things; `timeout` in pyproject.toml ends what really hangs. Every run has the same
 # examples, so that a red run is somebody's change; to look for new ones: make test ARGS=--hypothesis-profile=explore
@@ -84,6 +85,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.get_closest_marker("real_process") is None)
     _skip_gpu_tests(items)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there by now, the items foremost, out of the collector's passes, which would take a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup() -> None:

@@ -1,8 +1,23 @@
-"""Which cases of costly tests run in `make test`, and the file that a run begins with: the marker and the option."""
+"""Which cases and how many examples of costly tests run in `make test`, and the file that a run begins with."""
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
+
+FAST_SHARE: Final = 3  # `make test` draws one of so many examples
+_leaves_slow_tests_out = (
+    False  # known before the first test file is imported, which is when `examples` is called
+)
+
+
+def examples(count: int) -> int:
+    """How many examples a costly test draws: `count`, or a share of them in runs without slow tests.
+
+    `make test-slow` runs all tests of Hypothesis again, with all examples.
+    """
+    return -(-count // FAST_SHARE) if _leaves_slow_tests_out else count
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--day", type=int, default=0, help="begin with another seventh of the files for each number"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Know what `examples` must know."""
+    global _leaves_slow_tests_out
+    _leaves_slow_tests_out = "not slow" in config.option.markexpr
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:

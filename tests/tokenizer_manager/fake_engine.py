@@ -7,6 +7,7 @@ loop; without one the test answers, from any thread, with `say`.
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import socket
 import sys
@@ -68,6 +69,7 @@ from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import detect_formats
+from engine.tokenizer_manager.conversation.formats import AnswerFormats
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.dispatch.pair import Pair
@@ -378,7 +380,7 @@ def make_services(
         dispatch_policy=dispatch_policy,
         pair=pair,
     )
-    template = None if chat_template is None else ChatTemplate(chat_template, TOKENIZER.special_tokens)
+    template = None if chat_template is None else _compiled(chat_template)
     for replica, each in enumerate((engine, *others)):
         each.deliver = manager.on_message
         manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
@@ -401,7 +403,7 @@ def make_services(
         encoder=encoder,
         renderer=None if template is None else TemplateRenderer(template),
         planner=Planner(
-            detect_formats(template, TOKENIZER, config.answers),
+            _formats(template, config.answers),
             TOKENIZER,
             config.answers,
             max_tools=config.limits.max_tools,
@@ -418,6 +420,17 @@ def make_services(
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
         traces=traces,
     )
+
+
+@functools.cache
+def _compiled(chat_template: str) -> ChatTemplate:
+    """Compiled once for hundreds of servers."""
+    return ChatTemplate(chat_template, TOKENIZER.special_tokens)
+
+
+@functools.cache
+def _formats(template: ChatTemplate | None, answers: AnswerConfig) -> AnswerFormats:
+    return detect_formats(template, TOKENIZER, answers)
 
 
 class ServerThread:
