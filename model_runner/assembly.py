@@ -25,12 +25,13 @@ from .memory.slot_table import SlotTable
 from .memory.state_pool import StatePool
 from .model_runner import ModelRunner, RunnerSizes
 from .pooling.pooler import Pooler
-from .recording.cuda_graph_executor import cuda_graph_executor
 from .recording.eager_executor import EagerExecutor
-from .recording.forward_program import programmed_forward
 from .recording.graph_device import CudaGraphDevice
-from .recording.native_executor import native_executor
-from .recording.recorded_forward import RecordedForward
+from .recording.graphs.cuda_graph_executor import cuda_graph_executor
+from .recording.graphs.recorded_forward import RecordedForward
+from .recording.graphs.recorded_sampler import RecordedSampler
+from .recording.programs.forward_program import programmed_forward
+from .recording.programs.native_executor import native_executor
 from .request_states import RequestStates
 from .sampling.sampler import make_sampler
 from .sampling.shared_sampler import shared_sampler
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
-    from .recording.graph_sizes import GraphSizes
+    from .recording.graphs.graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,9 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         pools_first=not spec.causal and spec.pooling is not None and spec.pooling.pooling == "cls",
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
-    sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype), group)
+    decodes = executor.recorded_decodes
+    record = None if decodes is None else partial(RecordedSampler, decodes)
+    sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype, record), group)
     # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
     # timeout is that of steps.
     group.meet("sampler")
@@ -161,7 +164,9 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         buffers=buffers,
         outputs=OutputBuffers(device),
         capacity=capacity,
-        sizes=RunnerSizes(executor.recorded_bytes, attention.gathered_token_bytes),
+        sizes=RunnerSizes(
+            executor.recorded_bytes._replace(samplers=sampler.recorded_bytes), attention.gathered_token_bytes
+        ),
         drops_steps=group.size == 1 and loaded.stage.count == 1,
         attention_backend=attention.name,
         adapters=loaded.adapters,

@@ -36,8 +36,8 @@ from .model_context import ModelContext
 from .models.registry import build_model
 from .op_selection import Target, select_ops
 from .pooling.head import PoolingHead, load_pooling_head
-from .recording.graph_sizes import sizes_to_record
-from .recording.program_planes import MAX_TOKENS
+from .recording.graphs.graph_sizes import sizes_to_record
+from .recording.programs.program_planes import MAX_TOKENS
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
     from .models.registry import CausalLM
-    from .recording.graph_sizes import GraphSizes
+    from .recording.graphs.graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from ..runtime.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, NewReq, StepPlan
 from .memory.device_memory import explained
-from .recording.graph_sizes import GraphSizes
+from .recording.graphs.graph_sizes import GraphSizes
 
 if TYPE_CHECKING:
     from ..runtime.feasibility import Capacity
@@ -114,7 +114,8 @@ def measure(
                 _tell_recorded_launch(runner, again, graph_sizes.prompts[-1], launch_ms)
         recorded_bytes = runner.sizes.recorded_bytes
         graph_bytes = graphs_estimate(recorded_bytes.prompts, len(graph_sizes.prompts))
-        graph_bytes += graphs_estimate(recorded_bytes.decodes, len(graph_sizes.decodes))
+        for of_sizes in (recorded_bytes.decodes, recorded_bytes.samplers):
+            graph_bytes += graphs_estimate(of_sizes, len(graph_sizes.decodes))
         del runner
     if not graph_sizes.prompts and launch_ms > _LITTLE_MS:
         logger.warning(

@@ -44,6 +44,7 @@ class EagerExecutor:
     """
 
     recorded_bytes = RecordedBytes()
+    recorded_decodes = None
 
     def __init__(
         self,

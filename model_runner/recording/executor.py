@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..input_batch import InputBatch
+    from .graph_device import GraphDevice
 
 
 class StepOutput(NamedTuple):
@@ -41,10 +42,29 @@ class StepOutput(NamedTuple):
 
 
 class RecordedBytes(NamedTuple):
-    """Device memory of the recordings made at start, of each size, the largest first; see `GraphSizes`."""
+    """Device memory of the recordings made at start, of each size, the largest first; see `GraphSizes`.
+
+    Attributes:
+        samplers: of the sampling after decodes, see `RecordedSampler`.
+    """
 
     decodes: Sequence[int] = ()
     prompts: Sequence[int] = ()
+    samplers: Sequence[int] = ()
+
+
+class RecordedDecodes(NamedTuple):
+    """Where replayed decodes leave their logits, for those who record what follows.
+
+    Attributes:
+        logits: [n, V], the same memory for all sizes; n is the largest.
+        sizes: numbers of rows, ascending. A decode is replayed with the smallest that has room for it.
+        device: makes the recordings.
+    """
+
+    logits: Tensor
+    sizes: Sequence[int]
+    device: GraphDevice
 
 
 class StepExecutor(Protocol):
@@ -60,4 +80,9 @@ class StepExecutor(Protocol):
     @property
     def recorded_bytes(self) -> RecordedBytes:
         """Device memory of the recordings; empty without any."""
+        ...
+
+    @property
+    def recorded_decodes(self) -> RecordedDecodes | None:
+        """Of the last pipeline stage; None: no decodes are recorded here."""
         ...

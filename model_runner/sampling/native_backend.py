@@ -122,6 +122,10 @@ class NativeSamplerBackend:
             self._known_logits = weakref.ref(logits)
         return self._layout
 
+    def capturable(self) -> None:
+        """See `SamplerBackend.capturable`."""
+        return
+
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
         """See `SamplerBackend.logprobs`. Equally likely tokens are ordered by id."""
         _check(logits)

@@ -11,10 +11,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from .logprobs import TokenLogprobs
-    from .sampling_batch import Int64s, SamplingBatch
+    from .sampling_batch import Int32s, Int64s, SamplingBatch
 
 
 class SampledTokens(NamedTuple):
@@ -27,6 +29,39 @@ class SampledTokens(NamedTuple):
 
     token_ids: Tensor
     finite: Tensor
+
+
+class CapturableSampler(Protocol):
+    """Sampling of greedy and unfiltered rows that can be recorded in a CUDA graph and replayed with other inputs.
+
+    Attributes:
+        table_width: int32 words per row of the table.
+    """
+
+    @property
+    def table_width(self) -> int: ...
+
+    def results(self, num_rows: int) -> SampledTokens:
+        """Memory for results, on the device."""
+        ...
+
+    def write_table(self, table: Int32s, batch: SamplingBatch) -> None:
+        """Write the table of a batch, on the host, [n, table_width] with n at least `batch.num_rows`.
+
+        Args:
+            batch: with greedy rows and unfiltered draws only; the rows after its own are greedy.
+        """
+        ...
+
+    def choose(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
+        """Queue the sampling of one token per row.
+
+        Args:
+            logits: [n, V]; see `SamplerBackend.sample`.
+            table: [n, table_width] int32, on the device; None: all rows are greedy.
+            results: [n]; written.
+        """
+        ...
 
 
 class SamplerBackend(Protocol):
@@ -51,3 +86,18 @@ class SamplerBackend(Protocol):
             top_k: number of likeliest tokens, 0 for none.
         """
         ...
+
+    def capturable(self) -> CapturableSampler | None:
+        """The sampling that can be recorded in a CUDA graph; None: none of it."""
+        ...
+
+
+class RecordedBackend(SamplerBackend, Protocol):
+    """A sampler backend with recordings.
+
+    Attributes:
+        recorded_bytes: their device memory, of each size, the largest first.
+    """
+
+    @property
+    def recorded_bytes(self) -> Sequence[int]: ...

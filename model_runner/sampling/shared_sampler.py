@@ -8,7 +8,7 @@ not be detected. The broadcast costs one message of 8 bytes per request in a ste
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class SamplerLike(Protocol):
-    """The sampler methods that a `ModelRunner` calls; see `Sampler`."""
+    """What a `ModelRunner` uses of a sampler; see `Sampler`."""
+
+    @property
+    def recorded_bytes(self) -> Sequence[int]: ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled: ...
 
@@ -37,6 +40,7 @@ class LeadingSampler:
     def __init__(self, sampler: SamplerLike, group: TPGroup) -> None:
         self._sampler = sampler
         self._group = group
+        self.recorded_bytes = sampler.recorded_bytes
 
     def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
         """See `Sampler.sample`."""
@@ -50,6 +54,8 @@ class LeadingSampler:
 
 class FollowingSampler:
     """The sampler of the other ranks: takes the tokens of rank 0. Only rank 0 reports finite flags and logprobs."""
+
+    recorded_bytes: Sequence[int] = ()
 
     def __init__(self, group: TPGroup) -> None:
         self._group = group

@@ -47,6 +47,10 @@ class TorchSamplerBackend:
             self._counts.observe(slots, token_ids.index_select(0, indices))
         return SampledTokens(token_ids, finite)
 
+    def capturable(self) -> None:
+        """See `SamplerBackend.capturable`."""
+        return
+
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
         """See `SamplerBackend.logprobs`."""
         logits = logits.float()

@@ -26,8 +26,8 @@ from ..kernels.triton import sampler_choose as choose_kernels
 from ..kernels.triton import sampler_logprobs as logprob_kernels
 from ..kernels.triton import sampler_rows as lines
 from .logprobs import TokenLogprobs
-from .sampler_backend import SampledTokens
-from .sampling_batch import Draw, Int64s, LogitEdits, Penalties, SamplingBatch
+from .sampler_backend import CapturableSampler, SampledTokens
+from .sampling_batch import Draw, Int32s, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts
 
 _WORD_BITS: Final = 32
@@ -77,46 +77,83 @@ class TritonSamplerBackend:
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """See `SamplerBackend.sample`."""
-        assert logits.stride(1) == 1
         (num_rows, vocab_size), device = logits.shape, logits.device
-        token_ids, finite = _results(num_rows, device)
+        results = self.results(num_rows)
         if num_rows == 0:
-            return SampledTokens(token_ids, finite)
+            return results
         plan = _Plan(batch, vocab_size)
-        scratch = _Scratch(num_rows, vocab_size, plan, self._geometry, device)
-        # Arguments that the kernels do not read may be any tensor: the table of a greedy batch, the copy of unedited
-        # logits, which is in float32 for logits of any dtype.
-        table = edit_ids = edit_values = words = edited = scratch.stats
-        if plan.needed:
-            table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
+        if not plan.needed:
+            self.choose(logits, None, results)
+            return results
+        scratch = _Scratch(num_rows, vocab_size, plan.kinds, self._geometry, device)
+        table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
+        edited = scratch.stats
         if plan.num_edited:
             edited = torch.empty((plan.num_edited, vocab_size), dtype=torch.float32, device=device)
         rows = (logits, logits.stride(0), table, edited)
-        self._survey(rows, (edit_ids, edit_values, words, words.stride(0)), scratch, plan)
-        if plan.filters:
+        self._survey(rows, (edit_ids, edit_values, words, words.stride(0)), scratch, plan.kinds)
+        if plan.kinds.filters:
             self._shortlist(rows, scratch)
+        self._choose(rows, scratch, plan.kinds, results)
+        return results
+
+    def capturable(self) -> CapturableSampler:
+        """See `SamplerBackend.capturable`."""
+        return self
+
+    @property
+    def table_width(self) -> int:
+        """See `CapturableSampler`."""
+        return int(lines.WIDTH.value)
+
+    def results(self, num_rows: int) -> SampledTokens:
+        """Memory for the results of some rows, [S] each: one piece, so that one copy brings both to the host.
+
+        Both begin at a multiple of 16 bytes for any S: Triton would compile other kernels for other addresses.
+        """
+        ids_bytes = 8 * num_rows
+        flags_start = -(-ids_bytes // 16) * 16
+        memory = torch.empty(flags_start + num_rows, dtype=torch.uint8, device=self._buffers.device)
+        return SampledTokens(memory[:ids_bytes].view(torch.int64), memory[flags_start:].view(torch.bool))
+
+    def write_table(self, table: Int32s, batch: SamplingBatch) -> None:
+        """See `CapturableSampler`."""
+        _write_rows(table, batch.draw)
+
+    def choose(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
+        """See `CapturableSampler`."""
+        num_rows, vocab_size = logits.shape
+        kinds = _Kinds(table=table is not None)
+        scratch = _Scratch(num_rows, vocab_size, kinds, self._geometry, logits.device)
+        # Arguments that the kernels do not read may be any tensors of their dtypes.
+        integers, floats = scratch.shortlist.length, scratch.stats
+        rows = (logits, logits.stride(0), integers if table is None else table, floats)
+        self._survey(rows, (integers, floats, integers, 1), scratch, kinds)
+        self._choose(rows, scratch, kinds, results)
+
+    def _choose(self, rows: _Rows, scratch: _Scratch, kinds: _Kinds, results: SampledTokens) -> None:
+        num_rows, vocab_size = rows[0].shape
         choose_kernels.choose_kernel[(num_rows,)](
             *rows,
             self._counts.in_output,
             scratch.stats,
             *scratch.shortlist,
-            token_ids,
-            finite,
+            *results,
             self._geometry.capacity,
             vocab_size,
             scratch.num_chunks,
-            HAS_TABLE=plan.needed,
-            HAS_EDITED=plan.num_edited > 0,
-            HAS_FILTERS=plan.filters,
+            HAS_TABLE=kinds.table,
+            HAS_EDITED=kinds.edited,
+            HAS_FILTERS=kinds.filters,
             CHUNKS=triton.next_power_of_2(scratch.num_chunks),
             BLOCK=self._geometry.block,
             num_warps=choose_kernels.CHOOSE_WARPS,
             **_LAUNCH,
         )
-        return SampledTokens(token_ids, finite)
 
-    def _survey(self, rows: _Rows, edits: tuple[Any, ...], scratch: _Scratch, plan: _Plan) -> None:
+    def _survey(self, rows: _Rows, edits: tuple[Any, ...], scratch: _Scratch, kinds: _Kinds) -> None:
         num_rows, vocab_size = rows[0].shape
+        assert rows[0].stride(1) == 1
         kernels.survey_kernel[(scratch.num_chunks, num_rows)](
             *rows,
             self._counts.in_prompt.view(torch.uint8),
@@ -126,8 +163,8 @@ class TritonSamplerBackend:
             scratch.group_max,
             scratch.shortlist.length,
             vocab_size,
-            HAS_TABLE=plan.needed,
-            HAS_EDITED=plan.num_edited > 0,
+            HAS_TABLE=kinds.table,
+            HAS_EDITED=kinds.edited,
             CHUNK=self._geometry.chunk,
             GROUP=self._geometry.group,
             num_warps=kernels.SURVEY_WARPS,
@@ -194,19 +231,22 @@ class TritonSamplerBackend:
         return TokenLogprobs(token, top_ids, top)
 
 
-def _results(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for tokens, [S] int64, and flags, [S] bool: one piece, so that one copy brings both to the host.
-
-    Both begin at a multiple of 16 bytes for any S: Triton would compile other kernels for other addresses.
-    """
-    ids_bytes = 8 * num_rows
-    flags_start = -(-ids_bytes // 16) * 16
-    memory = torch.empty(flags_start + num_rows, dtype=torch.uint8, device=device)
-    return memory[:ids_bytes].view(torch.int64), memory[flags_start:].view(torch.bool)
-
-
 _Rows = tuple[Tensor, int, Tensor, Tensor]
 """The first arguments of every stage: the logits, the stride of their rows, the table, and the changed logits."""
+
+
+class _Kinds(NamedTuple):
+    """What the rows of a batch need; a kernel is compiled for each.
+
+    Attributes:
+        table: more than the argmax of the model's logits.
+        edited: some are sampled from changed logits.
+        filters: some have a filter.
+    """
+
+    table: bool
+    edited: bool = False
+    filters: bool = False
 
 
 class _Shortlist(NamedTuple):
@@ -227,7 +267,7 @@ class _Scratch:
     """
 
     def __init__(
-        self, num_rows: int, vocab_size: int, plan: _Plan, sizes: Geometry, device: torch.device
+        self, num_rows: int, vocab_size: int, kinds: _Kinds, sizes: Geometry, device: torch.device
     ) -> None:
         self.num_chunks: int = triton.cdiv(vocab_size, sizes.chunk)
         floats: dict[str, Any] = {"dtype": torch.float32, "device": device}
@@ -235,7 +275,7 @@ class _Scratch:
         self.stats = self.group_max = torch.empty((4, num_rows, self.num_chunks), **floats)
         lengths = torch.empty(num_rows, **integers)
         self.shortlist = _Shortlist(lengths, self.stats, lengths, self.stats)
-        if plan.filters:
+        if kinds.filters:
             self.group_max = torch.empty((num_rows, self.num_chunks * sizes.chunk // sizes.group), **floats)
             self.shortlist = _Shortlist(
                 lengths,
@@ -250,24 +290,20 @@ class _Plan:
 
     Attributes:
         needed: whether any request needs more than the argmax of the model's logits.
-        filters: whether any request has a filter.
+        kinds: what the rows need; only if `needed`, as all that follows.
         num_edited: number of rows that sample from changed logits.
         arrays: the table [S, 16] int32; token ids [m] int32 and values [m] float32 of edits; masks [n, words] int32.
     """
 
     def __init__(self, batch: SamplingBatch, vocab_size: int) -> None:
         self.needed = batch.draw is not None or batch.processes_logits
-        self.filters = batch.draw is not None and batch.draw.filtered
-        self.num_edited = 0
         if not self.needed:
             return
-        self._words = np.zeros((batch.num_rows, lines.WIDTH.value), dtype=np.int32)
+        self._words = np.empty((batch.num_rows, lines.WIDTH.value), dtype=np.int32)
         self._numbers = self._words.view(np.float32)
-        self._words[:, [lines.EDITED.value, lines.SLOT.value, lines.GRAMMAR.value]] = -1
+        _write_rows(self._words, batch.draw)
         edit_ids, edit_values = np.zeros(1, dtype=np.int32), np.zeros(1, dtype=np.float32)
         masks = np.zeros((1, 1), dtype=np.int32)
-        if batch.draw is not None:
-            self._add_draw(batch.draw)
         if batch.penalties is not None:
             self._add_penalties(batch.penalties)
         if batch.edits is not None:
@@ -281,18 +317,9 @@ class _Plan:
         edited = np.flatnonzero(self._words[:, lines.EDITED.value] == 0)
         self._words[edited, lines.EDITED.value] = np.arange(len(edited))
         self.num_edited = len(edited)
+        filters = batch.draw is not None and batch.draw.filtered
+        self.kinds = _Kinds(table=True, edited=self.num_edited > 0, filters=filters)
         self.arrays: list[npt.NDArray[Any]] = [self._words, edit_ids, edit_values, masks]
-
-    def _add_draw(self, draw: Draw) -> None:
-        words, numbers, rows = self._words, self._numbers, draw.indices
-        kinds = np.where(draw.filtering(), lines.FILTERED_DRAW.value, lines.DRAW.value)
-        words[rows, lines.KIND.value] = kinds
-        words[rows, lines.KEY_0.value] = draw.keys[:, 0]
-        words[rows, lines.KEY_1.value] = draw.keys[:, 1]
-        words[rows, lines.TOP_K.value] = 0 if draw.top_k is None else draw.top_k
-        numbers[rows, lines.TEMPERATURE.value] = draw.temperature
-        numbers[rows, lines.TOP_P.value] = 1.0 if draw.top_p is None else draw.top_p
-        numbers[rows, lines.LOG_MIN_P.value] = -np.inf if draw.log_min_p is None else draw.log_min_p
 
     def _add_penalties(self, penalties: Penalties) -> None:
         rows = penalties.indices
@@ -307,3 +334,20 @@ class _Plan:
         self._words[:, lines.EDITS_START.value] = np.searchsorted(edits.rows, every_row)
         self._words[:, lines.EDITS_STOP.value] = np.searchsorted(edits.rows, every_row, side="right")
         self._words[edits.rows, lines.EDITED.value] = 0
+
+
+def _write_rows(words: Int32s, draw: Draw | None) -> None:
+    """Lines of the table, [S, 16], for rows that take the argmax of the model's logits or draw from them."""
+    words.fill(0)
+    words[:, [lines.EDITED.value, lines.SLOT.value, lines.GRAMMAR.value]] = -1
+    if draw is None:
+        return
+    rows, numbers = draw.indices, words.view(np.float32)
+    kinds = np.where(draw.filtering(), lines.FILTERED_DRAW.value, lines.DRAW.value)
+    words[rows, lines.KIND.value] = kinds
+    words[rows, lines.KEY_0.value] = draw.keys[:, 0]
+    words[rows, lines.KEY_1.value] = draw.keys[:, 1]
+    words[rows, lines.TOP_K.value] = 0 if draw.top_k is None else draw.top_k
+    numbers[rows, lines.TEMPERATURE.value] = draw.temperature
+    numbers[rows, lines.TOP_P.value] = 1.0 if draw.top_p is None else draw.top_p
+    numbers[rows, lines.LOG_MIN_P.value] = -np.inf if draw.log_min_p is None else draw.log_min_p

@@ -20,7 +20,7 @@ from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.host_kv_pool import HostKVPool
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.executor import RecordedBytes, StepExecutor, StepOutput
-from engine.model_runner.recording.native_executor import NativeExecutor
+from engine.model_runner.recording.programs.native_executor import NativeExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import (
     CacheConfig,

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.recording.native_executor import NativeExecutor
+from engine.model_runner.recording.programs.native_executor import NativeExecutor
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,

@@ -19,7 +19,7 @@ from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
 from engine.model_runner.memory import kv_pool
 from engine.model_runner.model_runner import ModelRunner
-from engine.model_runner.recording.graph_sizes import sizes_to_record
+from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.runtime.config.engine_config import (
     CacheConfig,

@@ -9,7 +9,7 @@ from engine.model_runner import assembly, load
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.kernels.triton import lora
 from engine.model_runner.op_selection import PROVIDERS, Provider, select_ops
-from engine.model_runner.recording.graph_sizes import sizes_to_record
+from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record
 from tests.model_runner.conftest import SeeingExecutor
 from tests.model_runner.recording.recording_device import DeviceAttention, RerunningDevice
 from tests.triton_interpreter import repair_interpreter

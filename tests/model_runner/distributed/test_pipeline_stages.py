@@ -15,9 +15,9 @@ from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.layers.decoder import Decoder
 from engine.model_runner.model_runner import NOT_FINITE
 from engine.model_runner.op_selection import PROVIDERS, select_ops
-from engine.model_runner.recording.forward_program import ProgrammedForward
-from engine.model_runner.recording.graph_sizes import sizes_to_record
-from engine.model_runner.recording.native_executor import NativeExecutor
+from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record
+from engine.model_runner.recording.programs.forward_program import ProgrammedForward
+from engine.model_runner.recording.programs.native_executor import NativeExecutor
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ from engine.model_runner.hf_backend.swapping.modules import (
     RotaryTable,
 )
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.recording.forward_program import ProgrammedForward
+from engine.model_runner.recording.programs.forward_program import ProgrammedForward
 from engine.runtime.sampling_params import SamplingParams
 
 KINDS = {

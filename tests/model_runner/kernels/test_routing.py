@@ -14,8 +14,8 @@ from engine.model_runner.kernels import native_experts, plain
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.triton import route as triton_route
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 from engine.runtime.model_files.experts_spec import Routing
 from tests.triton_interpreter import repair_interpreter
 

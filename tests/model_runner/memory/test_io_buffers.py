@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.model_runner.memory.io_buffers import InputBuffers, OutputBuffers, fill, layout, views
-from engine.model_runner.sampling.triton_backend import _results
+from engine.model_runner.sampling.token_counts import TokenCounts
+from engine.model_runner.sampling.triton_backend import TritonSamplerBackend
 
 ARRAYS: list[Any] = [
     np.arange(5, dtype=np.int64),
@@ -89,7 +90,8 @@ class Copies(OutputBuffers):
 def test_tokens_and_flags_of_a_gpu_come_with_one_copy(num):
     """It took two allocations of page-locked memory and two copies per step."""
     outputs = Copies()
-    token_ids, finite = _results(num, torch.device("cpu"))
+    backend = TritonSamplerBackend(TokenCounts(9, InputBuffers(torch.device("cpu"))))
+    token_ids, finite = backend.results(num)
     assert token_ids.data_ptr() % 16 == finite.data_ptr() % 16 == 0
     token_ids.copy_(torch.arange(num) - 1)
     finite.copy_(torch.arange(num) % 3 > 0)

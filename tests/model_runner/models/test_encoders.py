@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model_runner.recording.eager_executor import EagerExecutor
-from engine.model_runner.recording.forward_program import ProgrammedForward
+from engine.model_runner.recording.programs.forward_program import ProgrammedForward
 from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.pooling import PoolingKind, PoolingParams

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.model_runner.recording.forward_program import ProgrammedForward
-from engine.model_runner.recording.native_executor import NativeExecutor
+from engine.model_runner.recording.programs.forward_program import ProgrammedForward
+from engine.model_runner.recording.programs.native_executor import NativeExecutor
 from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, SeeingExecutor, TinyModel

@@ -10,7 +10,7 @@ from tests.model_runner.models.test_mamba2 import SPARSE
 from tests.triton_interpreter import repair_interpreter
 
 from .recording_device import RerunningDevice
-from .test_cuda_graph_executor import make
+from .graphs.test_cuda_graph_executor import make
 
 repair_interpreter()
 

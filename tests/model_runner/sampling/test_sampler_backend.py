@@ -402,6 +402,9 @@ def test_warming_up_launches_what_serving_will(monkeypatch, dtype):
     for part in (rows, rows[-1:], rows[-2:], *([row] for row in rows)):
         batch = Batch(part, 40)
         TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits.to(dtype), batch.plan)
+    table = torch.zeros((len(rows), backend.table_width), dtype=torch.int32, device=DEVICE)
+    for lines_or_none in (None, table):
+        backend.choose(everything.logits.to(dtype), lines_or_none, backend.results(len(rows)))
     for top_k in (0, 1, 2, 20):
         backend.logprobs(
             everything.logits.to(dtype), np.array([1, 0]), torch.zeros(len(rows), device=DEVICE).long(), top_k
@@ -418,6 +421,9 @@ class TestSelection:
             raise NotImplementedError
 
         def logprobs(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+        def capturable(self) -> None:
             raise NotImplementedError
 
     def test_our_kernels_choose_on_the_cpu_and_the_log_says_why(self, caplog, monkeypatch):

@@ -22,8 +22,8 @@ from engine.model_runner.kernels.blocks.native_blocks import (
 from engine.model_runner.kernels.cpu.isa import best_isa
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 
 from .conftest import COMPILES, WITHOUT_AMX, library_of
 

@@ -18,8 +18,8 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
 from engine.model_runner.kernels.native_matmul import NativeMatmul
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 from engine.runtime.model_files.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 

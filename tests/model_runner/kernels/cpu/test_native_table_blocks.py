@@ -14,8 +14,8 @@ from engine.model_runner.kernels.blocks.tensor_rows import block_weight as read_
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 from engine.runtime.model_files.block_forms import IQ4, MXFP4, BlockForm
 from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
 

@@ -17,8 +17,8 @@ from engine.model_runner.kernels.blocks.tensor_rows import TensorRows
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 from engine.runtime.model_files.gguf.ggml_types import dequantize
 from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from ..adapter_runs import runs_of
-from ..forward_batch import StageStates
-from ..memory.oom_retry import retry_after_oom
+from ...adapter_runs import runs_of
+from ...forward_batch import StageStates
+from ...memory.oom_retry import retry_after_oom
+from ..executor import RecordedBytes, StepOutput
+from ..read_rows import ReadRows
 from .cut_attention import AttentionCall, AttentionMemory, CutAttention
 from .decode_inputs import DecodeInputMemory
-from .executor import RecordedBytes, StepOutput
-from .read_rows import ReadRows
 from .recorded_forward import copy_result, empty_like, first_rows
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..adapter_runs import AdapterRuns
-    from ..input_batch import InputBatch
-    from ..memory.io_buffers import InputBuffers
+    from ...adapter_runs import AdapterRuns
+    from ...input_batch import InputBatch
+    from ...memory.io_buffers import InputBuffers
+    from ..eager_executor import EagerExecutor
+    from ..graph_device import Cut, GraphDevice, Replay
     from .decode_inputs import DecodeInputs
-    from .eager_executor import EagerExecutor
-    from .graph_device import Cut, GraphDevice, Replay
     from .recorded_forward import ForwardResult, RecordedForward
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,8 @@ class PromptGraphExecutor:
         recorded_bytes: see `StepExecutor`.
         num_replayed: number of replayed steps.
     """
+
+    recorded_decodes = None
 
     def __init__(
         self,

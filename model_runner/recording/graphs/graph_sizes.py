@@ -10,17 +10,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ...runtime.model_files.weight_memory import multiplied_parameters
-from ...runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
-from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ....runtime.model_files.weight_memory import multiplied_parameters
+from ....runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ....runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     import torch
 
-    from ...runtime.config.device_config import KernelConfig
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ....runtime.config.device_config import KernelConfig
+    from ....runtime.model_files.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

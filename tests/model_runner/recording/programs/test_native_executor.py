@@ -16,8 +16,8 @@ from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.op_selection import PROVIDERS
-from engine.model_runner.recording import native_executor, native_program
 from engine.model_runner.recording.eager_executor import EagerExecutor
+from engine.model_runner.recording.programs import native_executor, native_program
 from engine.model_runner.sampling.sampling_batch import SamplingBatch
 from engine.runtime.config.device_config import KernelConfig
 from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request, SeeingExecutor, TinyModel

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.input_batch import RELAYED
-from engine.model_runner.recording.decode_inputs import DecodeInputMemory
+from engine.model_runner.recording.graphs.decode_inputs import DecodeInputMemory
 
 CPU = torch.device("cpu")
 DUMMY_ROW, WIDTH = 9, 100

@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..forward_batch import StageStates
+from ...forward_batch import StageStates
 from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
-    from ..kernels.cpu.function import CallHook, NativeFunction, OnCall
+    from ...kernels.cpu.function import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
 _ALLOCATIONS: Final = frozenset(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_runner.recording.arena import Arena
+from engine.model_runner.recording.programs.arena import Arena
 
 BF16 = torch.bfloat16
 

@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
-from ..attention.backend import BatchLayout, PlannedAttention
-from ..distributed.pp_link import NO_LINK, StageLink
-from ..forward_batch import ForwardBatch, StageStates
-from ..kernels.cpu.library import load_library
-from ..memory.state_pool import StateBatch, StatePool
-from ..states.state_runs import StateRuns, recorded_state_plan
+from ...adapter_runs import AdapterBatch, AdapterRuns, recorded_plan
+from ...attention.backend import BatchLayout, PlannedAttention
+from ...distributed.pp_link import NO_LINK, StageLink
+from ...forward_batch import ForwardBatch, StageStates
+from ...kernels.cpu.library import load_library
+from ...memory.state_pool import StateBatch, StatePool
+from ...states.state_runs import StateRuns, recorded_state_plan
+from ..eager_executor import Forward
 from .arena import Arena
-from .eager_executor import Forward
 from .native_program import NativeProgram, Traced, trace, traced_calls
 from .program_planes import (
     BORDERS,
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     import ctypes
     from collections.abc import Sequence
 
-    from ...runtime.config.device_config import KernelConfig
-    from ..attention.backend import AttentionBackend
-    from ..memory.kv_pool import KVPool
-    from ..models.registry import CausalLM
+    from ....runtime.config.device_config import KernelConfig
+    from ...attention.backend import AttentionBackend
+    from ...memory.kv_pool import KVPool
+    from ...models.registry import CausalLM
     from .program_planes import Words
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 import numpy as np
 
-from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
-from ..kernels.blocks.native_blocks import TILES_FROM
+from ....runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ...kernels.blocks.native_blocks import TILES_FROM
 
 if TYPE_CHECKING:
     import numpy.typing as npt

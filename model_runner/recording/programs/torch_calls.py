@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from ..kernels.native import ACTIVATIONS
+from ...kernels.native import ACTIVATIONS
 
 if TYPE_CHECKING:
     import ctypes

@@ -22,12 +22,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..adapter_runs import most_runs, write_plan
-from ..memory.io_buffers import layout, views
-from ..states.state_runs import write_padded_plan
+from ...adapter_runs import most_runs, write_plan
+from ...memory.io_buffers import layout, views
+from ...states.state_runs import write_padded_plan
 
 if TYPE_CHECKING:
-    from .graph_device import GraphDevice
+    from ..graph_device import GraphDevice
 
 Int64s = npt.NDArray[np.int64]
 _Column = TypeVar("_Column")

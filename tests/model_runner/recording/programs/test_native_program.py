@@ -13,8 +13,8 @@ from torch import Tensor
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.native_linear import NativeLinear
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import NativeProgram, record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import NativeProgram, record
 
 BF16 = torch.bfloat16
 ROWS, SIZE = 40, 576

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..forward_batch import StageStates
+from ...forward_batch import StageStates
 
 _ALIGNMENT: Final = 64  # bytes, a cache line
 _CHUNK_BYTES: Final = 1 << 20

@@ -20,29 +20,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
-from ..distributed.pp_link import NO_LINK
-from ..forward_batch import ForwardBatch, StageStates
-from ..kernels.cpu.library import load_library
-from ..memory.state_pool import StateBatch, StatePool
-from ..models.registry import logits_of
-from ..states.state_runs import StateRuns, recorded_state_plan
+from ...adapter_runs import AdapterBatch, AdapterRuns, recorded_plan, write_plan
+from ...distributed.pp_link import NO_LINK
+from ...forward_batch import ForwardBatch, StageStates
+from ...kernels.cpu.library import load_library
+from ...memory.state_pool import StateBatch, StatePool
+from ...models.registry import logits_of
+from ...states.state_runs import StateRuns, recorded_state_plan
+from ..executor import RecordedBytes, StepExecutor, StepOutput
 from .arena import Arena
-from .executor import RecordedBytes, StepExecutor, StepOutput
 from .native_program import NativeProgram, record
 
 if TYPE_CHECKING:
     import ctypes
 
-    from ...runtime.config.device_config import KernelConfig
-    from ..attention.backend import RepeatableAttention
-    from ..distributed.pp_link import StageLink
-    from ..input_batch import InputBatch, Int64s
-    from ..memory.kv_pool import KVPool
-    from ..memory.slot_table import SlotTable
-    from ..models.registry import CausalLM
-    from ..token_relay import TokenRelay
-    from .eager_executor import EagerExecutor
+    from ....runtime.config.device_config import KernelConfig
+    from ...attention.backend import RepeatableAttention
+    from ...distributed.pp_link import StageLink
+    from ...input_batch import InputBatch, Int64s
+    from ...memory.kv_pool import KVPool
+    from ...memory.slot_table import SlotTable
+    from ...models.registry import CausalLM
+    from ...token_relay import TokenRelay
+    from ..eager_executor import EagerExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class NativeExecutor:
     """
 
     recorded_bytes = RecordedBytes()
+    recorded_decodes = None
 
     def __init__(
         self,

@@ -21,8 +21,9 @@ from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
 from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.eager_executor import EagerExecutor
-from engine.model_runner.recording.graph_sizes import GraphSizes, batch_sizes, sizes_to_record
-from engine.model_runner.sampling import native_backend
+from engine.model_runner.recording.graphs.graph_sizes import GraphSizes, batch_sizes, sizes_to_record
+from engine.model_runner.sampling import native_backend, sampler
+from engine.model_runner.sampling.triton_backend import Geometry, TritonSamplerBackend
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
@@ -45,6 +46,7 @@ KINDS = [
     ),
     replace(GREEDY, logprobs=2, prompt_logprobs=1, seed=5),
 ]
+SMALL = Geometry(chunk=64, group=8, capacity=64, block=32)
 ROWS = 14
 PLAIN = {op: providers[-1:] for op, providers in PROVIDERS.items()}
 
@@ -397,19 +399,38 @@ def test_decodes_by_the_triton_kernels_can_be_recorded(tiny):
     assert device.num_replayed == 3
 
 
+def test_the_sampling_after_recorded_decodes_is_recorded_too(tiny, monkeypatch):
+    """For greedy rows and unfiltered draws; with a filter or penalties in the batch it is launched as ever."""
+    monkeypatch.setattr(
+        sampler, "select_sampler_backend", lambda counts, *_: TritonSamplerBackend(counts, SMALL)
+    )
+    prompts = [[5 + n, 9, 2 * n] for n in range(4)]
+    device = RerunningDevice()
+    recorded, eager = make(tiny, device, max_recorded_bs=3), make(tiny, None)
+    backend: Any = recorded.runner.sampler._backend
+    num_decodes = num_samplings = 0
+    for kinds in (KINDS[:1], KINDS[:2], [KINDS[1], KINDS[3]], KINDS[:3], [KINDS[0]] * 4):
+        num = len(kinds)
+        assert recorded.generate(prompts[:num], kinds, num=4) == eager.generate(prompts[:num], kinds, num=4)
+        num_decodes += 3 * (num <= 3)
+        num_samplings += 3 * (num <= 3 and KINDS[2] not in kinds)
+        assert recorded.runner.executor.num_replayed == num_decodes
+        assert backend.num_replayed == num_samplings
+    assert device.num_replayed == num_decodes + num_samplings
+
+
 def test_a_recorded_step_whose_sampling_finds_no_memory_is_dropped(tiny, monkeypatch):
     device = RecordingDevice()
     driver = make(tiny, device)
     req = driver.start([5, 6, 7])
     driver.step([(req, 3)])
-    sampler = driver.runner.sampler
-    honest = sampler.sample
+    honest = driver.runner.sampler.sample
 
     def failing(*_args: Any) -> Any:
-        monkeypatch.setattr(sampler, "sample", honest)
+        monkeypatch.setattr(driver.runner.sampler, "sample", honest)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
 
-    monkeypatch.setattr(sampler, "sample", failing)
+    monkeypatch.setattr(driver.runner.sampler, "sample", failing)
     result = driver.runner.launch(driver.plan([(req, 1)])).wait()
 
     assert result.out_of_memory == "CUDA out of memory. Tried to allocate 2.00 MiB."

@@ -16,14 +16,14 @@ from torch import Tensor
 from engine.model_runner.attention.backend import AttentionBackend
 from engine.model_runner.kernels.blocks.native_blocks import TILES_FROM
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.recording import forward_program, program_planes
-from engine.model_runner.recording.forward_program import ProgrammedForward, programmed_forward
-from engine.model_runner.recording.program_planes import MAX_TOKENS
+from engine.model_runner.recording.programs import forward_program, program_planes
+from engine.model_runner.recording.programs.forward_program import ProgrammedForward, programmed_forward
+from engine.model_runner.recording.programs.program_planes import MAX_TOKENS
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS, StepResult
 from tests.model_runner.conftest import GREEDY, Driver, TinyModel
-from tests.model_runner.recording.test_native_executor import SHAPES, WITH_HEAD_DIM
+from tests.model_runner.recording.programs.test_native_executor import SHAPES, WITH_HEAD_DIM
 
 
 def set_constants(monkeypatch: pytest.MonkeyPatch, **values: object) -> None:

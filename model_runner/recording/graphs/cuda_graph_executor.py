@@ -1,9 +1,9 @@
 """`CudaGraphExecutor`: decodes recorded for some batch sizes and replayed: one call instead of hundreds of launches.
 
 A recording covers the step from its inputs (`DecodeInputMemory`) to the logits: slot table, input tokens (from the
-`TokenRelay`, if they were sampled in the last step), model, head. The sampler runs after it, as in any step. A batch
-uses the next larger recording. Padded rows compute a token of the dummy row in the dummy page; their result is not
-read.
+`TokenRelay`, if they were sampled in the last step), model, head. The sampler runs after it, as in any step; it may
+have recordings of its own (`RecordedSampler`). A batch uses the next larger recording. Padded rows compute a token of
+the dummy row in the dummy page; their result is not read.
 
 A step that verifies drafts is such a decode, too, of as many rows as it has tokens: a request with k drafts has 1 + k
 rows of the table, one for each length. All keys are stored before attention, and each row attends to its own length
@@ -24,23 +24,23 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..models.registry import logits_of
+from ...models.registry import logits_of
+from ..executor import RecordedBytes, RecordedDecodes, StepExecutor, StepOutput
+from ..graph_device import Replay
 from .decode_inputs import DecodeInputMemory, DecodeInputs
-from .executor import RecordedBytes, StepExecutor, StepOutput
-from .graph_device import Replay
 from .prompt_graph_executor import PromptGraphExecutor
 from .recorded_forward import ForwardResult, RecordedForward, copy_result, empty_like, first_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ..adapter_runs import AdapterRuns
-    from ..attention.backend import CapturableAttention
-    from ..distributed.tp_group import TPGroup
-    from ..input_batch import InputBatch
-    from ..memory.io_buffers import InputBuffers
-    from .eager_executor import EagerExecutor
-    from .graph_device import GraphDevice
+    from ...adapter_runs import AdapterRuns
+    from ...attention.backend import CapturableAttention
+    from ...distributed.tp_group import TPGroup
+    from ...input_batch import InputBatch
+    from ...memory.io_buffers import InputBuffers
+    from ..eager_executor import EagerExecutor
+    from ..graph_device import GraphDevice
     from .graph_sizes import GraphSizes
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class CudaGraphExecutor:
     Attributes:
         eager: runs steps without recordings.
         others: runs steps that are not such decodes, with or without recordings.
-        recorded_bytes: see `StepExecutor`.
+        recorded_bytes, recorded_decodes: see `StepExecutor`.
         num_replayed: number of replayed steps.
     """
 
@@ -103,6 +103,10 @@ class CudaGraphExecutor:
         self._has_told = False
         self._graphs, decode_bytes = self._record(device)
         self.recorded_bytes = RecordedBytes(decode_bytes, others.recorded_bytes.prompts)
+        self.recorded_decodes: RecordedDecodes | None = None
+        result = self._graphs[self._sizes[-1], False].result
+        if isinstance(result, Tensor):
+            self.recorded_decodes = RecordedDecodes(result, self._sizes, device)
 
     def run(self, batch: InputBatch) -> StepOutput:
         """See `StepExecutor`. State layers are recorded for one token per request, so they verify drafts eagerly."""

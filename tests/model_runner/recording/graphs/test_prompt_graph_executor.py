@@ -17,8 +17,8 @@ from msgspec.structs import replace
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.recording.eager_executor import EagerExecutor
-from engine.model_runner.recording.graph_sizes import sizes_to_record, token_sizes
-from engine.model_runner.recording.prompt_graph_executor import PromptGraphExecutor
+from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record, token_sizes
+from engine.model_runner.recording.graphs.prompt_graph_executor import PromptGraphExecutor
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.step_plan import StepResult, TokenMasks
@@ -31,7 +31,7 @@ from tests.model_runner.models.test_mixtures import GPT_OSS
 from tests.scheduler.grammar.toy_matcher import FixedMasks
 from tests.triton_interpreter import repair_interpreter
 
-from .recording_device import DeviceAttention, RecordingDevice, RerunningDevice
+from ..recording_device import DeviceAttention, RecordingDevice, RerunningDevice
 from .test_cuda_graph_executor import KINDS, ROWS, Life, load_driver, make, on_gpu, pretended_gpu
 
 repair_interpreter()

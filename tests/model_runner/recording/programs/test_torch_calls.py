@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
-from engine.model_runner.recording.arena import Arena
-from engine.model_runner.recording.native_program import record
+from engine.model_runner.recording.programs.arena import Arena
+from engine.model_runner.recording.programs.native_program import record
 
 pytestmark = pytest.mark.skipif(bool(reasons_against_library()), reason="there are no native kernels here")
 INDICES = torch.tensor([3, 0, 3])

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..adapter_runs import AdapterBatch, AdapterRuns
-from ..forward_batch import ForwardBatch, StageStates
-from ..memory.state_pool import StateBatch, StatePool
-from ..states.state_runs import StateRuns
+from ...adapter_runs import AdapterBatch, AdapterRuns
+from ...forward_batch import ForwardBatch, StageStates
+from ...memory.state_pool import StateBatch, StatePool
+from ...states.state_runs import StateRuns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..attention.backend import StepAttention
-    from ..distributed.pp_link import StageLink
-    from ..memory.kv_pool import KVPool
-    from ..memory.slot_table import SlotTable
-    from ..models.registry import CausalLM
-    from ..token_relay import TokenRelay
+    from ...attention.backend import StepAttention
+    from ...distributed.pp_link import StageLink
+    from ...memory.kv_pool import KVPool
+    from ...memory.slot_table import SlotTable
+    from ...models.registry import CausalLM
+    from ...token_relay import TokenRelay
     from .decode_inputs import DecodeInputs
 
 ForwardResult = Tensor | StageStates

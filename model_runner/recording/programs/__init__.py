@@ -1,0 +1,1 @@
+"""Native programs: decodes and forward passes on the CPU as one call."""
