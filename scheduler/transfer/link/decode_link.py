@@ -45,7 +45,7 @@ from ....runtime.transport.kv_transfer import (
 )
 from .connection import CommandQueue, Context, connect
 from .lookups import Lookups, known_address
-from .pages.base import PageReceiver
+from .pages.base import DRAIN_S, PageReceiver
 from .prefill_peer import Answer, Attempt, Peer, State, Storing
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,6 @@ CONNECT_S: Final = 15.0
 FENCE_S: Final = 300.0
 """A prefill engine that was lost may write into the pages of its claims for at most so long. One that was stopped for
 longer must not go on: start it again."""
-DRAIN_S: Final = 1.0
-"""Pages that a process had handed to its kernel may arrive for so long after its end; this side is polled meanwhile."""
 LOOK_S: Final = 0.1
 """Between two looks whether the processes of an engine live: 0.4 ms each, while the link polls every millisecond."""
 FORGET_S: Final = 60.0

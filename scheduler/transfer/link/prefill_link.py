@@ -69,6 +69,7 @@ class _Writing:
         command, write: what is written, and how far it is.
         started_s, checked_s: when it was begun, and when it was last looked at.
         still_s: how long it was looked at since it was begun, or since the peer last took pages of it.
+        error: it has failed with this; until `drained_s` what it had begun may still arrive.
     """
 
     command: WritePages
@@ -76,6 +77,8 @@ class _Writing:
     started_s: float
     checked_s: float
     still_s: float = 0.0
+    error: str = ""
+    drained_s: float = 0.0
 
 
 class PrefillLink:
@@ -206,10 +209,13 @@ class PrefillLink:
     def _check_writes(self) -> None:
         left = []
         for each in self._writing:
-            command, error = each.command, ""
+            command, error = each.command, each.error
             now_s = time.monotonic()
+            if error and now_s < each.drained_s:
+                left.append(each)
+                continue
             try:
-                if not each.write.is_done():
+                if not error and not each.write.is_done():
                     each.still_s += min(now_s - each.checked_s, _MAX_PAUSE_S)
                     each.checked_s = now_s
                     if each.still_s < WRITE_S:
@@ -221,6 +227,10 @@ class PrefillLink:
                     self._lose(command.peer, error)
             except TransferError as failed:
                 error = str(failed)
+                if self._sender.drain_s:
+                    each.error, each.drained_s = error, now_s + self._sender.drain_s
+                    left.append(each)
+                    continue
             self._outbox.send(
                 PagesWritten(command.peer, command.room, command.attempt, error, now_s - each.started_s)
             )

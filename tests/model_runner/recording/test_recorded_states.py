@@ -9,8 +9,8 @@ from tests.model_runner.models.test_lfm2 import VARIANTS
 from tests.model_runner.models.test_mamba2 import SPARSE
 from tests.triton_interpreter import repair_interpreter
 
-from .recording_device import RerunningDevice
 from .graphs.test_cuda_graph_executor import make
+from .recording_device import RerunningDevice
 
 repair_interpreter()
 

@@ -7,10 +7,13 @@ pages travel through the connection of the two rank 0s, and the decode engine st
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from .....runtime.kv_backends.base import Pages, Work
 from .....runtime.transport.kv_transfer import WritePages
+
+DRAIN_S: Final = 1.0
+"""Pages that a process had handed to its kernel may arrive for so long after its end, or after the write has failed."""
 
 Frames = Sequence[bytes | memoryview]
 SendFrames = Callable[[Frames], None]
@@ -29,7 +32,13 @@ class Sending(Work, Protocol):
 
 
 class PageSender(Protocol):
-    """Prefill side."""
+    """Prefill side.
+
+    Attributes:
+        drain_s: what a failed write has begun may arrive for so long.
+    """
+
+    drain_s: float
 
     def add_peer(self, peer: str, targets: Sequence[bytes]) -> Work:
         """A decode engine with this name has come; again, if it has been restarted.

@@ -11,7 +11,7 @@ import numpy as np
 from .....runtime.kv_backends.base import Pages, PageTarget, PageWriter, TransferError, Work
 from .....runtime.transport.kv_transfer import WritePages
 from .....runtime.transport.rank_transfer import PROGRESS_S, AddPeer, DropPeer, MakeProgress, WriteOwnPages
-from .base import Frames, SendFrames
+from .base import DRAIN_S, Frames, SendFrames
 from .ranks import Ranks
 
 _PROGRESS_AGAIN_S: Final = PROGRESS_S / 4
@@ -48,6 +48,8 @@ class AllOf:
 
 class DirectSender:
     """See `PageSender`."""
+
+    drain_s = DRAIN_S
 
     def __init__(self, writer: PageWriter, ranks: Ranks) -> None:
         """`writer`: of rank 0."""

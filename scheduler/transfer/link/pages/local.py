@@ -98,6 +98,8 @@ class LocalSender:
         ranks: the others.
     """
 
+    drain_s = 0.0  # pages travel before the message that a write has failed
+
     def __init__(self, memory: PoolMemory, ranks: Ranks) -> None:
         self.memory = memory
         self.ranks = ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -46,6 +47,16 @@ def make_pool() -> KVPool:
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
     )
+
+
+class LaterTime:
+    """The `time` of a link, which a test can put forward."""
+
+    def __init__(self) -> None:
+        self.added_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.added_s
 
 
 class Side:

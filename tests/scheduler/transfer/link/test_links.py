@@ -43,11 +43,12 @@ from engine.runtime.transport.process_identity import own_identity
 from engine.scheduler.transfer.link import decode_link, lookups, prefill_link
 from engine.scheduler.transfer.link.decode_link import DecodeLink
 from engine.scheduler.transfer.link.lookups import Lookups
+from engine.scheduler.transfer.link.pages.base import DRAIN_S
 from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
 from engine.scheduler.transfer.link.pages.ranks import Ranks
 from engine.scheduler.transfer.link.prefill_peer import Peer
 
-from .sides import WAIT_S, MakeSides, Side, claim, free_port, ids, make_pool, make_prefill_link
+from .sides import WAIT_S, LaterTime, MakeSides, Side, claim, free_port, ids, make_pool, make_prefill_link
 
 
 class Unfinished:
@@ -92,16 +93,6 @@ class WrittenFromOutside(LocalReceiver):
     """As a backend whose prefill engines write into this engine's memory."""
 
     is_passive = False
-
-
-class LaterTime:
-    """The `time` of a link, which a test can put forward."""
-
-    def __init__(self) -> None:
-        self.added_s = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self.added_s
 
 
 def test_pages_arrive_before_the_first_token(make_sides: MakeSides) -> None:
@@ -643,7 +634,7 @@ def test_pages_of_a_dead_engine_are_not_free_at_once_when_its_successor_comes(
     assert after.next(ToPrefill) == ClaimAborted("b", 2)
     assert decode.inbox.poll(0.1) == []
 
-    clock.added_s = decode_link.DRAIN_S
+    clock.added_s = DRAIN_S
 
     assert decode.next() == FromPeer(peer, AbortAck("a", 1))
     assert decode.inbox.poll(0.1) == []  # its successor has to answer for the other claim

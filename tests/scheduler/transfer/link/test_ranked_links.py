@@ -25,11 +25,12 @@ from engine.runtime.transport.kv_transfer import (
 )
 from engine.scheduler.transfer.link import decode_link, prefill_link
 from engine.scheduler.transfer.link.pages import local
+from engine.scheduler.transfer.link.pages.base import DRAIN_S
 from engine.scheduler.transfer.link.pages.direct import DirectReceiver, DirectSender
 from engine.scheduler.transfer.link.pages.ranks import Ranks
 
 from .fake_backend import FakeTarget, FakeWriter
-from .sides import WAIT_S, MakeSides, Side, claim, ids, make_pool, make_prefill_link
+from .sides import WAIT_S, LaterTime, MakeSides, Side, claim, ids, make_pool, make_prefill_link
 
 STEP = 3
 
@@ -219,15 +220,19 @@ class TestWrittenByEachRank:
         finish(prefill, decode, peer, name)
 
     @pytest.mark.parametrize("failing", [0, 1])
-    def test_a_failure_is_told_when_no_rank_writes_any_more(
-        self, make_sides: MakeSides, failing: int
+    def test_a_failure_is_told_when_nothing_of_any_rank_can_arrive_any_more(
+        self, make_sides: MakeSides, monkeypatch: pytest.MonkeyPatch, failing: int
     ) -> None:
+        """Until then no other request may have the pages: a kernel may still deliver what it was handed before."""
+        monkeypatch.setattr(prefill_link, "time", clock := LaterTime())
         prefill, decode, peer, writers = self.make(make_sides)
         begin(prefill, decode, peer)
         writes = [writer.next_write() for writer in writers]
         writes[failing].end("the wire is cut")
         assert prefill.inbox.poll(0.1) == []
         writes[1 - failing].end()
+        assert prefill.inbox.poll(0.1) == []
+        clock.added_s = DRAIN_S
         written = prefill.next()
         assert isinstance(written, PagesWritten) and written.error.endswith("the wire is cut")
         assert written.error.startswith("rank 1: ") == bool(failing)
