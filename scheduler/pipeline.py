@@ -18,6 +18,9 @@ between the forward pass of step 2, which the device computes meanwhile, and its
 
     overlapped  plan 1  launch 1 | plan 2  launch 2 (forward  settle 1  masks  sampler) | plan 3 ...
 
+A step with drafts yields an unknown number of tokens, so it is settled before the next one is planned; it may itself be
+planned while another one is in flight (`speculation.py`).
+
 With n pipeline stages n - 1 steps are left in flight, each with other requests: a request that samples is not planned
 again before its token is settled (`micro_batches.py`). Chunks of one prompt follow each other, because they sample
 nothing. So no token is surplus, and masks need not wait:
@@ -159,6 +162,8 @@ class Pipeline:
             return False
         if batch is None or len(self._in_flight) > self._max_left_in_flight:
             self._settle_oldest()
+        if batch is not None and self._scheduler.needs_result(batch):
+            self._settle_all()
         return True
 
     def _launch(self, batch: ScheduleBatch, has_news: Callable[[], bool]) -> InFlight:

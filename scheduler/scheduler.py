@@ -454,6 +454,10 @@ class Scheduler:
         # After the record of the result: a replay makes this call when it comes to that record.
         self._note(self._transfer.answered(rows, now_s), now_s)
 
+    def needs_result(self, batch: ScheduleBatch) -> bool:
+        """Whether a step must be settled before the next one is planned, also with overlap."""
+        return self._parts.speculation.needs_result(batch)
+
     def is_reading(self, store_id: int) -> bool:
         """Whether an adapter's weights are still to be read; False if they are, or if it was refused."""
         return self._parts.adapters.is_reading(store_id)

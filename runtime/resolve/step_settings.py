@@ -115,16 +115,7 @@ class StepSettings:
 
     def overlap(self) -> bool:
         """Whether a step is planned while the previous one is computed."""
-        asked, speculative = self._scheduler.overlap, self._scheduler.speculative
-        if speculative != "off":
-            if asked is True:
-                raise ConfigError(
-                    f"overlap is on, but so is speculative {speculative}: a step can be planned only after the number "
-                    "of tokens of the previous one is known; use --no-overlap, or --speculative off"
-                )
-            return self._note(
-                "overlap", False, "the number of tokens that a step with drafts yields must be known first"
-            )
+        asked = self._scheduler.overlap
         if asked != "auto":
             return asked
         if self._device == "cuda":

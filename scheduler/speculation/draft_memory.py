@@ -19,7 +19,7 @@ class DraftMemory:
 
     def room(self, req: Req) -> int:
         """The most drafts of a request: the last token of an answer is never an input, so none can follow it."""
-        room = int(self._states.max_kv_len[req.row]) - int(self._states.known_len[req.row])
+        room = int(self._states.max_kv_len[req.row]) - int(self._states.num_computed[req.row]) - 1
         return room if self._most_drafts is None else min(room, self._most_drafts)
 
     def take_pages(self, reqs: list[Req], counts: list[int]) -> list[int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Final
 
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
+from ..batch import ScheduleBatch
 from ..grammar.grammar_drafts import GrammarDrafts
 from ..memory.row_memory import RowMemory
 from ..phases import Work
@@ -66,6 +67,10 @@ class ForcedSpeculation:
             return NO_DRAFTS
         counts = self._memory.take_pages(reqs, [len(token_ids) for token_ids in proposed])
         return drafts_of([token_ids[:count] for token_ids, count in zip(proposed, counts, strict=True)])
+
+    def needs_result(self, batch: ScheduleBatch) -> bool:
+        """See `Speculation`."""
+        return batch.num_drafts > 0
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
         """See `Speculation`."""

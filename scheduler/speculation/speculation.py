@@ -30,7 +30,14 @@ There are no drafts in these cases:
 - The next page of a request is not available: drafts never cause a retraction, and leave a page per running request.
 - The device ran out of memory, and the caps of `step_caps.py` are still in force.
 
-Not together with overlap (`resolve.py`): it plans the next step before the number of tokens of this one is known.
+With overlap a step may be planned while the one before it is computed, whose tokens are unknown (`pipeline.py`). The
+first draft of a request then stands for its unknown token, which the device has, and the others follow it:
+
+    known    ... a         in flight: one token      drafts: d1 d2 d3
+    input        the token on the device, d2 d3      if it is not d1, d2 and d3 are hardly right, but nothing is wrong
+
+A step with drafts yields an unknown number of tokens, so the next one is planned after it. So is the one after a step
+with grammars, whose drafts and masks follow from known tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +48,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from ...runtime.config.engine_config import SchedulerConfig
+from ..batch import ScheduleBatch
 from ..grammar.grammar_drafts import GrammarDrafts
 from ..memory.row_memory import RowMemory
 from ..phases import Work
@@ -68,6 +76,10 @@ class Speculation(Protocol):
         """The drafts of a step; takes the pages for them."""
         ...
 
+    def needs_result(self, batch: ScheduleBatch) -> bool:
+        """Whether a step must be settled before the next one is planned."""
+        ...
+
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
         """A step of decodes alone took `seconds`."""
         ...
@@ -88,6 +100,9 @@ class NoSpeculation:
 
     def plan(self, work: Work) -> Drafts:
         return NO_DRAFTS
+
+    def needs_result(self, batch: ScheduleBatch) -> bool:
+        return False
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
         pass
@@ -163,6 +178,10 @@ class NgramSpeculation:
             ]
         )
 
+    def needs_result(self, batch: ScheduleBatch) -> bool:
+        """See `Speculation`. Forced tokens follow the tokens that a grammar has accepted."""
+        return batch.num_drafts > 0 or batch.has_grammar
+
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
         """See `Speculation`."""
         self._costs.measured(num_reqs + num_drafts, seconds, plain=not num_drafts)
@@ -191,6 +210,8 @@ class NgramSpeculation:
         return chances if req.matcher is None else self._guided_chances(req, chances, most)
 
     def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
+        if self._num_unknown(req):
+            return []
         ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []
         token_ids, num_forced = self._grammar_drafts.propose(
             req, min(most, self._memory.room(req)), ngram_ids
@@ -211,7 +232,8 @@ class NgramSpeculation:
     def _ngram_drafts(self, req: Req, count: int) -> list[int]:
         proposer = self._proposers[req]
         try:
-            return [] if proposer is None else proposer.drafts(count)
+            num_unknown = self._num_unknown(req)
+            return [] if proposer is None else proposer.drafts(num_unknown + count)[num_unknown:]
         except Exception:  # as above
             self._give_up(req)
             return []
@@ -230,7 +252,12 @@ class NgramSpeculation:
             return []
         if len(proposer) < known_len:
             proposer.observe(states.token_ids[row, len(proposer) : known_len].tolist())
-        return proposer.chances(min(self._max_drafts, self._memory.room(req)))
+        num_unknown = self._num_unknown(req)
+        return proposer.chances(num_unknown + min(self._max_drafts, self._memory.room(req)))[num_unknown:]
+
+    def _num_unknown(self, req: Req) -> int:
+        """1 if the last token of the request is still being computed, else 0."""
+        return int(self._states.num_computed[req.row]) + 1 - int(self._states.known_len[req.row])
 
     def _choose(self, chances: list[list[float]]) -> list[int]:
         """The number of drafts per request with the most tokens per second; empty for a plain step."""

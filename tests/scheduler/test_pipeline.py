@@ -19,6 +19,7 @@ from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
+from engine.scheduler.records.decision_log import PassRecord
 
 from .fake_runner import FakeRunner
 from .grammar.toy_matcher import FixedMasks, ToyGrammar
@@ -360,6 +361,48 @@ def test_idle_is_refused_while_a_step_is_in_flight():
         harness.pipeline.idle()
 
 
+# ------------------------------------------------------------ drafts
+
+
+def launched_while(harness: Piped, ahead_of: int) -> set[int]:
+    """The steps that were launched before the step so many before them was waited for."""
+    at = {call: place for place, call in enumerate(harness.device.calls)}
+    steps = [int(call.split()[1]) for call in harness.device.calls if call.startswith("launch")]
+    return {step for step in steps[ahead_of:] if at[f"launch {step}"] < at[f"wait {step - ahead_of}"]}
+
+
+def test_steps_with_drafts_are_planned_ahead_and_the_next_one_when_they_are_settled():
+    """The unknown token is taken for the first draft, and the drafts of the step are those that follow it."""
+    harness = Piped(overlapped=True, speculative="ngram", memory=1, num_pages=200)
+    circle = [11, 12, 13, 14, 15, 16]
+    harness.submit("a", prompt=circle, max_new_tokens=120)
+    harness.submit("b", prompt=[21, *circle], max_new_tokens=60)
+    harness.run()  # checks the answers
+
+    passes = [each for each in harness.scheduler.decisions if isinstance(each, PassRecord) and each.step_id]
+    drafted = {each.step_id for each in passes if each.num_drafts}
+    plain = {each.step_id for each in passes} - drafted
+    ahead = launched_while(harness, 1)
+    assert len(drafted) > 10
+    assert not {step for step in ahead if step - 1 in drafted}
+    assert drafted & ahead, "drafts that follow a token which nobody on the host knows"
+    last = max(each.step_id for each in passes)
+    assert {step + 1 for step in plain if step < last} <= ahead | {last}
+    report = harness.scheduler.report(0.0)
+    assert report.accepted_draft_tokens_total > 0.8 * report.draft_tokens_total
+
+
+def test_with_drafts_a_step_with_grammars_is_settled_before_the_next_one():
+    """Forced tokens follow what the grammar has accepted, so the next plan needs the tokens."""
+    harness = Piped(overlapped=True, speculative="ngram", num_pages=200)
+    grammar = ToyGrammar(seed=3, length=30, forced=((5, 12), (20, 26)))
+    harness.submit("a", grammar=grammar, max_new_tokens=40)
+    harness.run()
+
+    assert harness.scheduler.report(0.0).accepted_draft_tokens_total >= 10
+    assert launched_while(harness, 1) <= {2}  # after the step of the prompt
+
+
 # ------------------------------------------------------------ the same tokens, whatever happens
 
 LIVES = st.fixed_dictionaries(
@@ -375,6 +418,8 @@ LIVES = st.fixed_dictionaries(
         "max_num_partial_prefills": st.sampled_from([1, 2]),
         "radix_cache": st.booleans(),
         "chaos": st.sampled_from([None, "retract=0.3:15"]),
+        "speculative": st.sampled_from(["off", "ngram"]),
+        "memory": st.sampled_from([None, 1]),
     }
 )
 

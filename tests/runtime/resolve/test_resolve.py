@@ -666,11 +666,10 @@ def test_steps_overlap_where_the_device_is_not_the_host(machine, by_itself):
         resolved = resolve(config(overlap=asked), SPEC, machine)
         assert resolved.config.scheduler.overlap is asked
         assert "overlap" not in resolved.notes
-    resolved = resolve(config(speculative="ngram"), SPEC, machine)
-    assert resolved.config.scheduler.overlap is False
-    assert resolve(resolved.config, SPEC, machine).config == resolved.config
-    with pytest.raises(ConfigError, match="use --no-overlap, or --speculative off"):
-        resolve(config(speculative="ngram", overlap=True), SPEC, machine)
+    for overlap, expected in (("auto", by_itself), (True, True), (False, False)):
+        resolved = resolve(config(speculative="ngram", overlap=overlap), SPEC, machine)
+        assert resolved.config.scheduler.overlap is expected
+        assert resolve(resolved.config, SPEC, machine).config == resolved.config
 
 
 def test_a_gpu_is_taken_where_torch_can_use_it():
