@@ -210,8 +210,6 @@ class NgramSpeculation:
         return chances if req.matcher is None else self._guided_chances(req, chances, most)
 
     def _guided_chances(self, req: Req, chances: list[float], most: int) -> list[float]:
-        if self._num_unknown(req):
-            return []
         ngram_ids = self._ngram_drafts(req, len(chances)) if chances else []
         token_ids, num_forced = self._grammar_drafts.propose(
             req, min(most, self._memory.room(req)), ngram_ids
