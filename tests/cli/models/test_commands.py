@@ -56,13 +56,51 @@ class Commands:
 
 
 @pytest.fixture
-def commands() -> Iterator[Commands]:
+def processes() -> Iterator[Commands]:
     with FakeHub() as hub, tempfile.TemporaryDirectory(dir="/tmp", prefix="pull-") as home:
         hub.repos["org/tiny"].commit(FILES)
         yield Commands(hub, Path(home))
 
 
-def test_pull_list_and_rm(commands: Commands) -> None:
+class CommandsHere(Commands):
+    """Runs commands in this process with the constants of huggingface_hub set: a process takes a second to start."""
+
+    def __init__(self, hub: FakeHub, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        super().__init__(hub, home)
+        self._capsys = capsys
+
+    def run(self, *arguments: str, **environment: str) -> tuple[int, str, str]:
+        from huggingface_hub import constants
+
+        variables = self.environment | environment
+        with pytest.MonkeyPatch.context() as patch:
+            for name in [name for name in os.environ if name.startswith(("ENGINE_", "HF_"))]:
+                patch.delenv(name)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            patch.setattr(constants, "ENDPOINT", self.hub.url)
+            patch.setattr(constants, "HF_HUB_CACHE", str(Path(variables["HF_HOME"]) / "hub"))
+            patch.setattr(constants, "HF_TOKEN_PATH", str(Path(variables["HF_HOME"]) / "token"))
+            patch.setattr(constants, "HF_HUB_OFFLINE", variables["HF_HUB_OFFLINE"] == "1")
+            patch.setattr(tempfile, "tempdir", variables["TMPDIR"])
+            patch.setattr(server_record, "_SHARED_TMP", self.home)
+            code = cli.run(arguments)
+        return code, *self._capsys.readouterr()
+
+
+@pytest.fixture
+def commands(processes: Commands, capsys: pytest.CaptureFixture[str]) -> CommandsHere:
+    return CommandsHere(processes.hub, processes.home, capsys)
+
+
+def test_processes_pull_and_list(processes: Commands) -> None:
+    code, out, err = processes.run("pull", "org/tiny")
+    assert (code, err.splitlines()[0]) == (0, "downloading org/tiny: 2.0 MiB")
+    assert out.startswith("org/tiny: downloaded 2.0 MiB of 2.0 MiB, commit ")
+    assert processes.run("list")[1].splitlines()[1].split()[:2] == ["org/tiny", "BF16"]
+
+
+def test_pull_list_and_rm(commands: CommandsHere) -> None:
     code, out, err = commands.run("pull", "org/tiny")
     assert (code, err.splitlines()[0]) == (0, "downloading org/tiny: 2.0 MiB")
     assert sorted(line.split(":")[0].strip() for line in err.splitlines()[1:4]) == sorted(FILES)
@@ -87,11 +125,11 @@ def test_pull_list_and_rm(commands: Commands) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_the_part_and_the_next_pull_continues(commands: Commands) -> None:
-    hold = commands.hub.hold["model.safetensors"] = threading.Event()
-    process = commands.start("pull", "org/tiny")
+def test_ctrl_c_keeps_the_part_and_the_next_pull_continues(processes: Commands) -> None:
+    hold = processes.hub.hold["model.safetensors"] = threading.Event()
+    process = processes.start("pull", "org/tiny")
     part = (
-        commands.home
+        processes.home
         / "hf/hub/models--org--tiny/blobs"
         / (blob_of("model.safetensors", WEIGHTS) + ".engine.incomplete")
     )
@@ -105,27 +143,27 @@ def test_ctrl_c_keeps_the_part_and_the_next_pull_continues(commands: Commands) -
     assert process.returncode == 130
     assert "Traceback" not in err
     assert part.stat().st_size == len(WEIGHTS) // 2
-    assert "Interrupted downloads hold 1000 KiB" in commands.run("list")[2]
+    assert "Interrupted downloads hold 1000 KiB" in processes.run("list")[2]
 
     hold.set()
-    commands.hub.requests.clear()
-    code, _, err = commands.run("pull", "org/tiny")
+    processes.hub.requests.clear()
+    code, _, err = processes.run("pull", "org/tiny")
     assert code == 0
     assert "of which 1000 KiB are there" in err
-    assert [r.range for r in commands.hub.requests if r.kind == "storage"] == [f"bytes={len(WEIGHTS) // 2}-"]
+    assert [r.range for r in processes.hub.requests if r.kind == "storage"] == [f"bytes={len(WEIGHTS) // 2}-"]
 
 
-def test_killed_processes_leave_no_lock(commands: Commands) -> None:
-    hold = commands.hub.hold["model.safetensors"] = threading.Event()
-    process = commands.start("pull", "org/tiny")
-    assert commands.hub.started["model.safetensors"].wait(DEADLINE_S)
+def test_killed_processes_leave_no_lock(processes: Commands, commands: CommandsHere) -> None:
+    hold = processes.hub.hold["model.safetensors"] = threading.Event()
+    process = processes.start("pull", "org/tiny")
+    assert processes.hub.started["model.safetensors"].wait(DEADLINE_S)
     process.kill()
     process.communicate()
     hold.set()
     assert commands.run("pull", "org/tiny")[0] == 0
 
 
-def test_gated_models_and_the_token_of_the_environment(commands: Commands) -> None:
+def test_gated_models_and_the_token_of_the_environment(commands: CommandsHere) -> None:
     commands.hub.repos["org/gated"].commit(FILES)
     commands.hub.repos["org/gated"].gated = True
     code, _, err = commands.run("pull", "org/gated")
@@ -134,7 +172,7 @@ def test_gated_models_and_the_token_of_the_environment(commands: Commands) -> No
     assert commands.run("pull", "org/gated", HF_TOKEN=TOKEN)[0] == 0
 
 
-def test_quantizations_by_name(commands: Commands) -> None:
+def test_quantizations_by_name(commands: CommandsHere) -> None:
     commands.hub.repos["org/gguf"].commit({"m-Q4_0.gguf": b"GGUF4", "m-Q8_0.gguf": b"GGUF8"})
     code, _, err = commands.run("pull", "org/gguf")
     assert (code, err) == (
@@ -145,7 +183,7 @@ def test_quantizations_by_name(commands: Commands) -> None:
     assert commands.run("list")[1].splitlines()[1].split()[:2] == ["org/gguf:Q8_0", "Q8_0"]
 
 
-def test_offline_names_what_is_there(commands: Commands) -> None:
+def test_offline_names_what_is_there(commands: CommandsHere) -> None:
     assert commands.run("pull", "org/tiny")[0] == 0
     code, _, err = commands.run("pull", "org/other", HF_HUB_OFFLINE="1")
     assert code == 2
@@ -153,7 +191,7 @@ def test_offline_names_what_is_there(commands: Commands) -> None:
     assert "on this machine are org/tiny" in err
 
 
-def test_paths_and_mistyped_names(commands: Commands, tmp_path: Path) -> None:
+def test_paths_and_mistyped_names(commands: CommandsHere, tmp_path: Path) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     assert commands.run("pull", str(tmp_path))[1] == f"{tmp_path} is on this machine: {tmp_path}\n"

