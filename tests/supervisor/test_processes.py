@@ -46,6 +46,7 @@ def model(tmp_path: Path) -> Path:
 OF_RUNNER = ("torch", "device", "backend", "instruction_set")  # see `build_facts`
 
 
+@pytest.mark.slow
 def test_requests_pass_through_scheduler_and_detokenizer(start_engine, model):
     engine = start_engine(model=model)
 

@@ -107,6 +107,7 @@ def test_a_lost_rank_takes_its_group_along(start_engine):
     stop(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_a_lost_tokenizer_manager_is_replaced_alone(start_engine):
     engine = start_engine(max_restarts=1)
@@ -146,6 +147,7 @@ def test_a_process_that_is_lost_again_and_again_ends_the_engine_with_the_first_c
     assert (engine.tmp / "clients-were-told").read_text() == message
 
 
+@pytest.mark.slow
 @pytest.mark.real_process
 def test_what_the_user_must_mend_is_not_tried_again(start_engine):
     engine = start_engine("detokenizer=breaks_its_configuration", max_restarts=3)

@@ -18,12 +18,14 @@ WATCHDOG_S = 6.0  # longer than a busy machine keeps a healthy process from a he
 # ---------------------------------------------------------------- a good life
 
 
-def test_starts_hands_on_the_capacity_and_stops_after_a_drain(start_engine):
+def test_starts_under_telling_titles_hands_on_the_capacity_and_stops_after_a_drain(start_engine):
     engine = start_engine()
 
     assert engine.read() == {"url": "http://localhost/8", "num_pages": 8, "details": {"port": "none"}}
     (socket_dir,) = engine.tmp.glob("engine-*")
     assert stat.S_IMODE(socket_dir.stat().st_mode) == 0o700
+    titles = {role: Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for role, pid in engine.pids.items()}
+    assert titles == {role: f"engine: {role}" for role in ("scheduler", "detokenizer", "tokenizer_manager")}
     engine.process.send_signal(signal.SIGTERM)
 
     assert engine.end() == (0, "stopped")
@@ -31,7 +33,7 @@ def test_starts_hands_on_the_capacity_and_stops_after_a_drain(start_engine):
     assert list(engine.tmp.glob("*-stopped-before-the-drain")) == []
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGHUP])
 def test_other_polite_signals_drain_too(start_engine, signum):
     engine = start_engine()
@@ -55,15 +57,6 @@ def test_children_leave_it_to_the_supervisor_when_everybody_gets_the_signal(star
 
     assert engine.end() == (0, "stopped")
     assert (engine.tmp / "drained").exists()
-
-
-def test_children_have_telling_titles(start_engine):
-    engine = start_engine()
-    engine.read()
-
-    titles = {role: Path(f"/proc/{pid}/cmdline").read_text().strip("\0") for role, pid in engine.pids.items()}
-
-    assert titles == {role: f"engine: {role}" for role in ("scheduler", "detokenizer", "tokenizer_manager")}
 
 
 def test_a_second_signal_ends_the_drain_at_once(start_engine):
@@ -101,6 +94,7 @@ def test_a_tokenizer_manager_that_hangs_in_the_drain_is_a_failure_with_its_name(
     assert "killing children=tokenizer_manager" in engine.log
 
 
+@pytest.mark.slow
 def test_a_signal_while_starting_stops_at_once(start_engine):
     engine = start_engine("scheduler=hangs_at_start")
     engine.wait_for_note("hangs")
@@ -124,6 +118,7 @@ def test_a_child_that_does_not_listen_is_killed(start_engine):
 # ---------------------------------------------------------------- failures at start
 
 
+@pytest.mark.slow
 def test_what_the_user_can_mend_is_said_in_its_own_words(start_engine):
     engine = start_engine("scheduler=refuses_the_configuration")
 
@@ -147,6 +142,7 @@ def test_a_child_that_fails_at_start_ends_the_engine_with_its_error(start_engine
     assert engine.log.count("Traceback") == 1
 
 
+@pytest.mark.slow
 def test_a_child_that_vanishes_at_start_ends_the_engine(start_engine):
     engine = start_engine("detokenizer=exits_at_start")
 
@@ -155,6 +151,7 @@ def test_a_child_that_vanishes_at_start_ends_the_engine(start_engine):
     assert (code, message.partition(" without")[0]) == (1, "detokenizer exited with code 3")
 
 
+@pytest.mark.slow
 def test_a_room_that_cannot_be_imported_is_reported(start_engine):
     engine = start_engine("scheduler=no_such_behavior")
 
@@ -194,6 +191,7 @@ def test_a_killed_child_stops_everything_with_its_name(start_engine, role):
         assert (engine.tmp / "clients-were-told").read_text() == message
 
 
+@pytest.mark.slow
 def test_a_crash_in_native_code_is_named_and_shows_where(start_engine):
     engine = start_engine("scheduler=crashes")
 
@@ -203,6 +201,7 @@ def test_a_crash_in_native_code_is_named_and_shows_where(start_engine):
     assert "in crashes" in engine.log
 
 
+@pytest.mark.slow
 def test_an_error_later_is_the_root_cause_on_one_line(start_engine):
     engine = start_engine("scheduler=raises_later")
 
@@ -213,6 +212,7 @@ def test_an_error_later_is_the_root_cause_on_one_line(start_engine):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_a_child_that_just_leaves_is_no_success(start_engine):
     engine = start_engine("scheduler=exits_later")
 
@@ -268,6 +268,7 @@ def test_what_a_child_has_started_ends_with_it(start_engine):
     assert engine.wait_for_end(grandchild)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("state", ["ready", "starting"])
 def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engine, state):
     engine = start_engine("scheduler=hangs_at_start" if state == "starting" else "")
@@ -293,6 +294,7 @@ def test_children_are_gone_within_two_seconds_of_a_killed_supervisor(start_engin
 # ---------------------------------------------------------------- ranks of a group
 
 
+@pytest.mark.slow
 def test_ranks_are_started_and_stopped_like_the_others(start_engine):
     engine = start_engine(tp=3)
     engine.read()
