@@ -11,6 +11,7 @@ longest chain of arrows. A circle is a set of nodes that import each other. Noth
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -58,11 +59,11 @@ class FolderGraph:
 
 def product_modules(root: Path) -> Iterator[Path]:
     """Paths of all product modules, relative to the root."""
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if relative.parts[0] in NOT_PRODUCT or relative.parts[0].startswith("."):
-            continue
-        yield relative
+    for first in sorted(root.iterdir()):
+        if first.suffix == ".py":
+            yield Path(first.name)
+        elif first.is_dir() and first.name not in NOT_PRODUCT and not first.name.startswith("."):
+            yield from (path.relative_to(root) for path in sorted(first.rglob("*.py")))
 
 
 def imported_modules(root: Path, path: Path) -> Iterator[Path]:
@@ -76,7 +77,8 @@ def imported_modules(root: Path, path: Path) -> Iterator[Path]:
             for alias in node.names:
                 if found := _file_of(root, target / alias.name) or _file_of(root, target):
                     yield found
-        pending.extend(ast.iter_child_nodes(node))
+        for inner in ("body", "handlers", "cases", "orelse", "finalbody"):  # no expression holds an import
+            pending.extend(getattr(node, inner, ()))
 
 
 def folder_graphs(root: Path) -> list[FolderGraph]:
@@ -87,7 +89,7 @@ def folder_graphs(root: Path) -> list[FolderGraph]:
         for folder in path.parents:
             nodes[folder].add(_node(folder, path))
         for target in imported_modules(root, path):
-            for folder in set(path.parents) & set(target.parents):
+            for folder in _folders(path) & _folders(target):
                 source_node, target_node = _node(folder, path), _node(folder, target)
                 if source_node != target_node and target.name != "__init__.py":
                     arrows[folder][source_node].add(target_node)
@@ -98,6 +100,12 @@ def folder_graphs(root: Path) -> list[FolderGraph]:
     ]
 
 
+@functools.cache
+def _folders(path: Path) -> frozenset[Path]:
+    return frozenset(path.parents)
+
+
+@functools.cache
 def _file_of(root: Path, target: Path) -> Path | None:
     if target.name and (root / target).with_suffix(".py").is_file():
         return target.with_suffix(".py")
@@ -106,6 +114,7 @@ def _file_of(root: Path, target: Path) -> Path | None:
     return None
 
 
+@functools.cache
 def _node(folder: Path, path: Path) -> str:
     parts = path.relative_to(folder).parts
     return parts[0] if len(parts) == 1 else f"{parts[0]}/"

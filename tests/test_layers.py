@@ -12,6 +12,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.statements import inner
+
 ROOT = Path(__file__).parent.parent
 MAX_FILES = 16  # in the root of a folder, `__init__.py` and `__main__.py` left out
 # Folders whose files are a list of alternatives behind one interface, or one subject that does not divide.
@@ -79,7 +81,7 @@ def _imports_at_load(path: Path, root: Path) -> Iterator[tuple[ast.Import | ast.
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             pending.extend(node.orelse)
@@ -97,7 +99,7 @@ def _imports_at_load(path: Path, root: Path) -> Iterator[tuple[ast.Import | ast.
                     *(node.module.split(".") if node.module else [alias.name for alias in node.names]),
                 ]
                 yield node, where[0]
-        pending.extend(ast.iter_child_nodes(node))
+        pending.extend(inner(node))
 
 
 @pytest.mark.parametrize("room", MAY_IMPORT)

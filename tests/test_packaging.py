@@ -28,6 +28,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import engine
+from tests.statements import statements
 
 ROOT = Path(__file__).parent.parent
 NOT_PACKAGED = {"tests", "docs", "benchmarks", "deploy", "examples", "build", "dist", "__pycache__"}
@@ -152,7 +153,7 @@ def test_command_line_runs_from_the_wheel(
 def imported_modules(path: Path) -> list[tuple[int, str]]:
     """Line and name of each absolute import of a file."""
     found: list[tuple[int, str]] = []
-    for node in ast.walk(ast.parse((ROOT / path).read_bytes(), filename=str(path))):
+    for node in statements(ast.parse((ROOT / path).read_bytes(), filename=str(path))):
         if isinstance(node, ast.Import):
             found += ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
