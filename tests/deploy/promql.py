@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ _GRAFANA: Final = {"$__rate_interval": "5m", "$job": "a", "$model": "a", "$insta
 """What Grafana puts in place of its variables."""
 
 
+@functools.cache
 def rules() -> list[dict[str, Any]]:
     """Every rule, recording or alerting."""
     [found] = documents("prometheus/rules.yaml")

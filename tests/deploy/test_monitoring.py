@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from .promql import dashboard, expressions, metric_names, rules
 OPERATIONS = DEPLOY.parent / "docs/operations.md"
 
 
+@functools.cache
 def exported() -> dict[str, set[str]]:
     """The samples on the page of a server, with their labels."""
     metrics = Metrics("m", {"version": "1", "commit": ""})
