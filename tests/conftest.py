@@ -16,6 +16,8 @@ import hypothesis
 import pytest
 
 from tests.browser import CHROMIUM, MISSING, Browser
+from tests.certificates import read_certificates_once
+from tests.e2e.serving import EngineServe
 from tests.selection import pytest_addoption, pytest_configure, select
 
 __all__ = ["pytest_addoption", "pytest_configure"]
@@ -46,6 +48,8 @@ for name in ("NO_PROXY", "no_proxy"):
 # sources again.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+read_certificates_once()
 
 # `nohup make test` has SIGHUP ignored, `make test &` in a script SIGINT, by the tests' engines too, which mean them.
 for signum, usual in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -130,6 +134,24 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         pytest.skip(MISSING)
     with Browser(tmp_path_factory.mktemp("browser")) as browser:
         yield browser
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the end-to-end tests, a folder in Hugging Face layout; see `e2e/model.py`."""
+    from tests.e2e.model import make_model
+
+    return make_model(tmp_path_factory.mktemp("models") / "small-llama")
+
+
+@pytest.fixture(scope="session")
+def shared_serve(small_llama: Path) -> Iterator[EngineServe]:
+    """A server of it that all tests share: whoever uses it leaves it idle."""
+    with EngineServe(str(small_llama), "--dtype", "float32") as engine:
+        yield engine.wait_until_ready()
+        assert engine.stop() == 0, engine.log
+        assert engine.leftovers() == []
+        assert "Traceback" not in engine.log
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def test_of_costly_tests_some_cases_are_fast_and_all_others_slow(collected):
 
 
 def test_each_day_begins_with_other_files_and_has_all(collected):
-    days = [collected("--day", str(day)) for day in range(8)]
+    days = [collected("--day", str(day)) for day in (0, 1, 3, 6, 7)]
 
-    assert [names[0].partition("::")[0] for names in days] == [f"test_{letter}.py" for letter in "abcdefga"]
+    assert [names[0].partition("::")[0] for names in days] == [f"test_{letter}.py" for letter in "abdga"]
     assert all(sorted(names) == sorted(days[0]) for names in days)

@@ -206,8 +206,8 @@ def start_serve(*arguments):
 
 
 @pytest.mark.real_process
-def test_serve_says_ready_answers_and_stops_on_ctrl_c(tiny_model):
-    process = start_serve(str(tiny_model), "--max-total-tokens", "512")
+def test_serve_says_ready_answers_and_on_ctrl_c_lets_a_stream_come_to_its_end(tiny_model):
+    process = start_serve(str(tiny_model), "--max-total-tokens", "512", "--chaos", "slow=0.02")
     try:
         assert process.stdout is not None
         ready = ""
@@ -226,7 +226,17 @@ def test_serve_says_ready_answers_and_stops_on_ctrl_c(tiny_model):
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["usage"]["completion_tokens"] <= 4
-        process.send_signal(signal.SIGINT)
+        body = {"prompt": "x", "max_tokens": 100, "min_tokens": 100, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        request = urllib.request.Request(
+            f"{match[1]}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            response.readline()
+            process.send_signal(signal.SIGINT)
+            *_, usage, done = filter(None, response.read().decode().split("\n"))
+        assert done == "data: [DONE]"
+        assert json.loads(usage.removeprefix("data: "))["usage"]["completion_tokens"] == 100
         out, err = process.communicate(timeout=60)
     finally:
         process.kill()

@@ -12,17 +12,20 @@ from typing import Final
 import openai
 import pytest
 
-from .model import make_model
-from .serving import DEADLINE_S, EngineServe
+from .serving import DEADLINE_S, SLOW, EngineServe
 
 StartServe = Callable[..., EngineServe]
+CRAMPED: Final = (
+    *("--dtype", "float32", "--page-size", "4", "--max-total-tokens", "400"),
+    *("--max-running-requests", "16", "--chunked-prefill-size", "16", "--schedule-conservativeness", "0.1"),
+)
 RAY_FOLDER: Final = Path(__file__).parents[2] / "build" / "ray"
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(small_llama: Path) -> Path:
     """A folder in Hugging Face layout; see `model.py`."""
-    return make_model(tmp_path_factory.mktemp("models") / "small-llama")
+    return small_llama
 
 
 @pytest.fixture
@@ -32,9 +35,16 @@ def model_copy(model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def serve(model: Path) -> Iterator[EngineServe]:
+def serve(shared_serve: EngineServe) -> EngineServe:
     """A server that all tests share: whoever uses it leaves it idle."""
-    with EngineServe(str(model), "--dtype", "float32") as engine:
+    return shared_serve
+
+
+@pytest.fixture(scope="session")
+def slow_serve(model: Path) -> Iterator[EngineServe]:
+    """Another one, whose memory is far too small for many requests, and on which no answer ends before a client on a
+    busy machine has read its first events and left."""
+    with EngineServe(str(model), *CRAMPED, *SLOW) as engine:
         yield engine.wait_until_ready()
         assert engine.stop() == 0, engine.log
         assert engine.leftovers() == []

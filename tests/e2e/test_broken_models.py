@@ -190,10 +190,12 @@ def assert_refused(start_serve, folder, break_it, pattern):
     assert str(folder) in cause, cause
 
 
+@pytest.mark.slow
 def test_an_empty_folder(start_serve, tmp_path):
     assert str(tmp_path) in refusal_of(start_serve(str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_a_path_that_is_not_there(start_serve, tmp_path):
     assert str(tmp_path / "nothing") in refusal_of(start_serve(str(tmp_path / "nothing")))
 
@@ -228,7 +230,7 @@ def test_a_port_in_use(start_serve, model):
     assert "--port" in cause
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [

@@ -46,6 +46,7 @@ def test_bench_serve_measures_a_server(serve, model, tmp_path):
     serve.idle_metrics()
 
 
+@pytest.mark.slow
 def test_bench_serve_sees_the_prefix_cache(serve, model, tmp_path):
     path = tmp_path / "shared.json"
     arguments = (
@@ -60,6 +61,7 @@ def test_bench_serve_sees_the_prefix_cache(serve, model, tmp_path):
     assert sorted(request["cached_tokens"] for request in the_run(path)["requests"]) == [0] * 2 + [64] * 6
 
 
+@pytest.mark.slow
 def test_bench_serve_without_a_server_says_so(model, tmp_path):
     arguments = ("--url", "http://127.0.0.1:9", "--tokenizer", str(model), "--ready-check-timeout-sec", "0.2")
     done = run_engine(tmp_path, "bench", "serve", *arguments)
@@ -108,6 +110,7 @@ def test_chat_answers_one_question_with_nothing_else_on_stdout(model, serve, cli
     assert own.stdout == attached.stdout == piped.stdout == as_read + "\n" * (not as_read.endswith("\n"))
 
 
+@pytest.mark.slow
 def test_chat_without_its_server_says_so(tmp_path):
     done = run_engine(tmp_path, "chat", "--url", "http://127.0.0.1:9", "hello")
     assert done.returncode == 3

@@ -20,6 +20,7 @@ import openai
 import pytest
 
 from engine import LLM
+from engine.cli import main as cli
 from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder, make_reranker
 
 from .conftest import StartServe, openai_client
@@ -287,19 +288,19 @@ def test_lines_go_through_a_pipe(server, vectors, tmp_path):
     np.testing.assert_allclose(np.load(io.BytesIO(done.stdout)), vectors, atol=TOLERANCE)
 
 
-def test_a_server_is_found(server, tmp_path):
+def test_a_server_is_found(server):
     """The directory for temporary files is the server's, whose record lies there."""
     done = run_engine(server.tmp, "embed", "--format", "csv", stdin="a cat\n")
     assert done.returncode == 0
     assert f"asking {server.model} at " in done.stderr
     assert len(done.stdout.split(",")) == SIZE
-    refused = run_engine(tmp_path, "chat", "hi", "--url", server.url)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "cannot chat; use `engine embed`" in refused.stderr
 
 
-def test_top_shows_tokens_of_texts(server, tmp_path):
-    done = run_engine(tmp_path, "top", server.url, "--once", "--json")
-    assert json.loads(done.stdout)["task"] == "embed"
-    done = run_engine(tmp_path, "top", server.url, "--once")
-    assert done.returncode == 0 and "OUT" not in done.stdout
+def test_chat_is_refused_and_top_shows_tokens_of_texts(server, capsys):
+    """In this process: what a process of its own adds is seen above."""
+    assert cli.run(["chat", "hi", "--url", server.url]) == 2
+    assert "cannot chat; use `engine embed`" in capsys.readouterr().err
+    assert cli.run(["top", server.url, "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["task"] == "embed"
+    assert cli.run(["top", server.url, "--once"]) == 0
+    assert "OUT" not in capsys.readouterr().out

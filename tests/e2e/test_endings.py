@@ -81,6 +81,7 @@ def test_a_killed_tokenizer_manager_breaks_the_connection(engine):
     assert engine.leftovers() == []
 
 
+@pytest.mark.slow
 def test_a_killed_supervisor_takes_the_others_with_it(engine):
     """It cannot clean up; the kernel ends the others, and the next engine removes the sockets."""
     pids = engine.pids
@@ -99,6 +100,7 @@ def test_a_killed_supervisor_takes_the_others_with_it(engine):
     assert left.startswith("file engine-")
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_running_stream_come_to_its_end(engine):
     with Stream(engine, max_tokens=200, min_tokens=200, stream_options={"include_usage": True}) as stream:
         engine.process.terminate()

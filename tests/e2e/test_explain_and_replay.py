@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +24,7 @@ from .test_endings import Stream
 
 pytestmark = pytest.mark.real_process
 
+Command = Callable[..., subprocess.CompletedProcess[str]]
 NUM_STREAMS: Final = 10
 NUM_TOKENS: Final = 40
 # Room for some 100 pages, so that some of them swap and some do not.
@@ -65,8 +67,11 @@ class Recorded:
 
 @pytest.fixture(
     scope="module",
-    # The others swap, too, and take one step at a time; each mode takes a server and six commands.
-    params=[pytest.param(mode, marks=pytest.mark.slow if mode == "swap" else ()) for mode in MODES],
+    # The last one has what the others have, too: requests that are swapped and some that are not.
+    params=[
+        pytest.param(mode, marks=() if mode == "swap, steps overlapped" else pytest.mark.slow)
+        for mode in MODES
+    ],
 )
 def mode(request: pytest.FixtureRequest) -> str:
     """How requests are retracted, and how steps follow each other."""
@@ -137,6 +142,17 @@ async def streams(engine: EngineServe) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------- a run full of faults
 
 
+@pytest.fixture
+def run_here(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command in this process; what a process of its own adds is seen at `replay`."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        code = cli.run(arguments)
+        return subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+
+    return run
+
+
 @pytest.mark.slow
 def test_faults_change_no_text(recorded, mode, client):
     """The shared server, without faults and with other settings of the cache, says what each text must be."""
@@ -151,7 +167,6 @@ def test_faults_change_no_text(recorded, mode, client):
     assert recorded.metrics["host_used_tokens"] == 0
 
 
-@pytest.mark.fast_cases(1)
 def test_the_log_is_replayed_to_its_last_decision(recorded, tmp_path):
     done = run_engine(tmp_path, "replay", str(recorded.log))
     assert (done.returncode, done.stderr) == (0, "")
@@ -162,16 +177,16 @@ def test_the_log_is_replayed_to_its_last_decision(recorded, tmp_path):
     assert f"{NUM_STREAMS} requests" in done.stdout
 
 
-def test_what_if_tells_another_story(recorded, tmp_path):
-    done = run_engine(tmp_path, "replay", str(recorded.log), "--set", "schedule_policy=lof")
+def test_what_if_tells_another_story(recorded, run_here):
+    done = run_here("replay", str(recorded.log), "--set", "schedule_policy=lof")
     assert (done.returncode, done.stderr) == (0, "")
     for word in ("TTFT", "TPOT"):
         assert word in done.stdout
 
 
-def test_the_page_has_every_request(recorded, tmp_path):
+def test_the_page_has_every_request(recorded, run_here, tmp_path):
     target = tmp_path / "trace.html"
-    done = run_engine(tmp_path, "trace", str(recorded.log), "-o", str(target))
+    done = run_here("trace", str(recorded.log), "-o", str(target))
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{NUM_STREAMS} requests" in done.stdout
     page = target.read_text()
@@ -179,15 +194,15 @@ def test_the_page_has_every_request(recorded, tmp_path):
     assert not re.search(r"<(script|link|img)[^>]+(src|href)=.?https?:", page)  # complete in itself
 
 
-def test_the_trace_file_for_perfetto_has_every_request(recorded, tmp_path):
-    done = run_engine(tmp_path, "trace", str(recorded.log), "--format", "perfetto", "-o", "-")
+def test_the_trace_file_for_perfetto_has_every_request(recorded, run_here):
+    done = run_here("trace", str(recorded.log), "--format", "perfetto", "-o", "-")
     assert (done.returncode, done.stderr) == (0, "")
     events = json.loads(done.stdout)["traceEvents"]
     assert [rid for rid in recorded.ids if rid not in done.stdout] == []
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_server_command_and_file_give_the_same_reasons(recorded, tmp_path):
+def test_server_command_and_file_give_the_same_reasons(recorded, run_here):
     lost_places = 0
     for rid, why in recorded.whys.items():
         assert why["id"] == rid
@@ -199,18 +214,18 @@ def test_server_command_and_file_give_the_same_reasons(recorded, tmp_path):
     first = recorded.whys[recorded.ids[0]]
     table = "".join("\t".join(row) + "\n" for row in (first["columns"], *first["rows"]))
     assert recorded.why_live == f"{first['sentence']}\n{table}"
-    done = run_engine(tmp_path, "why", recorded.ids[0], "--log", str(recorded.log))
+    done = run_here("why", recorded.ids[0], "--log", str(recorded.log))
     told = re.sub(
         r"\((cmpl-[0-9a-f-]+)\)", "(another request)", done.stdout
     )  # a client learns no ids of others
     assert (done.returncode, told, done.stderr) == (0, recorded.why_live, "")
 
 
-def test_a_request_that_never_was(recorded, tmp_path):
+def test_a_request_that_never_was(recorded, run_here):
     response, _output = recorded.unknown
     assert response.status_code == 404
     assert "cmpl-never" in response.json()["error"]["message"]
-    done = run_engine(tmp_path, "why", "cmpl-never", "--log", str(recorded.log))
+    done = run_here("why", "cmpl-never", "--log", str(recorded.log))
     assert_one_line(done, "cmpl-never", codes=(4,))
 
 
@@ -261,9 +276,8 @@ def test_half_a_record_is_told_and_costs_no_more_than_itself(cut_short, tmp_path
 # ---------------------------------------------------------------- what new users type
 
 
-@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("command", COMMANDS_OF_A_LOG)
-def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
+def test_a_file_that_is_no_log_is_one_line(command, tmp_path, run_here):
     (tmp_path / "folder").mkdir()
     (tmp_path / "empty").touch()
     (tmp_path / "text").write_text("Dear engine,\nwhy?\n")
@@ -274,7 +288,7 @@ def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
         ("text", "is not a decision log"),
     ):
         path = tmp_path / name
-        done = run_engine(tmp_path, *COMMANDS_OF_A_LOG[command], str(path))
+        done = run_here(*COMMANDS_OF_A_LOG[command], str(path))
         assert_one_line(done, str(path), word)
 
 
@@ -301,11 +315,9 @@ def test_a_file_that_is_no_log_is_one_line(command, tmp_path):
     ],
     ids=" ".join,
 )
-def test_a_wrong_argument_is_one_line(arguments, words, tmp_path, monkeypatch, capfd):
-    """In this process: what a process of its own adds is seen above, at the files that are no logs."""
+def test_a_wrong_argument_is_one_line(arguments, words, tmp_path, monkeypatch, run_here):
     monkeypatch.chdir(tmp_path)
-    code = cli.run(arguments)
-    done = subprocess.CompletedProcess(arguments, code, *capfd.readouterr())
+    done = run_here(*arguments)
     assert_one_line(done, *words, codes=(3,) if "http://127.0.0.1:9" in arguments else (2,))
 
 

@@ -44,6 +44,7 @@ def whole(tokens: list[int], size: int = 16) -> int:
     return len(tokens) // size * size
 
 
+@pytest.mark.slow
 def test_a_subscriber_knows_what_is_cached(start_serve: StartServe, model: Path):
     engine = start_serve(str(model), "--dtype", "float32", *PORTS).wait_until_ready()
     block_size, events, replays = sockets_of(engine)

@@ -13,33 +13,19 @@ import httpx
 import openai
 import pytest
 
-from .serving import DEADLINE_S, SLOW, EngineServe
+from .conftest import CRAMPED
+from .serving import DEADLINE_S, EngineServe
 
 pytestmark = pytest.mark.real_process
 
 NUM_CLIENTS = 32
-POOL_TOKENS = 400
 NUM_TOKENS = 48
-ARGUMENTS = (
-    *("--dtype", "float32", "--page-size", "4", "--max-total-tokens", str(POOL_TOKENS)),
-    *("--max-running-requests", "16", "--chunked-prefill-size", "16", "--schedule-conservativeness", "0.1"),
-)
 
 
 @pytest.fixture(scope="module")
 def cramped(model: Path) -> Iterator[EngineServe]:
     """A server that must retract all the time."""
-    yield from serve_well(str(model), *ARGUMENTS)
-
-
-@pytest.fixture(scope="module")
-def slow(model: Path) -> Iterator[EngineServe]:
-    """The same, on which no answer ends before a client on a busy machine has read its first events and left."""
-    yield from serve_well(str(model), *ARGUMENTS, *SLOW)
-
-
-def serve_well(*arguments: str) -> Iterator[EngineServe]:
-    with EngineServe(*arguments) as engine:
+    with EngineServe(str(model), *CRAMPED) as engine:
         yield engine.wait_until_ready()
         assert engine.stop() == 0, engine.log
         assert engine.leftovers() == []
@@ -101,12 +87,12 @@ def test_all_of_many_streams_come_to_their_end(cramped):
     assert texts == asyncio.run(one_by_one())
 
 
-def test_clients_that_leave_give_everything_back(slow):
+def test_clients_that_leave_give_everything_back(slow_serve):
     """In each round half of the streams, long ones, are left after some events; the others come to their end."""
-    before = slow.idle_metrics()
+    before = slow_serve.idle_metrics()
 
     async def round_of_clients():
-        async with httpx.AsyncClient(base_url=slow.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=slow_serve.url, timeout=DEADLINE_S) as client:
             await asyncio.gather(*(stay_or_leave(client, number) for number in range(16)))
 
     async def stay_or_leave(client, number):
@@ -128,19 +114,19 @@ def test_clients_that_leave_give_everything_back(slow):
 
     for _ in range(3):
         asyncio.run(round_of_clients())
-    assert_nothing_is_held(slow)
-    after = slow.idle_metrics()
+    assert_nothing_is_held(slow_serve)
+    after = slow_serve.idle_metrics()
     for reason in ("dropped", "length"):
         name = f'finished_reqs_total{{reason="{reason}"}}'
         assert after[name] - before.get(name, 0) == 3 * 8, reason
 
 
-def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(slow):
+def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(slow_serve):
     dropped = 'finished_reqs_total{reason="dropped"}'
-    before = slow.idle_metrics()
+    before = slow_serve.idle_metrics()
 
     async def leave():
-        async with httpx.AsyncClient(base_url=slow.url, timeout=DEADLINE_S) as client:
+        async with httpx.AsyncClient(base_url=slow_serve.url, timeout=DEADLINE_S) as client:
             # So many and so long that their end cannot come before ours.
             sampling = {"n": 16, "max_new_tokens": 300, "min_new_tokens": 300}
             request = asyncio.create_task(
@@ -153,10 +139,10 @@ def test_a_client_that_leaves_before_its_whole_answer_gives_everything_back(slow
                 await request
 
     asyncio.run(leave())
-    assert_nothing_is_held(slow)
-    assert slow.idle_metrics()['finished_reqs_total{reason="dropped"}'] - before.get(dropped, 0) == 16
+    assert_nothing_is_held(slow_serve)
+    assert slow_serve.idle_metrics()['finished_reqs_total{reason="dropped"}'] - before.get(dropped, 0) == 16
     answer = httpx.post(
-        f"{slow.url}/generate",
+        f"{slow_serve.url}/generate",
         json={"text": "x", "sampling_params": {"max_new_tokens": 2}},
         timeout=DEADLINE_S,
     )

@@ -103,6 +103,7 @@ def test_everybody_gets_the_same_text(servers):
     assert servers["overlapped"].idle_metrics()["retracted_reqs_total"] > 0
 
 
+@pytest.mark.slow
 def test_a_text_ends_at_its_stop_string(servers):
     """It is found by another process, while the next tokens are computed already."""
     free = answers(servers["plain"], [body(number, max_tokens=60, min_tokens=60) for number in range(4)])

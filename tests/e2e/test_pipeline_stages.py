@@ -48,6 +48,7 @@ def answers(url: str, num: int = 8) -> list[Any]:
         return list(pool.map(answer, range(num)))
 
 
+@pytest.mark.slow
 def test_two_stages_answer_as_one_process_and_end_when_one_is_killed(serve, start_serve, model):
     engine = start_serve(str(model), "--dtype", "float32", "--pp", "2", "--max-restarts", "0", *SLOW)
     engine.wait_until_ready()

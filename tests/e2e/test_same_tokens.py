@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from engine import LLM, SamplingParams
+from engine.runtime.model_files.tokenizer import Tokenizer
 
 NUM_NEW = 32
 PROMPT_LENS = (1, 16, 33, 130)
@@ -79,15 +80,13 @@ def open_llm(model):
 
 
 @pytest.fixture(scope="module")
-def probes(open_llm):
-    with open_llm(max_total_tokens=512) as llm:
-        return make_probes(llm.tokenizer.vocab_size)
+def probes(model):
+    return make_probes(Tokenizer.from_folder(model).vocab_size)
 
 
 @pytest.fixture(scope="module")
-def others(open_llm):
-    with open_llm(max_total_tokens=512) as llm:
-        return make_others(llm.tokenizer.vocab_size, 32)
+def others(model):
+    return make_others(Tokenizer.from_folder(model).vocab_size, 32)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +130,9 @@ def test_among_32_others(open_llm, probes, others, reference):
 @pytest.mark.parametrize("chunk", [16, 48])
 def test_chunked(open_llm, probes, reference, chunk):
     with open_llm(chunked_prefill_size=chunk, radix_cache=False) as llm:
-        assert [generate(llm, [probe])[0].token_ids for probe in probes] == reference
+        for probe, alone in zip(probes, reference, strict=True):
+            if len(probe.prompt) > chunk:
+                assert generate(llm, [probe])[0].token_ids == alone
         assert tokens(generate(llm, probes)) == reference
 
 

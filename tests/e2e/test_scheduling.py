@@ -22,7 +22,6 @@ pytestmark = pytest.mark.real_process
 
 QUEUE_TIMEOUT_S: Final = 1.0
 LONG_PROMPT: Final = "one two three four five six seven eight nine ten " * 6
-SWIFT_POLICIES: Final = ("fcfs", "lpm", "fair")  # the others' servers take their time to start, too
 NEW_METRICS: Final = (
     "num_swapped_reqs",
     "num_grammar_reqs",
@@ -306,14 +305,8 @@ def test_what_waits_is_counted_by_reason(narrow):
     narrow.idle_metrics()
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        name if name in SWIFT_POLICIES else pytest.param(name, marks=pytest.mark.slow)
-        for name in get_args(SchedulePolicyName)
-    ],
-)
+@pytest.mark.slow  # without servers: tests/scheduler/policy/test_in_scheduler.py
+@pytest.mark.parametrize("policy", get_args(SchedulePolicyName))
 def test_every_policy_answers_everybody_the_same(policy, start_serve, model, client):
     """More requests than run at once, of two tenants and several priorities: whoever goes first, each gets its text."""
     arguments = ("--schedule-policy", policy, "--max-running-requests", "3", "--static-batch-wait", "0.05")
@@ -360,7 +353,7 @@ def test_a_preset_is_seen_in_the_configuration_and_gives_way(model, tmp_path):
     assert "preset" not in lines["look_ahead"]
 
 
-@pytest.mark.fast_cases(2)
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -387,15 +380,20 @@ def test_settings_that_cannot_be_are_one_line(arguments, words, model, tmp_path)
         assert word in causes[0]
 
 
-def test_a_decision_log_that_cannot_be_written_is_one_line(start_serve, model, tmp_path):
+@pytest.mark.fast_cases(1)
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("letter", "exists and is no decision log"), ("", "directory")],
+    ids=["file", "folder"],
+)
+def test_a_decision_log_that_cannot_be_written_is_one_line(start_serve, model, tmp_path, name, words):
     letter = tmp_path / "letter"
     letter.write_text("Dear engine")
-    for path, words in ((tmp_path, "directory"), (letter, "exists and is no decision log")):
-        engine = start_serve(str(model), "--decision-log", str(path))
-        assert engine.wait() == 2, engine.log
-        (cause,) = engine.causes
-        assert f"decision_log is '{path}'" in cause
-        assert words in cause
-        assert "Traceback" not in engine.log
-        assert engine.leftovers() == []
+    engine = start_serve(str(model), "--decision-log", str(tmp_path / name))
+    assert engine.wait() == 2, engine.log
+    (cause,) = engine.causes
+    assert f"decision_log is '{tmp_path / name}'" in cause
+    assert words in cause
+    assert "Traceback" not in engine.log
+    assert engine.leftovers() == []
     assert letter.read_text() == "Dear engine"

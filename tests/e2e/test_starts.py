@@ -63,6 +63,7 @@ def test_a_process_that_never_gets_ready(start_endless):
     assert "raise --startup-timeout" in cause
 
 
+@pytest.mark.slow
 def test_no_memory(start_serve, model):
     """So little that the supervisor can work and torch cannot be imported, which raises an error, or aborts."""
     limit_bytes = 300 << 20

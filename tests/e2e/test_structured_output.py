@@ -126,12 +126,9 @@ def test_other_constraints_on_every_endpoint(serve: EngineServe, fields: dict[st
 
 
 def test_an_answer_that_is_cut_is_complete_json(serve: EngineServe):
-    for number in range(8):
-        fields = body(
-            number, max_tokens=40 + 3 * number, response_format={"type": "json_object"}, temperature=1.0
-        )
-        [choice] = post(serve, "/v1/chat/completions", fields).json()["choices"]
-        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    fields = {"response_format": {"type": "json_object"}, "temperature": 1.0}
+    for text in contents(serve, [body(number, max_tokens=40 + 3 * number, **fields) for number in range(8)]):
+        assert isinstance(json.loads(text), dict)
 
 
 def test_streams_and_parallel_samples_are_the_same_answers(client: openai.OpenAI):

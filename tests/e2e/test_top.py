@@ -17,39 +17,34 @@ from .serving import DEADLINE_S, engine_command, engine_environment, run_engine
 
 pytestmark = pytest.mark.real_process
 
-LONG = {"prompt": "for ever", "max_tokens": 2000, "min_tokens": 2000, "stream": True}
+LONG = {"prompt": "secret", "max_tokens": 300, "min_tokens": 300, "stream": True}
+REASONS = ("no_row", "no_kv", "look_ahead_spent", "behind")
 
 
-@pytest.fixture
-def engine(start_serve, model):
-    """One request at a time, so that a second one waits."""
-    flags = ("--dtype", "float32", "--max-running-requests", "1")
-    return start_serve(str(model), *flags).wait_until_ready()
-
-
-def test_a_look_shows_who_runs_and_why_the_others_wait_live_and_for_scripts(engine, tmp_path):
-    # So many choices, one after the other, that the last ones wait however fast this machine is.
-    body = LONG | {"prompt": "secret", "n": 100}
-    with httpx.stream("POST", f"{engine.url}/v1/completions", json=body, timeout=DEADLINE_S) as response:
+def test_a_look_shows_who_runs_and_why_the_others_wait_live_and_for_scripts(slow_serve, tmp_path):
+    # So many choices, a few at a time, that the last ones wait however fast this machine is.
+    body = LONG | {"n": 40}
+    with httpx.stream("POST", f"{slow_serve.url}/v1/completions", json=body, timeout=DEADLINE_S) as response:
         lines = response.iter_lines()
         next(lines)
-        seen = read_terminal(tmp_path, engine.url, "no_row")
-        done = run_engine(tmp_path, "top", engine.url, "--once", "--json")
+        seen = read_terminal(tmp_path, slow_serve.url, REASONS)
+        done = run_engine(tmp_path, "top", slow_serve.url, "--once", "--json")
+    slow_serve.idle_metrics()
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     first, last = found["requests"][0], found["requests"][-1]
 
     assert found["num_requests"] == len(found["requests"]) > 1
-    assert first["max_tokens"] == 2000 and first["phase"] in ("prefill", "decode", "waiting")
+    assert first["max_tokens"] == 300 and first["phase"] in ("prefill", "decode", "waiting")
     assert (last["phase"], last["ttft_s"]) == ("waiting", None)
     assert last["reason"] and last["why"]
     assert found["scheduler"]["num_queue_reqs"] >= 1
     assert "secret" not in done.stdout + seen
-    assert engine.model in seen
+    assert slow_serve.model in seen
 
 
-def read_terminal(tmp_path, url, text):
-    """What `engine top` draws on a terminal of 24 lines and 80 columns until `text` is on it; Ctrl-C ends it."""
+def read_terminal(tmp_path, url, texts):
+    """What `engine top` draws on a terminal of 24 lines, 80 columns, until one of `texts` is on it; Ctrl-C ends it."""
     main, theirs = pty.openpty()
     environment = engine_environment(tmp_path) | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
     command = engine_command("top", url, "--interval", "0.1")
@@ -57,7 +52,7 @@ def read_terminal(tmp_path, url, text):
     os.close(theirs)
     seen, deadline_s = b"", time.monotonic() + DEADLINE_S
     try:
-        while text.encode() not in seen:
+        while not any(text.encode() in seen for text in texts):
             assert select.select([main], [], [], deadline_s - time.monotonic())[0], seen
             seen += os.read(main, 65536)
         process.send_signal(signal.SIGINT)

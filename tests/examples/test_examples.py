@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from engine.runtime.config.config_sources import from_yaml_file, merge
-from tests.e2e.model import make_model
 from tests.e2e.serving import DEADLINE_S, EngineServe, engine_command, engine_environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.real_process
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("models") / "small-llama")
+def model(small_llama: Path) -> Path:
+    return small_llama
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +88,7 @@ def test_tools(tmp_path, serve):
     assert re.fullmatch(r"temperature\(\{'city': '(Bern|Oslo|Rome)'\}\) = [\d.]+", first), first
 
 
+@pytest.mark.slow
 def test_many_requests(tmp_path, serve):
     *answers, last = client(tmp_path, serve, "many_requests.py", "--num", "40")
 

@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.model import make_model
 from tests.e2e.serving import EngineServe
 
 StartServe = Callable[..., EngineServe]
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(small_llama: Path) -> Path:
     """As in the end-to-end tests."""
-    return make_model(tmp_path_factory.mktemp("models") / "small-llama")
+    return small_llama
 
 
 @pytest.fixture

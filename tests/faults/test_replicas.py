@@ -21,10 +21,9 @@ BEGINNING = "the quick brown fox jumps over the lazy dog " * 40
 
 
 @pytest.fixture(scope="module")
-def one_replica(model):
+def one_replica(shared_serve):
     """What one replica answers."""
-    with EngineServe(str(model), *ARGUMENTS) as engine:
-        answers = answers_of(engine.wait_until_ready(), BODIES)
+    answers = answers_of(shared_serve, BODIES)
     assert all(answer.complete for answer in answers)
     return answers
 
@@ -42,7 +41,7 @@ def both_run(metrics):
     return metrics['replica_healthy{replica="0"}'] == metrics['replica_healthy{replica="1"}'] == 1
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # in one process: tests/tokenizer_manager/dispatch/test_replicas.py
 @pytest.mark.parametrize(
     ("lost", "signum"),
     [

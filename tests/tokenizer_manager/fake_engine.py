@@ -416,6 +416,7 @@ def make_services(
         source=SOURCE,
         tokenizer_export=TokenizerExport(SOURCE, tokenizer),
         served_model=MODEL,
+        any_model_name=config.model.takes_any_name,
         created_s=1_700_000_000,
         build=BuildInfo("0.0.0", torch="2.0", device="cpu"),
         traces=traces,

@@ -40,15 +40,34 @@ def chat(*arguments, stdin="", **options):
 # ---------------------------------------------------------------- one question
 
 
-def test_one_question_gives_a_clean_answer(tiny_model):
+@pytest.fixture
+def chat_here(capfd, monkeypatch, tmp_path):
+    """Chats in this process, which has what a new one would first import: exit code, output, errors."""
+    torch = pytest.importorskip("torch")
+    threads = torch.get_num_threads()
+
+    def chat(*arguments, stdin):
+        (tmp_path / "stdin").write_text(stdin)
+        with open(tmp_path / "stdin", encoding="utf-8") as file, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdin", file)
+            return cli.run(["chat", *arguments]), *capfd.readouterr()
+
+    yield chat
+    torch.set_num_threads(threads)
+
+
+def test_one_question_gives_a_clean_answer(tiny_model, chat_here):
     done = chat("Hello", "--model", str(tiny_model), "--max-tokens", "6", *TINY)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert done.stdout.endswith("\n")
     assert len(done.stdout) > 1
     assert "\x1b" not in done.stdout
-    again = chat("--json", "--model", str(tiny_model), "--max-tokens", "6", *TINY, stdin="Hello\n")
-    document = json.loads(again.stdout)
+    code, again, _ = chat_here(
+        "--json", "--model", str(tiny_model), "--max-tokens", "6", *TINY, stdin="Hello\n"
+    )
+    assert code == 0
+    document = json.loads(again)
     assert document["answer"] == done.stdout.removesuffix("\n")
     assert document["model"] == "tiny-llama"
     assert document["completion_tokens"] <= 6

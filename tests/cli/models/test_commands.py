@@ -265,6 +265,7 @@ def served(
         yield note
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("model", "name"), [(model, name) for model in USED for name in USED[model]])
 def test_a_model_that_a_server_uses_stays_unless_forced(
     served: Callable[[str], FakeHub], capsys: pytest.CaptureFixture[str], model: str, name: str

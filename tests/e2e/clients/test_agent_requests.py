@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import httpx
 import jsonschema_rs
@@ -37,6 +37,13 @@ OF_ITEM: Final = {
 }
 
 
+class HasUrl(Protocol):
+    """A server."""
+
+    @property
+    def url(self) -> str: ...
+
+
 class Recorded:
     """One request of an agent."""
 
@@ -46,7 +53,7 @@ class Recorded:
         self.headers: dict[str, str] = request["headers"]
         self.body: dict[str, Any] = request["body"]
 
-    def send(self, engine: EngineServe, path: str | None = None, **fields: Any) -> httpx.Response:
+    def send(self, engine: HasUrl, path: str | None = None, **fields: Any) -> httpx.Response:
         body = {key: value for key, value in (self.body | fields).items() if value is not None}
         url = f"{engine.url}{path or self.path}"
         return httpx.post(url, json=body, headers=self.headers, timeout=ANSWER_S)
@@ -68,7 +75,7 @@ def test_the_requests_are_there():
 # ---------------------------------------------------------------- Codex: /v1/responses
 
 
-def check_codex(engine: EngineServe, name: str) -> None:
+def check_codex(engine: HasUrl, name: str) -> None:
     recorded = Recorded(name)
     reply = recorded.send(engine, max_output_tokens=MAX_TOKENS)
     assert reply.status_code == 200, reply.text
@@ -116,7 +123,7 @@ def check_item(index: int, item: dict[str, Any], events: list[dict[str, Any]]) -
             assert item["content"][0]["text"] == text
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # against a fake engine: tests/tokenizer_manager/http/test_agent_requests.py
 @pytest.mark.parametrize("name", CODEX)
 def test_codex(long_serve: EngineServe, name: str):
     check_codex(long_serve, name)
@@ -132,7 +139,7 @@ def test_codex_with_the_default_model(default_serve: EngineServe, name: str):
 # ---------------------------------------------------------------- Claude Code: /v1/messages and its count
 
 
-def check_claude(engine: EngineServe, name: str) -> None:
+def check_claude(engine: HasUrl, name: str) -> None:
     recorded = Recorded(name)
     counted = recorded.send(engine, "/v1/messages/count_tokens?beta=true")
     assert counted.status_code == 200, counted.text
@@ -182,7 +189,7 @@ def check_blocks(events: list[tuple[str, dict[str, Any]]]) -> list[str]:
     return kinds
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CLAUDE)
 def test_claude_code(long_serve: EngineServe, name: str):
     check_claude(long_serve, name)
