@@ -24,6 +24,7 @@ def test_texts_fill_the_step(encoder_step):
         assert sum(lengths) == tokens and max(lengths) <= 256
 
 
+@pytest.mark.slow
 def test_figures_of_a_small_step(encoder_step, monkeypatch, capsys):
     run_benchmark(encoder_step, monkeypatch, "--tokens", 40, "--rounds", 2, "--threads", 1)
     first, *operations = capsys.readouterr().out.splitlines()

@@ -33,7 +33,7 @@ def test_a_ratio_is_that_within_a_round(fallback_step):
     )
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("unchanged", [[], ["--unchanged"]])
 def test_figures_of_a_small_model(fallback_step, monkeypatch, capsys, unchanged):
     if reasons := reasons_against_library():

@@ -18,6 +18,7 @@ from engine.grammar.guided import GuidedMatcher
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.markers import allows
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
+from tests.selection import examples
 
 MOST_TOKENS = 120
 PERSON = {
@@ -128,7 +129,7 @@ def answer(
     slack=st.integers(0, MOST_TOKENS),
     late=st.sampled_from([0.0, 0.8]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, late):
     use = use_of(schema)
     grammar = compiled(backend, use)
@@ -143,7 +144,7 @@ def test_every_cut_answer_validates(backend, vocabulary, schema, seed, slack, la
 
 
 @given(schema=schemas, seed=st.integers(0, 1 << 30), num_tokens=st.integers(0, 40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_a_way_leads_from_any_state_to_the_end(backend, vocabulary, schema, seed, num_tokens):
     grammar = compiled(backend, use_of(schema))
     matcher = grammar.matcher()

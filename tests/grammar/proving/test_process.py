@@ -58,9 +58,12 @@ def run(
         runner.run(main())
 
 
-@pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop])
-def test_grammars_are_proved_in_the_process(setup, loop_factory):
+@pytest.mark.fast_cases(1)  # the event loop of `engine serve`
+@pytest.mark.parametrize("loop_factory", [uvloop.new_event_loop, None])
+def test_grammars_are_proved_in_the_process_which_signals_of_the_terminal_do_not_end(setup, loop_factory):
     async def test(worker: ProofWorker) -> None:
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(worker.pid, signum)
         assert (await worker.prove(schema({"type": "object"}), TIMEOUT_S)).code == ""
         result = await worker.prove(schema({"type": "strin"}), TIMEOUT_S)
         assert result.code == "invalid_schema"
@@ -123,15 +126,6 @@ def test_a_process_that_is_killed_is_lost(setup):
     run(setup, test)
 
 
-def test_signals_of_the_terminal_do_not_end_it(setup):
-    async def test(worker: ProofWorker) -> None:
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(worker.pid, signum)
-        assert (await worker.prove(schema({}), TIMEOUT_S)).code == ""
-
-    run(setup, test)
-
-
 def test_a_tokenizer_that_cannot_be_loaded_is_the_reason(setup, tmp_path):
     broken = ProofSetup(ModelSource("hf", str(tmp_path), "tiny"), 300, (), PROOF_MEMORY_BYTES)
 
@@ -139,8 +133,10 @@ def test_a_tokenizer_that_cannot_be_loaded_is_the_reason(setup, tmp_path):
         asyncio.run(ProofWorker.start(broken))
 
 
-def test_the_process_loads_no_torch():
-    code = "import sys, engine.grammar.proving.process; print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
+def test_the_library_is_loaded_by_the_first_backend_and_torch_by_nothing():
+    code = "import sys, engine.grammar.cache, engine.grammar.guided, engine.grammar.proving.prover, "
+    code += "engine.grammar.llguidance_backend, engine.grammar.proving.process; "
+    code += "print(*sorted({'llguidance', 'torch', 'transformers'} & set(sys.modules)))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
     done = subprocess.run(
@@ -148,18 +144,6 @@ def test_the_process_loads_no_torch():
     )
 
     assert done.stdout.strip() == ""
-
-
-def test_the_library_is_loaded_by_the_first_backend():
-    code = "import sys, engine.grammar.cache, engine.grammar.guided, engine.grammar.proving.prover, "
-    code += "engine.grammar.llguidance_backend; print('llguidance' in sys.modules)"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", code], env=env, capture_output=True, text=True, check=True
-    )
-
-    assert done.stdout.strip() == "False"
 
 
 def test_the_process_ends_with_its_parent(setup, tmp_path):

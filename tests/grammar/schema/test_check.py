@@ -15,6 +15,7 @@ from engine.grammar.schema.keywords import KEYWORDS, Fate
 from engine.grammar.schema.report import SchemaReport
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
+from tests.selection import examples
 
 from ..byte_grammar import ByteGrammar
 
@@ -481,7 +482,7 @@ _values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(_values, st.booleans())
 def test_any_value_is_a_schema_or_an_error(value, strict):
     found: SchemaReport | GrammarError

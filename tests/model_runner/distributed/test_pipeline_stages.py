@@ -70,6 +70,7 @@ def generate(staged: StageThreads, params: SamplingParams, num: int = 6) -> tupl
         staged.close()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("pp", [2, 3])
 def test_recorded_stages_say_what_the_whole_model_says(make_tiny_model, pp):
     tiny = make_tiny_model("llama", dtype="bfloat16", **RECORDABLE)
@@ -82,6 +83,7 @@ def test_recorded_stages_say_what_the_whole_model_says(make_tiny_model, pp):
                 assert isinstance(runner.executor.eager.forward, ProgrammedForward)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(("model_type", "options"), MODELS.values(), ids=MODELS.keys())
 def test_models_of_all_kinds(make_tiny_model, model_type, options):
     tiny = make_tiny_model(model_type, **options)
@@ -90,6 +92,7 @@ def test_models_of_all_kinds(make_tiny_model, model_type, options):
     assert generate(load_stages(tiny, ParallelConfig(pp=3)), SEEDED) == whole
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_quantized_while_loading(make_tiny_model, quantization):
     if reasons := reasons_against_library():
@@ -174,6 +177,7 @@ def test_pages_move_on_every_stage(make_tiny_model):
     assert run(ParallelConfig(pp=2)) == run(ParallelConfig())
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("chunk", [7, 1 << 30], ids=["a chunk", "a prompt"])
 def test_values_of_any_stage_that_are_not_finite_reach_the_result(make_tiny_model, stage, chunk):

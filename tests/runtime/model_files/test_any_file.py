@@ -30,12 +30,13 @@ from engine.runtime.model_files.model_spec import ModelSpec
 from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.runtime.model_files.weight_memory import tied_head_bytes, weight_bytes
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
+from tests.selection import examples
 
 MAX_PEAK_BYTES = 32 << 20  # the files have some KB; a tokenizer of 256 tokens takes 1 MB
 MAX_CPU_S = 20.0  # of what takes milliseconds: a loop over what a file claims takes hours
 
 FAST = settings(
-    max_examples=100,
+    max_examples=examples(100),
     deadline=None,
     derandomize=True,
     database=None,

@@ -114,6 +114,7 @@ def test_texts(tokenizer: Tokenizer, reference: PreTrainedTokenizerFast) -> None
     assert tokenizer.encode_batch(TEXTS) == [reference(text, truncation=False)["input_ids"] for text in TEXTS]
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("max_length", [None, 5, 8, 11, 64, 1000])
 def test_pairs(tokenizer: Tokenizer, reference: PreTrainedTokenizerFast, max_length: int | None) -> None:
     chosen = random.Random(7)

@@ -18,6 +18,7 @@ from engine.detokenizer.incremental import IncrementalDecoder
 from engine.runtime.errors import ConfigError, RequestError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 from engine.runtime.model_files.tokenizer import Tokenizer
+from tests.selection import examples
 
 MakeGGUF = Callable[..., Path]
 
@@ -245,7 +246,7 @@ def test_a_lone_surrogate_is_the_clients_error(make_gguf: MakeGGUF, smollm: Core
 
 
 @settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -302,7 +303,7 @@ def spm(write_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=st.text(alphabet="abc é🙂\n", max_size=24))
 def test_sentencepiece_joins_by_score(spm: Tokenizer, text: str) -> None:
     ids = spm.encode(text, add_special_tokens=False)

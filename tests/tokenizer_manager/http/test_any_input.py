@@ -25,6 +25,7 @@ from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import ErrorBody
 from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 from tests.adapter_files import write_adapter
+from tests.selection import examples
 
 from ..fake_engine import MODEL, SPEC, WAIT_S, FakeEngine, make_services, say_all
 from .pooling.test_embeddings import ANSWER, EMBEDDER
@@ -312,7 +313,11 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 FAST = settings(
-    max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+    max_examples=examples(400),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
+    database=None,
 )
 
 
@@ -337,13 +342,13 @@ def test_many_more_fields(client: Client, case):
     check(client, path, json.dumps(body).encode())
 
 
-@settings(FAST, max_examples=150)
+@settings(FAST, max_examples=examples(150))
 @given(path=st.sampled_from(sorted(POSTS)), value=values)
 def test_any_json(client: Client, path, value):
     check(client, path, json.dumps(value).encode())
 
 
-@settings(FAST, max_examples=150)
+@settings(FAST, max_examples=examples(150))
 @given(
     path=st.sampled_from(sorted(POSTS)),
     at=st.floats(0, 1),
@@ -357,7 +362,7 @@ def test_a_damaged_body(client: Client, path, at, garbage, drop):
     check(client, path, body[:begin] + garbage + body[begin + drop :])
 
 
-@settings(FAST, max_examples=150)
+@settings(FAST, max_examples=examples(150))
 @given(
     method=st.sampled_from(["GET", "POST", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "FOO"]),
     before=st.sampled_from(["", "/", *(route.path.partition("{")[0] for route in ROUTES)]),

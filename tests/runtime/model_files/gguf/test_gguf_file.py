@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.gguf.gguf_file import GGUFFile, dequantize, is_gguf
+from tests.selection import examples
 
 MakeGGUF = Callable[..., Path]
 
@@ -216,7 +217,7 @@ def test_pages_that_are_released_are_not_resident_and_read_the_same(
 
 
 @settings(
-    max_examples=600,
+    max_examples=examples(600),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -20,6 +20,7 @@ from engine.tokenizer_manager.conversation.deltas import (
 )
 from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.parsing.output_parser import OutputParser
+from tests.selection import examples
 from tests.tokenizer_manager.conversation.parsing.answers import ARGUMENTS, CALLS, NOW, WEATHER, joined, parse
 
 AT_START = ("llama3_json", "pythonic", "generic", "harmony")
@@ -121,7 +122,7 @@ _PIECES = (
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     family=st.sampled_from(sorted(CALLS)),
     pieces=st.lists(_PIECES, max_size=4),
@@ -146,7 +147,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     arguments=st.dictionaries(st.text(max_size=6), _VALUES, max_size=4),
     cuts=st.lists(st.integers(0, 999), max_size=6),

@@ -20,6 +20,7 @@ from engine.tokenizer_manager.conversation.deltas import (
 from engine.tokenizer_manager.http.anthropic.bodies import MessageBody, MessageUsage, OutputTokensDetails
 from engine.tokenizer_manager.http.anthropic.stream import MessageStream
 from engine.tokenizer_manager.http.surfaces.deltas import merged
+from tests.selection import examples
 
 from ..surfaces.answers import answers, rows_of, sse
 
@@ -97,7 +98,7 @@ def test_a_cut_call_has_its_complete_members():
     assert body["content"][0]["input"] == {"a": 1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_answer_is_well_formed_and_the_client_puts_the_same_message_together(data):
     deltas = data.draw(answers())
@@ -120,7 +121,7 @@ def test_any_answer_is_well_formed_and_the_client_puts_the_same_message_together
     assert read_by_client(stream)["usage"] == parsed_by_client(body)["usage"]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_a_message_in_one_piece_has_the_blocks_of_the_stream(data):
     deltas = data.draw(answers())

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.tokenizer_manager.conversation.deltas import CallArguments, CallBegin, Delta
 from engine.tokenizer_manager.http.ollama.stream import CONTENT_TYPE, Durations, OllamaStream
 from engine.tokenizer_manager.http.surfaces.deltas import merged
+from tests.selection import examples
 
 from ..surfaces.answers import answers, plain, rows_of
 
@@ -46,7 +47,7 @@ def test_generate_has_a_response_instead_of_a_message():
     assert "message" not in lines[0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_the_client_reads_any_answer(data):
     deltas = data.draw(answers())

@@ -35,6 +35,7 @@ def test_texts_are_compared_by_their_vectors(open_page):
     assert "3 texts in" in tab.text("#compare-status")
 
 
+@pytest.mark.slow
 def test_the_live_panel_counts_texts_and_no_output(open_page):
     tab, _ = open_page(say_vectors(direction), pooling=EMBEDDER)
     tab.click("#open-live")
@@ -66,6 +67,7 @@ def test_an_error_of_the_server_is_shown(open_page):
     assert "input[1]" in tab.text("#compare-result .error")
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("other", ["", "  "])
 def test_both_fields_need_a_text(open_page, other):
     tab, _ = open_page(say_vectors(direction), pooling=EMBEDDER)

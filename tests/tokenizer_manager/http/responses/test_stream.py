@@ -25,6 +25,7 @@ from engine.tokenizer_manager.http.responses.bodies import (
 )
 from engine.tokenizer_manager.http.responses.stream import ResponseStream
 from engine.tokenizer_manager.http.surfaces.deltas import merged
+from tests.selection import examples
 
 from ..surfaces.answers import answers, plain, rows_of, sse
 
@@ -131,7 +132,7 @@ def test_a_failure_ends_the_open_item():
     assert events[-1][1]["response"]["status"] == "failed"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_any_answer_is_well_formed_and_the_client_reads_it(data):
     deltas = data.draw(answers(custom=True))
@@ -161,7 +162,7 @@ def test_any_answer_is_well_formed_and_the_client_reads_it(data):
     assert response.usage.input_tokens_details.cached_tokens == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_an_answer_in_one_piece_has_the_items_of_the_stream(data):
     deltas = data.draw(answers(custom=True))
