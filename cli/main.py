@@ -7,6 +7,7 @@ codes are those of `exit_codes.py`.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import os
 import sys
@@ -78,8 +79,7 @@ class LazyGroup(TyperGroup):
             near = difflib.get_close_matches(name, COMMANDS, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
             raise ConfigError(f"there is no command '{name}'; {hint}")
-        module = importlib.import_module(COMMANDS[name][0], __package__)
-        return name, get_command(module.app), args[1:]
+        return name, _command(name), args[1:]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then examples."""
@@ -103,6 +103,12 @@ def root(
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
+
+
+@functools.cache
+def _command(name: str) -> Any:
+    """Made once in a process that calls `run` often: `serve` has so many options that it takes 0.1 s."""
+    return get_command(importlib.import_module(COMMANDS[name][0], __package__).app)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -217,8 +217,11 @@ def _default_text(field: ConfigField) -> str:
     return f"  [default: {field.default}]"
 
 
-def _completion(field: ConfigField) -> Callable[[str], list[str]]:
+def _completion(field: ConfigField) -> Callable[[str], list[str]] | None:
+    """None for values without a word: typer takes half a millisecond to look at a function."""
     words = field.choices or ((AUTO,) if field.auto else ())
+    if not words:
+        return None
 
     def complete(incomplete: str) -> list[str]:
         return [word for word in words if word.startswith(incomplete)]
