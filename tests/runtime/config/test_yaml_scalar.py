@@ -47,6 +47,7 @@ def test_a_number_that_is_not_decimal_is_refused_with_the_value_that_yaml_reads(
     assert str(refused.value).endswith(" in decimal digits")
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_an_integer_in_decimal_is_itself(read, name):
     for text, value in DECIMAL.items():
@@ -57,6 +58,7 @@ def test_an_integer_in_decimal_is_itself(read, name):
         read(name, "yes")
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_in_decimal_is_itself(read, name):
     for text in ("0.5", ".5", "5.", "1e-3", "1.5e3", "-1.5", "1_000.5", "12", "0.0"):
@@ -64,6 +66,7 @@ def test_a_number_in_decimal_is_itself(read, name):
     assert read(name, ".inf") == float("inf")  # the range check refuses it with its value
 
 
+@pytest.mark.fast_cases(12)
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_text_keeps_its_characters(read, name):
     many = config_fields()[name].many
@@ -75,6 +78,7 @@ def test_a_text_keeps_its_characters(read, name):
         assert read(name, f'"{text}"') == ((text,) if many else text)
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("name", SWITCHES)
 def test_a_truth_value_is_a_word_of_yaml(read, name):
     for text in ("yes", "on", "true", "True"):

@@ -43,6 +43,7 @@ def test_the_live_panel_counts_texts_and_no_output(open_page):
     assert "output" not in tab.text("#live .figures-list")
 
 
+@pytest.mark.slow
 def test_documents_are_scored(open_page):
     tab, _ = open_page(say_vectors(lambda request: [float(len(ids_of(request)))]), pooling=RERANKER)
     assert "relevant" in tab.text(".compare .note")
@@ -67,7 +68,7 @@ def test_an_error_of_the_server_is_shown(open_page):
     assert "input[1]" in tab.text("#compare-result .error")
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["", "  "])
 def test_both_fields_need_a_text(open_page, other):
     tab, _ = open_page(say_vectors(direction), pooling=EMBEDDER)
