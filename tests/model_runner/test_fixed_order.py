@@ -30,6 +30,7 @@ from engine.runtime.step_plan import StepResult
 from tests.model_runner.attention.paged_batches import Pages, assert_close, spec_of
 from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request
 from tests.model_runner.kernels.cpu.conftest import best_library
+from tests.selection import examples
 
 __all__ = ["best_library"]  # a fixture
 
@@ -200,7 +201,7 @@ def test_a_verified_draft_has_the_bits_of_decodes(make):
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import (
@@ -18,6 +18,7 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler import scheduler as scheduler_module
+from tests.selection import examples
 
 from .fake_runner import expected_output, ints
 from .grammar.toy_matcher import ToyGrammar
@@ -82,6 +83,7 @@ def test_it_is_no_longer_subject_to_the_limit_for_the_queue(make_scheduler):
     assert harness.answers[waiting].finish.status == 503
 
 
+@settings(max_examples=examples(100))
 @given(data=st.data())
 def test_wherever_the_answer_was_cut_it_is_the_same(data):
     """Also with siblings, retractions, chunks and steps in flight; the harness compares every token."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
+from tests.selection import examples
 
 from .fake_runner import ints
 from .grammar.toy_matcher import ToyGrammar
@@ -161,7 +162,7 @@ def test_masks_do_not_wait_for_steps_in_flight():
     assert harness.device.calls[4:9] == ["masks 2", "launch 3", "masks 3", "wait 2", "launch 4"]
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(9), suppress_health_check=[HealthCheck.too_slow])
 @given(config=LIVES, seed=st.integers(0, 1 << 30), num_stages=st.integers(2, 4))
 def test_with_stages_everybody_gets_the_same_tokens(config, seed, num_stages):
     harnesses = [Piped(overlapped=False, **config), Staged(num_stages, seed=seed, **config)]
@@ -171,7 +172,10 @@ def test_with_stages_everybody_gets_the_same_tokens(config, seed, num_stages):
     assert harnesses[0].outcome() == harnesses[1].outcome()
 
 
-@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(6),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(config=LIVES, seed=st.integers(0, 1 << 30))
 def test_with_aborts_too_and_every_decision_can_be_made_again(tmp_path, config, seed):
     path = tmp_path / "decisions.log"

@@ -22,6 +22,7 @@ from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorde
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.records.decision_log import PassRecord, Settled
+from tests.selection import examples
 
 from .fake_runner import FakeRunner
 from .grammar.toy_matcher import FixedMasks, ToyGrammar
@@ -500,7 +501,7 @@ def live(harness: Piped, seed: int, *, aborts: bool) -> None:
     harness.run()
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
 @given(config=LIVES, seed=st.integers(0, 1 << 30))
 def test_overlapped_or_not_everybody_gets_the_same_tokens(config, seed):
     harnesses = [Piped(overlapped=False, **config), Piped(overlapped=True, seed=seed, **config)]

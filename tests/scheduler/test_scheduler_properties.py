@@ -19,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from engine.runtime.messages import FinishKind
 from engine.runtime.pooling import PoolingParams
 from tests.feasible import fits
+from tests.selection import examples
 
 from .harness import VOCAB_SIZE, Harness
 
@@ -132,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

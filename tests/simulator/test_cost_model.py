@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.errors import ConfigError
@@ -16,6 +16,7 @@ from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.model_facts import MODELS, ModelFacts
 from engine.simulator.recorded.fitted import MIN_STEPS, Fitted, MeasuredStep
+from tests.selection import examples
 from tests.simulator.linear_cost import LinearCost
 
 COUNTS = st.integers(0, 100_000)
@@ -107,6 +108,7 @@ def test_fitting_says_how_noisy_the_steps_were():
     assert fitted.step_s(work) == pytest.approx(TRUTH.step_s(work), rel=0.05)
 
 
+@settings(max_examples=examples(100))
 @given(work=WORK, more=WORK, seed=st.integers(0, 100))
 def test_a_fitted_model_never_lets_more_work_take_less(work, more, seed):
     rng = np.random.default_rng(seed)

@@ -20,6 +20,7 @@ from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels.cpu.conftest import best_library, library_of
+from tests.selection import examples
 
 __all__ = ["best_library"]  # fixture
 
@@ -48,7 +49,7 @@ def pages_of(kernels: Any, *args: Any, **kwargs: Any) -> Pages:
 
 
 @settings(
-    max_examples=60 // SLOWDOWN,
+    max_examples=examples(60 // SLOWDOWN),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -71,7 +72,7 @@ def test_is_dense_attention(library, batch, heads, page_size, dtypes, window, la
 
 
 @settings(
-    max_examples=40 // SLOWDOWN,
+    max_examples=examples(40 // SLOWDOWN),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -137,7 +138,7 @@ def share(pages: Pages, members: list[int], stop: int) -> None:
 
 
 @settings(
-    max_examples=30 // SLOWDOWN,
+    max_examples=examples(30 // SLOWDOWN),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
@@ -286,7 +287,7 @@ STARTS = st.integers(0, 20) | st.integers(55, 68) | st.integers(115, 132) | st.i
 
 
 @settings(
-    max_examples=60 // SLOWDOWN,
+    max_examples=examples(60 // SLOWDOWN),
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

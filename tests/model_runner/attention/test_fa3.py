@@ -18,6 +18,7 @@ from engine.model_runner.kernels.probe import Finding, KernelProbe
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels import sgl_signatures
+from tests.selection import examples
 
 HOPPER = KernelProbe(Finding("0.4.10"), Finding("3.6"), (9, 0))
 CUDA = torch.device("cuda")
@@ -38,7 +39,7 @@ def paged(*args: Any, **kwargs: Any) -> Pages:
     return Pages(*args, **kwargs, backend=FlashAttention3)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     batch=batches(),
     heads=st.sampled_from([(1, 1, 8), (3, 1, 16), (9, 3, 64), (4, 4, 32)]),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.torch_native import TorchNativeAttention, group_by_length
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
+from tests.selection import examples
 
 FP8 = torch.float8_e4m3fn
 
@@ -20,7 +21,7 @@ def native(*args: Any, **kwargs: Any) -> Pages:
     return Pages(*args, **kwargs, backend=TorchNativeAttention)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     batch=batches(),
     heads=st.sampled_from([(1, 1, 8), (3, 1, 16), (9, 3, 64), (4, 4, 32), (8, 2, 40)]),
@@ -39,7 +40,7 @@ def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, s
     assert_close(ours, expected, dtypes[0])
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     lens=whole_texts(),
     heads=st.sampled_from([(12, 12, 32), (3, 3, 64), (4, 2, 8)]),

@@ -19,6 +19,7 @@ from engine.model_runner.kernels.triton import attention_decode, attention_tiles
 from engine.model_runner.ops import LayerKV
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -59,7 +60,7 @@ def arguments(batch: st.SearchStrategy[Any]) -> dict[str, st.SearchStrategy[Any]
     }
 
 
-@settings(max_examples=6)
+@settings(max_examples=examples(9))
 @given(**arguments(batches(max_len=90, max_extends=2, max_decodes=3)))
 def test_is_dense_attention(batch, heads, page_size, dtypes, window, layer_id, seed):
     check_step(batch, heads, page_size, dtypes, window, layer_id, seed)
@@ -73,7 +74,7 @@ def test_is_dense_attention_of_long_texts_too(batch, heads, page_size, dtypes, w
     check_step(batch, heads, page_size, dtypes, window, layer_id, seed)
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(6))
 @given(
     lens=st.lists(st.integers(1, 400), min_size=1, max_size=4),
     heads=st.sampled_from(HEADS),
@@ -204,7 +205,7 @@ def cut(lens: list[int], *, num_sms: int, window: int | None = None, heads: int 
     num_sms=st.sampled_from([1, 8, 40]),
     window=st.none() | st.sampled_from([1, 64, 500]),
 )
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_items_cover_the_keys_that_are_seen_once(lens, num_sms, window):
     items = cut(lens, num_sms=num_sms, window=window)
     for request, length in enumerate(lens):
@@ -244,6 +245,7 @@ def test_more_requests_than_one_look_of_the_planner():
 # ---------------------------------------------------------------- how prompts are cut
 
 
+@settings(max_examples=examples(100))
 @given(
     lens=st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 300)), min_size=1, max_size=5),
     tokens_per_block=st.sampled_from([1, 9, 42, 128]),

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from engine.model_runner.kernels.triton.short_conv import short_conv
 from engine.model_runner.states.state_runs import StateRuns, StateSave
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 from .test_short_conv import SHAPES, SOME, Step, check
@@ -19,7 +20,7 @@ repair_interpreter()
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@settings(SOME, max_examples=8)
+@settings(SOME, max_examples=examples(9))
 @given(**SHAPES)
 def test_any_step(device, step, size, taps, bias, dtype):
     check(short_conv, step, size=size, taps=taps, bias=bias, dtype=dtype, device=device)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.memory import host_kv_pool
 from engine.model_runner.memory.host_kv_pool import HostKVPool, NoHostKVPool
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
+from tests.selection import examples
 
 NUM_LAYERS, NUM_HEADS, HEAD_DIM = 3, 2, 8
 NUM_PAGES, NUM_HOST_PAGES = 20, 24
@@ -62,6 +63,7 @@ def round_trip(pool: KVPool, host: HostKVPool, pages: list[int], host_pages: lis
     np.testing.assert_array_equal(after[:, others], before[:, others])
 
 
+@settings(max_examples=examples(100))
 @given(
     data=st.data(),
     pages=page_sets,
@@ -79,6 +81,7 @@ def test_a_round_trip_leaves_every_byte(data, pages, page_size, dtype, staged_pa
     round_trip(pool, host, pages, data.draw(ids))
 
 
+@settings(max_examples=examples(100))
 @given(first=page_sets, second=page_sets, page_size=st.sampled_from([1, 4]))
 def test_requests_that_are_swapped_out_one_after_the_other_stay_apart(first, second, page_size):
     """The second takes the same pages of the device while the first is away."""
@@ -98,6 +101,7 @@ def test_requests_that_are_swapped_out_one_after_the_other_stay_apart(first, sec
     np.testing.assert_array_equal(bytes_of(pool)[:, first], of_first)
 
 
+@settings(max_examples=examples(100))
 @given(data=st.data(), page_size=st.sampled_from([1, 4, 16]), dtype=dtypes)
 def test_copies_move_whole_pages_in_all_layers(data, page_size, dtype):
     pool = make_pool(page_size, dtype, 1)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.memory.io_buffers import InputBuffers
@@ -16,6 +16,7 @@ from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, Request
 from tests.model_runner.drafted_steps import drafted
 from tests.model_runner.drafted_steps import step_with_drafts as step
+from tests.selection import examples
 
 NUM = 24
 KINDS = {
@@ -112,6 +113,7 @@ def test_logits_that_are_no_numbers_count_where_their_tokens_do(driver):
     assert set(driver.runner.launch(plan).wait().errors) == {0}
 
 
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_runs_end_at_the_first_wrong_draft(data: st.DataObject):
     num_drafts = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=6))

@@ -32,6 +32,7 @@ from tests.model_runner.sampling.sampling_rows import (
     random_row,
     with_poison,
 )
+from tests.selection import examples
 
 __all__ = ["best_library", "library"]  # fixtures
 
@@ -167,7 +168,7 @@ FILTERS = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     derandomize=True,

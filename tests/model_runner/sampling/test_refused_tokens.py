@@ -17,6 +17,7 @@ from engine.model_runner.sampling.sampler_backend import SamplerBackend
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import TokenMasks
+from tests.selection import examples
 
 from .sampling_rows import DEVICE, GREEDY, Batch, Row
 
@@ -65,7 +66,7 @@ class Refusal:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(rows=ROWS, seed=st.integers(0, 2**31))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_checking_afterwards_gives_the_tokens_of_masks(backend: type[SamplerBackend], rows, seed):
     logits = torch.randn(len(rows), VOCAB_SIZE, generator=torch.Generator().manual_seed(seed))
     batch = Batch(

@@ -13,7 +13,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 from engine.model_runner.kernels.triton import sampler as kernels
 from engine.model_runner.kernels.triton import sampler_choose as choose_kernels
@@ -31,7 +30,6 @@ from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.model_runner.sampling.triton_backend import Geometry, TritonSamplerBackend
 from engine.runtime.sampling_params import SamplingParams
-from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.sampling.sampling_rows import (
     DEVICE,
     GREEDY,
@@ -49,29 +47,6 @@ repair_interpreter()
 
 SMALL = Geometry(chunk=64, group=8, capacity=64, block=64)
 """Several chunks, several groups in each, and lists that are sometimes too short, with few tokens."""
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    """The interpreter prepares Triton's modules anew for every function that a kernel calls; once a launch will do."""
-    if HAS_NVIDIA_DRIVER:
-        return
-    prepared: set[int] = set()
-    run = interpreter.InterpretedFunction.run
-
-    def launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        prepared.clear()
-        return run(self, *args, **kwargs)
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(self.fn.__globals__)
-        if module not in prepared:
-            interpreter._patch_lang(self.fn)
-            prepared.add(module)
-        return self.rewrite()(*args, **kwargs)
-
-    monkeypatch.setattr(interpreter.InterpretedFunction, "run", launch)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
 
 
 def tokens_by_triton(batch: Batch, geometry: Geometry = SMALL) -> list[int]:

@@ -10,6 +10,7 @@ from engine.runtime.messages import FinishKind, GrammarReady
 from engine.scheduler.records.verdict import AddReqResult, Reason
 from engine.scheduler.requests.req import MAX_OVERTAKEN
 from tests.scheduler.harness import Harness
+from tests.selection import examples
 
 
 def test_an_adapter_too_many_waits_and_blocks_nobody(make_scheduler):
@@ -27,7 +28,7 @@ def test_an_adapter_too_many_waits_and_blocks_nobody(make_scheduler):
     assert harness.answers["r2"].finish.kind is FinishKind.LENGTH
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     loras=st.lists(st.sampled_from(["", "a", "b", "c", "d"]), min_size=1, max_size=12),
     most=st.integers(1, 3),

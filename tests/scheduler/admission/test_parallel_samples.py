@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.records.verdict import Reason
 from tests.scheduler.harness import Harness, Pages, extend_lens
+from tests.selection import examples
 
 
 def submit_siblings(harness, count, prompt, **sampling):
@@ -89,7 +90,7 @@ def test_without_a_cache_each_computes_its_own_prompt(make_scheduler):
     assert sum(sum(extend_lens(step)) for step in steps) == 2 * 38
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data())
 def test_siblings_never_see_each_others_writes(data):
     """The FakeRunner checks every token that a step reads; the harness, that each answer is the one it gets alone."""

@@ -26,6 +26,7 @@ from tests.scheduler.admission.prefill_pass import (
     run_pass,
 )
 from tests.scheduler.harness import extend_lens
+from tests.selection import examples
 
 
 def budget(**changes):
@@ -433,7 +434,7 @@ def passes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(case=passes())
 def test_no_pass_breaks_a_promise(case):
     page_size, limits = case["page_size"], case["limits"]

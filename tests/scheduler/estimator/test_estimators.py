@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import SchedulerConfig
@@ -15,6 +15,7 @@ from engine.scheduler.estimator.full import FullReservation
 from engine.scheduler.estimator.make import make_estimator
 from engine.scheduler.estimator.ratio import NewTokenRatio
 from tests.scheduler.admission.prefill_pass import make_req
+from tests.selection import examples
 
 PAGE_SIZE = 4
 NAMES = ("ratio", "beta", "full", "none")
@@ -80,6 +81,7 @@ def experienced(name: str, conservativeness: float, history: list[tuple[object, 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(100))
 @given(
     some=st.lists(rows, max_size=6),
     one_more=rows,
@@ -100,6 +102,7 @@ def test_never_negative_and_never_more_than_can_come(name, some, one_more, conse
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(100))
 @given(
     row=rows, progress=st.integers(0, 500), conservativeness=st.sampled_from([0.01, 1.0, 3.0]), history=events
 )
@@ -116,6 +119,7 @@ def test_of_a_request_that_goes_on_no_less_is_expected_in_all(name, row, progres
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=examples(100))
 @given(
     max_new=st.integers(1, 20_000),
     output_len=st.integers(0, 20_000),

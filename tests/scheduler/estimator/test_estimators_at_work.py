@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.runtime.messages import FinishKind
 from tests.feasible import fits
 from tests.scheduler.harness import Harness
+from tests.selection import examples
 
 NAMES = ("ratio", "beta", "full", "none")
 
@@ -96,7 +97,7 @@ def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
 
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["ratio", "beta", "none"])
-@settings(slow_is_fine, max_examples=20)
+@settings(slow_is_fine, max_examples=examples(20))
 @given(config=settings_of_steps, load=requests)
 def test_whatever_fits_runs_to_its_end(name, config, load):
     run_all({**config, "admission_estimator": name, "schedule_conservativeness": 0.01}, load)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import msgspec
 import numpy as np
@@ -81,33 +82,44 @@ class ToyGrammar:
 
     def allowed(self, tokens: Sequence[int]) -> frozenset[int]:
         """The tokens that may follow an answer."""
-        position = len(tokens)
-        if position >= self.length or any(token in self.eos for token in tokens):
-            return frozenset()
-        if self.is_free(position):
-            return frozenset(range(VOCAB_SIZE))
-        if self.fault == "dead" and position == self.fault_at:
-            return frozenset()
-        only = self.forced_token(tokens)
-        if self.is_forced(position):
-            return frozenset([only])
-        state = _hash(self.seed, *tokens)
-        some = {token for token in range(VOCAB_SIZE) if _hash(state, token) % 3 == 0}
-        if not self.ends_early:
-            some -= set(self.eos)
-        return frozenset(some | {only})
+        return _allowed(self, tuple(tokens))
 
     def accepted(self, tokens: Sequence[int]) -> frozenset[int]:
         """The tokens that `validate` and `accept` take: as in llguidance, more than a mask allows in forced text."""
-        allowed = self.allowed(tokens)
-        if not allowed or not self.is_forced(len(tokens)) or self.is_free(len(tokens)):
-            return allowed
-        others = (token for token in range(VOCAB_SIZE) if token not in self.eos)
-        return allowed | {token for token in others if _hash(self.seed, *tokens, token) % 4 == 0}
+        return _accepted(self, tuple(tokens))
 
     def is_complete(self, tokens: Sequence[int]) -> bool:
         """Whether an answer of allowed tokens has ended."""
         return len(tokens) >= self.length or (bool(tokens) and tokens[-1] in self.eos)
+
+
+# Schedulers, runners and the check of an answer ask about the same state; most of the hashes would be repeated.
+@lru_cache(maxsize=8192)
+def _allowed(grammar: ToyGrammar, tokens: tuple[int, ...]) -> frozenset[int]:
+    position = len(tokens)
+    if position >= grammar.length or any(token in grammar.eos for token in tokens):
+        return frozenset()
+    if grammar.is_free(position):
+        return frozenset(range(VOCAB_SIZE))
+    if grammar.fault == "dead" and position == grammar.fault_at:
+        return frozenset()
+    only = grammar.forced_token(tokens)
+    if grammar.is_forced(position):
+        return frozenset([only])
+    state = _hash(grammar.seed, *tokens)
+    some = {token for token in range(VOCAB_SIZE) if _hash(state, token) % 3 == 0}
+    if not grammar.ends_early:
+        some -= set(grammar.eos)
+    return frozenset(some | {only})
+
+
+@lru_cache(maxsize=8192)
+def _accepted(grammar: ToyGrammar, tokens: tuple[int, ...]) -> frozenset[int]:
+    allowed = _allowed(grammar, tokens)
+    if not allowed or not grammar.is_forced(len(tokens)) or grammar.is_free(len(tokens)):
+        return allowed
+    others = (token for token in range(VOCAB_SIZE) if token not in grammar.eos)
+    return allowed | {token for token in others if _hash(grammar.seed, *tokens, token) % 4 == 0}
 
 
 class ToyMatcher:

@@ -20,6 +20,7 @@ from engine.scheduler.speculation.ngram_proposer import NgramProposer
 from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness
 from tests.scheduler.test_scheduler_properties import SchedulerMachine
+from tests.selection import examples
 
 
 @pytest.fixture
@@ -275,5 +276,5 @@ class StateMachine(SchedulerMachine):
 
 TestStateMachine = StateMachine.TestCase
 TestStateMachine.settings = settings(
-    max_examples=80, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(80), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

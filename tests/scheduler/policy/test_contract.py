@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import SchedulePolicyName
 from engine.scheduler.requests.req import MAX_OVERTAKEN
+from tests.selection import examples
 
 from .model import Model, TreeNode, make_req
 
@@ -50,7 +51,7 @@ def test_each_name_of_the_configuration_has_its_policy():
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(actions=ACTIONS)
 def test_every_waiting_request_comes_exactly_once_and_reproducibly(name, actions):
     models = [

@@ -3,6 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.selection import examples
+
 from .model import Model
 from .service import Widest, waits
 
@@ -55,7 +57,7 @@ def test_tenants_are_served_equally_whatever_the_size_of_their_requests():
     assert served == {"fcfs": 10.0, "round-robin": 1.0}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     quantum=st.sampled_from([1, 50, 400]),
     max_rows=st.integers(1, 5),

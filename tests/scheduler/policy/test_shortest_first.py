@@ -1,11 +1,12 @@
 """Tests of sjf and srtf, and of the estimate of lengths."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind
 from engine.scheduler.policy.length_estimate import MAX_TENANTS, MaxTokens, TenantAverage
+from tests.selection import examples
 
 from .model import Model, make_req
 
@@ -26,6 +27,7 @@ def test_sjf_lowers_the_mean_completion_time():
     assert mean_completion_s("lof", MIX) == pytest.approx(143.125)
 
 
+@settings(max_examples=examples(100))
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12))
 def test_no_order_of_requests_has_a_lower_mean_than_sjf(lens):
     """With one row, and lengths known."""

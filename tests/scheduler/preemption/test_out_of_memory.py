@@ -26,6 +26,7 @@ from tests.scheduler.harness import Harness, extend_lens
 from tests.scheduler.test_pipeline import LIVES, Piped
 from tests.scheduler.test_pipeline import live as piped_life
 from tests.scheduler.test_whole_scheduler import Life, configs, one_of
+from tests.selection import examples
 
 
 def in_steps(*step_ids: int) -> Callable[[StepPlan], bool]:
@@ -454,7 +455,7 @@ def test_a_cap_bounds_prompts_cut_or_not():
 # ------------------------------------------------------------ lives
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.too_slow])
 @given(
     config=configs(),
     seed=st.integers(0, 2**32),

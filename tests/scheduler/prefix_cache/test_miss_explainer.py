@@ -1,13 +1,14 @@
 """`miss_explainer.py` and `eviction_history.py`, through `RadixCache.explain`."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.prefix_cache.miss_explainer import MAX_CHILDREN, MAX_NAMESPACES
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
+from tests.selection import examples
 
 
 def explain(pool, prompt, extra_key=""):
@@ -186,6 +187,7 @@ def test_cutting_one_leaf_page_by_page_leaves_one_tombstone():
 PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=10)
 
 
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, 3),
     st.lists(st.tuples(PROMPTS, st.sampled_from(["", "k", "l"]), st.integers(0, 3)), max_size=8),
@@ -250,6 +252,7 @@ def test_what_a_flush_took_was_not_evicted_to_make_room(pool):
 TOKENS = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 
 
+@settings(max_examples=examples(100))
 @given(
     history=st.lists(st.tuples(st.sampled_from(["mine", "theirs", "", "others"]), TOKENS), max_size=12),
     prompt=TOKENS,

@@ -29,6 +29,7 @@ from engine.scheduler.prefix_cache.eviction import make_eviction
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from tests.scheduler.prefix_cache.block_consumer import BlockConsumer
 from tests.scheduler.prefix_cache.cached_pool import ids, pages
+from tests.selection import examples
 
 Prefix = tuple[str, tuple[int, ...]]
 
@@ -331,4 +332,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 def test_agrees_with_a_record_per_page(policy: EvictionPolicyName) -> None:
     machine = type(f"{policy}Machine", (PrefixCacheMachine,), {"policy_name": policy})
 
-    run_state_machine_as_test(machine, settings=settings(max_examples=100, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(100), stateful_step_count=40))

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.prefix_cache.base import PrefixMatch
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
+from tests.selection import examples
 
 
 def ids(*tokens):
@@ -215,6 +216,7 @@ class Model:
         return result
 
 
+@settings(max_examples=examples(100))
 @given(
     st.integers(1, 3),
     st.lists(

@@ -3,10 +3,11 @@
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduler.step_size.online_fit import OnlineFit
+from tests.selection import examples
 
 
 def work(rng: random.Random) -> tuple[float, float]:
@@ -15,6 +16,7 @@ def work(rng: random.Random) -> tuple[float, float]:
     return float(length), length * start + length * (length + 1) / 2
 
 
+@settings(max_examples=examples(100))
 @given(st.floats(1e-5, 1e-2), st.floats(0, 1e-5), st.integers(0, 1 << 30))
 def test_exact_times_are_predicted(token_s, pair_s, seed):
     rng = random.Random(seed)

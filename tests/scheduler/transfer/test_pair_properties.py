@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.transport.kv_transfer import PeerLost
+from tests.selection import examples
 
 from ..transfer_pair import DECODE, PREFILL, Pair
 
@@ -26,7 +27,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     actions=st.lists(ACTIONS, max_size=50),
     num_pages=st.sampled_from([24, 64]),

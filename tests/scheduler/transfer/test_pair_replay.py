@@ -14,6 +14,7 @@ from engine.runtime.transport.kv_transfer import PeerLost
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.replay import replay
 from engine.scheduler.records.decision_log import Handover
+from tests.selection import examples
 
 from ..harness import Harness
 from ..journal.recorded import finish, record
@@ -86,7 +87,7 @@ def test_a_prefill_engine_that_is_lost(tmp_path: Path, fallback: bool) -> None:
     assert decode >= {"claimed", "not received"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(actions=st.lists(ACTIONS, max_size=40), num_pages=st.sampled_from([24, 64]))
 def test_random_runs(actions: list[tuple[str, object, object]], num_pages: int) -> None:
     with tempfile.TemporaryDirectory() as folder:

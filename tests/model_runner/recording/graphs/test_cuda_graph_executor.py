@@ -33,6 +33,7 @@ from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import Driver, Request, TinyModel, engine_config, int32
 from tests.model_runner.drafted_steps import step_with_drafts
 from tests.model_runner.recording.recording_device import DeviceAttention, RecordingDevice, RerunningDevice
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -374,7 +375,10 @@ class Life:
         return self.sampled
 
 
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(9),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(seed=st.integers(0, 1 << 30), largest=st.sampled_from([2, 5, ROWS]))
 def test_replayed_or_not_everybody_gets_the_same_tokens(tiny, seed, largest):
     """Rows join and leave, share pages, compute chunks in between, are launched ahead of each other's results."""

@@ -29,6 +29,7 @@ from tests.model_runner.drafted_steps import step_with_drafts
 from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 from tests.model_runner.models.test_mixtures import GPT_OSS
 from tests.scheduler.grammar.toy_matcher import FixedMasks
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 from ..recording_device import DeviceAttention, RecordingDevice, RerunningDevice
@@ -224,7 +225,10 @@ def test_in_bfloat16(tiny):
     assert outputs[0] == outputs[1]
 
 
-@settings(max_examples=3, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=examples(6),
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(seed=st.integers(0, 1 << 30), largest=st.sampled_from([1, 5]))
 def test_replayed_or_not_all_requests_get_the_same_tokens(tiny, seed, largest):
     """Requests join and leave, share pages, compute chunks, and are launched ahead of each other's results."""
