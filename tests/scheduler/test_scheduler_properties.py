@@ -137,7 +137,7 @@ TestSchedulerMachine.settings = settings(
 )
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("phases", ["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(("page_size", "radix_cache"), [(1, True), (4, True), (4, False), (16, True)])

@@ -60,10 +60,11 @@ def test_with_computation_that_grows_with_rows_stages_multiply_the_rate(make_rep
     assert 3.2 < one.duration_s / four.duration_s < 4.0
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 def test_every_answer_is_whole_though_memory_runs_out(make_replica, policy):
     batch = Batch(item=Lengths(100, 0.8, 10, 500), answer=Lengths(60, 0.9, 1, 400))
-    asked = list(batch.requests(Arrival(num_requests=60, seed=1)))
+    asked = list(batch.requests(Arrival(num_requests=32, seed=1)))
     settings = make_replica(
         num_pages=170, max_running=32, admission_estimator="none", num_stages=3, schedule_policy=policy
     )

@@ -128,7 +128,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_the_recorded_run_is_read_back_as_it_was(path, make_replica):
-    asked = list(Chat().requests(Arrival(num_requests=60, rate=6.0, seed=1)))
+    asked = list(Chat().requests(Arrival(num_requests=12, rate=6.0, seed=1)))
     truth = serve(path, iter(asked), make_replica(num_pages=8192))
     run = read_recorded_run(path)
 
@@ -186,7 +186,7 @@ def test_a_log_of_an_engine_that_decides_otherwise_is_refused(path, make_replica
 
 
 def test_the_cost_model_of_the_machine_is_found(path, make_replica):
-    serve(path, RAG.requests(Arrival(num_requests=80, rate=12.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=50, rate=12.0)), make_replica())
     fitted = fit_log(path)
     assert fitted.quality.p90_error < 0.01
     for work in (StepWork(500, 0.0, 0, 0, 1), StepWork(0, 0.0, 20, 8000, 20)):
@@ -207,7 +207,7 @@ def test_the_same_settings_change_nothing(path, make_replica):
 
 def test_other_settings_have_the_effect_that_they_really_have(path, tmp_path, make_replica):
     """The answer of the what-if is what happens when the settings are really changed."""
-    asked = list(RAG.requests(Arrival(num_requests=80, rate=20.0, seed=4)))
+    asked = list(RAG.requests(Arrival(num_requests=50, rate=20.0, seed=4)))
     before = serve(path, iter(asked), make_replica())
     after = serve(tmp_path / "other.log", iter(asked), make_replica(radix_cache=False))
     result = what_if(path, {"radix-cache": "false"})
@@ -225,10 +225,10 @@ def test_other_settings_have_the_effect_that_they_really_have(path, tmp_path, ma
 
 def test_answers_end_where_they_ended(path, make_replica):
     """Under other settings each request generates as many tokens as it did, wherever its end came from."""
-    serve(path, RAG.requests(Arrival(num_requests=40, rate=30.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=24, rate=30.0)), make_replica())
     result = what_if(path, {"max_running_requests": 2, "chunked_prefill_size": "64"})
     assert result.changed.output_tokens == result.recorded.output_tokens
-    assert result.changed.num_requests == 40
+    assert result.changed.num_requests == 24
     assert result.changed.queue_ms.p99 > 2 * result.baseline.queue_ms.p99
 
 
@@ -245,9 +245,9 @@ def test_the_first_pass_that_decides_differently_is_named(path, make_replica):
 
 
 def test_a_larger_page_keeps_the_memory_as_large(path, make_replica):
-    serve(path, RAG.requests(Arrival(num_requests=40, rate=12.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=24, rate=12.0)), make_replica())
     result = what_if(path, {"page_size": 64, "max_total_tokens": 8192})
-    assert result.changed.num_requests == 40
+    assert result.changed.num_requests == 24
     assert result.changed.peak_kv_use > 4 * result.baseline.peak_kv_use
 
 
@@ -307,7 +307,7 @@ def test_answers_that_a_deadline_cut_short_are_the_same_in_all_runs(path, make_r
 
 
 def test_goodput_needs_objectives(path, make_replica):
-    serve(path, RAG.requests(Arrival(num_requests=20, rate=12.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=10, rate=12.0)), make_replica())
     without = what_if(path, {"schedule_policy": "lpm"})
     assert [row.figure for row in without.rows if "goodput" in row.figure] == []
     told = what_if(path, {"schedule_policy": "lpm"}, slo_ms={"ttft": 1.0})
@@ -316,7 +316,7 @@ def test_goodput_needs_objectives(path, make_replica):
 
 
 def test_a_cost_model_that_explains_nothing_is_told_first(path, make_replica):
-    serve(path, RAG.requests(Arrival(num_requests=40, rate=12.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=16, rate=12.0)), make_replica())
     good = what_if(path, {"schedule_policy": "lpm"})
     assert not any("WARNING" in line for line in good.lines())
     for r_squared in (-2.0, 0.1, math.nan):
@@ -327,7 +327,7 @@ def test_a_cost_model_that_explains_nothing_is_told_first(path, make_replica):
 def test_it_prints_as_a_table(path, make_replica):
     from rich.console import Console
 
-    serve(path, RAG.requests(Arrival(num_requests=40, rate=12.0)), make_replica())
+    serve(path, RAG.requests(Arrival(num_requests=16, rate=12.0)), make_replica())
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(what_if(path, {"schedule_policy": "lpm"}))
     text = console.export_text()

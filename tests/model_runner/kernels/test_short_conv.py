@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from engine.model_runner.states import plain_short_conv
 from engine.model_runner.states.state_runs import StateLayout, StateRuns, StateSave, plan_states
+from tests.selection import examples
 
 CPU = torch.device("cpu")
 ROWS, CHECKPOINTS = 4, 3
 LAYOUT = StateLayout(ROWS, CHECKPOINTS)
-SOME = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+SOME = settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 class Step(NamedTuple):

@@ -14,15 +14,15 @@ from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import experts, route
 from engine.runtime.model_files.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-SOME = settings(max_examples=6)
 
 
-@SOME
+@settings(max_examples=examples(9))
 @given(
     num_tokens=st.integers(0, 5),
     shape=st.sampled_from([(4, 1), (6, 6), (60, 4), (128, 8)]),
@@ -65,7 +65,7 @@ def exact(gate_up, down, x, shares, ids):
     return out
 
 
-@SOME
+@settings(max_examples=examples(9))
 @given(
     num_tokens=st.integers(0, 9),
     num_experts=st.sampled_from([3, 4, 7]),

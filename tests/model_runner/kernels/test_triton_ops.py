@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import activation, norm, rotary_store
 from engine.model_runner.ops import HeadNorms, LayerKV
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
@@ -23,7 +24,7 @@ repair_interpreter()
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-8}  # of a number that is rounded once, relative to it
-SOME = settings(max_examples=8)  # the interpreter takes milliseconds for each program
+SOME = settings(max_examples=examples(9))  # the interpreter takes milliseconds for each program
 
 
 def close(ours: torch.Tensor, exact: torch.Tensor) -> None:

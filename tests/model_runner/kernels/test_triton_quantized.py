@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from engine.model_runner.kernels.quantized_weights import FP8, Fp8Weight, Int4Weight, quantize_to_fp8
 from engine.model_runner.kernels.triton import dequant_gemm, fp8_gemm, split_k
 from tests.conftest import HAS_NVIDIA_DRIVER
+from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()
 
 DTYPES = (torch.float32, torch.bfloat16)
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
-SOME = settings(max_examples=6)  # the interpreter takes milliseconds for each program
+SOME = settings(max_examples=examples(6))  # the interpreter takes milliseconds for each program
 WITH_FP8 = not HAS_NVIDIA_DRIVER or torch.cuda.get_device_capability() >= (8, 9)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.runtime.errors import ConfigError
 from engine.runtime.model_files.weight_files.safetensors_header import SINGLE_FILE
+from tests.selection import examples
 
 GOOD: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -127,7 +128,7 @@ ENTRIES = st.fixed_dictionaries(
     },
 )
 FUZZ = settings(
-    max_examples=200,
+    max_examples=examples(200),
     deadline=None,
     derandomize=True,
     database=None,

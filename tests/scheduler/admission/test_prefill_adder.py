@@ -214,7 +214,7 @@ def test_the_look_ahead_is_bounded(make_scheduler):
     harness = make_scheduler(num_pages=16, page_size=4)
     harness.submit("running", prompt_len=20, max_new_tokens=20)
     harness.step()
-    for _ in range(100):
+    for _ in range(24):
         harness.submit(prompt_len=20, max_new_tokens=20)
 
     harness.step()
@@ -222,7 +222,7 @@ def test_the_look_ahead_is_bounded(make_scheduler):
     record = harness.last_pass
     assert len(record.verdicts) == 1 + SchedulerConfig().look_ahead
     assert (record.num_rest, record.rest_reason) == (
-        99 - SchedulerConfig().look_ahead,
+        23 - SchedulerConfig().look_ahead,
         Reason.LOOK_AHEAD_SPENT,
     )
     assert record.rest_behind == "r1"

@@ -138,7 +138,7 @@ def test_beta_learns_how_much_of_their_limits_requests_use(make_scheduler: Calla
             max_running_requests=16,
             radix_cache=False,
             max_model_len=400,
-            eos=range(8),  # every twelfth token or so ends an answer
+            eos=range(14),  # every seventh token or so ends an answer
         )
         for _ in range(110):  # one after the other, so that they finish in order
             harness.submit(prompt_len=4, max_new_tokens=200, ignore_eos=False)
