@@ -113,25 +113,27 @@ def as_params(table: dict[str, list[Any]]) -> list[Any]:
     ]
 
 
-def check_it_fails_alone(harness: Any, message: GenerateRequest) -> str:
-    """Send it while others run and wait; returns the error with which it is answered."""
+def check_they_fail_alone(harness: Any, messages: list[GenerateRequest]) -> list[str]:
+    """Send them while others run and wait; returns the errors with which they are answered."""
     harness.submit("runs", max_new_tokens=4)
     harness.step()
     harness.submit("waits", max_new_tokens=4)
-    harness.scheduler.handle(message, harness.now_s)
+    texts: list[str] = []
+    for message in messages:
+        harness.scheduler.handle(message, harness.now_s)
 
-    (answer,) = harness.scheduler.take_outputs()
-    (row,) = answer.outputs
-    assert row.rid == message.rid
-    assert (row.finish.kind, row.finish.status) == (FinishKind.ERROR, 400)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=type(answer)) == answer
+        (answer,) = harness.scheduler.take_outputs()
+        (row,) = answer.outputs
+        assert row.rid == message.rid
+        assert (row.finish.kind, row.finish.status) == (FinishKind.ERROR, 400), message
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=type(answer)) == answer
+        texts.append(row.finish.message)
 
     late = harness.submit("late", max_new_tokens=4)
     harness.run_until_idle()
     assert {harness.answers[rid].finish.kind for rid in ("runs", "waits", late)} == {FinishKind.LENGTH}
     assert harness.pages().held == 0
-    message_text: str = row.finish.message
-    return message_text
+    return texts
 
 
 def test_every_field_is_in_the_tables():
@@ -139,29 +141,36 @@ def test_every_field_is_in_the_tables():
     assert set(OTHERS) == set(GenerateRequest.__struct_fields__) - {"rid"}
 
 
-@pytest.mark.parametrize(("field", "value"), as_params(SAMPLING))
-def test_a_wrong_sampling_parameter_fails_its_request_alone(make_scheduler, field, value):
-    params = SamplingParams(max_new_tokens=4, seed=1)
-    msgspec.structs.force_setattr(params, field, value)
+@pytest.mark.parametrize("field", SAMPLING)
+def test_a_wrong_sampling_parameter_fails_its_request_alone(make_scheduler, field):
+    messages = []
+    for n, value in enumerate(SAMPLING[field]):
+        params = SamplingParams(max_new_tokens=4, seed=1)
+        msgspec.structs.force_setattr(params, field, value)
+        messages.append(GenerateRequest(f"bad{n}", IDS, params))
 
-    assert field in check_it_fails_alone(make_scheduler(), GenerateRequest("bad", IDS, params))
+    assert all(field in text for text in check_they_fail_alone(make_scheduler(), messages))
 
 
-@pytest.mark.parametrize(("field", "value"), as_params(OTHERS))
-def test_a_wrong_field_fails_its_request_alone(make_scheduler, field, value):
-    max_new_tokens = 1 if field == "pooling" and value != PoolingParams() else 4
-    message = GenerateRequest("bad", IDS, SamplingParams(max_new_tokens=max_new_tokens, seed=1))
-    msgspec.structs.force_setattr(message, field, value)
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_wrong_field_fails_its_request_alone(make_scheduler, field):
+    messages = []
+    for n, value in enumerate(OTHERS[field]):
+        max_new_tokens = 1 if field == "pooling" and value != PoolingParams() else 4
+        message = GenerateRequest(f"bad{n}", IDS, SamplingParams(max_new_tokens=max_new_tokens, seed=1))
+        msgspec.structs.force_setattr(message, field, value)
+        messages.append(message)
 
-    text = check_it_fails_alone(make_scheduler(), message)
-    assert field in text or "delivered" in text
+    texts = check_they_fail_alone(make_scheduler(), messages)
+    assert all(field in text or "delivered" in text for text in texts)
 
 
 def test_a_long_value_is_cut_in_the_error(make_scheduler):
     params = SamplingParams(max_new_tokens=4, seed=1)
     msgspec.structs.force_setattr(params, "temperature", "hot" * 100_000)
 
-    assert len(check_it_fails_alone(make_scheduler(), GenerateRequest("bad", IDS, params))) < 300
+    (text,) = check_they_fail_alone(make_scheduler(), [GenerateRequest("bad", IDS, params)])
+    assert len(text) < 300
 
 
 @pytest.mark.parametrize("rid", [None, 5, b"x", ["x"]])

@@ -133,11 +133,11 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=examples(80), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(120), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("phases", ["mixed", "prefill-first"])
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(("page_size", "radix_cache"), [(1, True), (4, True), (4, False), (16, True)])
@@ -160,7 +160,7 @@ def test_every_answer_is_the_one_it_gets_alone(
             max_prefill_tokens=rng.choice([16, 100]),
             schedule_conservativeness=0.01,
         )
-        for idx in range(20):
+        for idx in range(16):
             prompt = BASE[: rng.randrange(20)] + [
                 rng.randrange(1, VOCAB_SIZE) for _ in range(rng.randrange(1, 12))
             ]

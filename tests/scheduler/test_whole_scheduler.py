@@ -239,7 +239,7 @@ def live(harness: Harness, seed: int, num_acts: int) -> None:
     life.drain()
 
 
-@settings(max_examples=examples(120), deadline=None)
+@settings(max_examples=examples(75), deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
 def test_any_life_under_any_settings(config, seed, num_acts):
     live(Harness(**config), seed, num_acts)

@@ -141,8 +141,9 @@ def test_beta_learns_how_much_of_their_limits_requests_use(make_scheduler: Calla
             eos=range(14),  # every seventh token or so ends an answer
         )
         for _ in range(110):  # one after the other, so that they finish in order
-            harness.submit(prompt_len=4, max_new_tokens=200, ignore_eos=False)
-            harness.run_until_idle()
+            rid = harness.submit(prompt_len=4, max_new_tokens=200, ignore_eos=False)
+            while harness.answers[rid].finish is None:
+                harness.step()
         shares = [len(answer.tokens) / 200 for answer in harness.answers.values()][-100:]
         mean = sum(shares) / 100
         assert 0.02 < mean < 0.2, "the answers are not as short as the test wants them"

@@ -17,7 +17,7 @@ def run(harness: Harness, consumer: BlockConsumer | None) -> None:
     """A mix of requests in a pool that is too small for them: evictions, retractions, aborts, a flush."""
     rng = np.random.default_rng(7)
     shared = [int(token) for token in rng.integers(1, 90, 40)]
-    for number in range(24):
+    for number in range(15):
         cut, own = int(rng.integers(0, 40)), [int(token) for token in rng.integers(1, 90, 20)]
         message = {"lora_id": "fp"} if number % 3 == 1 else {}
         salt = "private" if number % 5 == 4 else ""

@@ -148,9 +148,9 @@ def in_seconds(harness: Harness, from_s: float, to_s: float) -> Callable[[StepPl
 @pytest.mark.parametrize("shortage_s", [0.05, 1.0, 5.0, 12.0])
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_shortage_of_some_seconds_costs_nobody_an_answer(shortage_s, overlapped):
-    harness = Piped(overlapped=overlapped, num_pages=400, max_running_requests=40)
+    harness = Piped(overlapped=overlapped, num_pages=400, max_running_requests=24)
     harness.runner.no_memory = in_seconds(harness, 100.05, 100.05 + shortage_s)
-    for _ in range(40):
+    for _ in range(24):
         harness.submit(prompt_len=20, max_new_tokens=60)
     harness.run()
 
