@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.model_runner import load
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.load import load_model_runner
@@ -361,6 +362,14 @@ def engine_config(model: ModelConfig, *, page_size: int = 4, **kernels: Any) -> 
         kernels=KernelConfig(**kernels),
         scheduler=SchedulerConfig(chunked_prefill_size=64, max_running_requests=8),
     )
+
+
+@pytest.fixture(autouse=True, scope="package")
+def no_huge_pages() -> Iterator[None]:
+    """Loading a model moves all memory of the process into huge pages, which is slow in one with all of the tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "collapse_resident_memory", lambda: 0)
+        yield
 
 
 @pytest.fixture

@@ -134,6 +134,7 @@ def prompt_of(length: int) -> list[int]:
     return [(7 * n * n + 3 * n) % 96 for n in range(length)]
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=list(KINDS))
 def test_no_launch_looks_at_the_device(nowhere, sampling):
     first, second = nowhere.start(prompt_of(37), sampling), nowhere.start(prompt_of(9), sampling)
@@ -239,6 +240,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
         yield device
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("sampling", KINDS.values(), ids=list(KINDS))
 def test_waiting_brings_the_tokens_of_the_own_step_and_no_more(
     make_tiny_llama: Callable[..., Any],

@@ -150,6 +150,7 @@ def test_alone_is_as_among_32(make, shape):
         assert [seen[req.row] for req in reqs] == expected
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_cached_prefix_changes_nothing(make, shape):
     """Its pages are shared by several that run together; one has nothing but its last token left to compute."""

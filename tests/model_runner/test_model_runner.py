@@ -44,6 +44,7 @@ def alone(driver, sampling):
     return driver.generate([prompt_of(37)], sampling, num=NUM)[0]
 
 
+@pytest.mark.fast_cases(1)
 def test_among_32_others(driver, sampling, alone):
     prompts = [prompt_of(3 + n, seed=n + 1) for n in range(31)]
     others = [replace(list(KINDS.values())[n % 3], seed=n) for n in range(31)]
@@ -53,12 +54,13 @@ def test_among_32_others(driver, sampling, alone):
     assert outputs[15] == alone
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("chunk", [1, 4, 7, 36])
 def test_chunked(driver, sampling, alone, chunk):
     assert driver.generate([prompt_of(37)], sampling, num=NUM, chunk=chunk)[0] == alone
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("prefix_len", [4, 20, 36])
 def test_with_a_cached_prefix(driver, sampling, alone, prefix_len):
     donor = driver.start([*prompt_of(37)[:36], 5], GREEDY)

@@ -51,6 +51,7 @@ def restart(driver: Driver, req: Any) -> Any:
     return driver.start(req.tokens, req.sampling, prompt_len=req.prompt_len)
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("where", "times"),
     [("executor.run", 1), ("model.logits", 1), ("sampler.sample", 1), ("builder.build", 2)],
@@ -173,6 +174,7 @@ def move_there_and_back(driver: Driver, sampling: SamplingParams) -> list[int]:
     return output
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     ("part", "method"),
     [

@@ -278,7 +278,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_architectures(make_tiny_model: MAKE, model_type: str) -> None:
     reason, options = ARCHITECTURES[model_type]
@@ -314,6 +314,7 @@ GGUF_FAULTS: dict[str, tuple[str, str, Callable[[Path], Any], dict[str, Any]]] =
 }
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("reason", "form", "damage", "settings"), GGUF_FAULTS.values(), ids=GGUF_FAULTS.keys()
 )

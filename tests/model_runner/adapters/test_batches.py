@@ -58,6 +58,7 @@ def test_a_mixed_batch_has_the_bits_of_each_alone(make_adapted, make_adapted_dri
     assert torch.equal(logits_of_all(base, [8], chunk=1 << 20)[8], together[8]), "a request of the base model"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_recorded_steps_have_the_bits_of_eager_ones(make_adapted, make_adapted_driver, dtype):
     adapted = make_adapted(3, dtype)
@@ -150,6 +151,7 @@ def test_prompt_logprobs_are_of_the_adapters_head(make_adapted, make_adapted_dri
     torch.testing.assert_close(torch.tensor(np.array(values)), expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("quantization", ["Q4_1", "Q8_0"])
 def test_on_quantized_weights(make_adapted, make_adapted_driver, make_tiny_model, tmp_path, quantization):
     """In float32 the file's weights are dequantized, which peft does here, too; in bfloat16 they keep their bits."""

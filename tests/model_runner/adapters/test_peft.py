@@ -79,7 +79,7 @@ TARGETS = {*ALL_LINEAR, *PHI3_LINEAR, *DELTA_LINEAR, *MAMBA_LINEAR, "embed_token
 CASES = [*itertools.product(MODELS, KINDS), *((name, "plain") for name in STATE_MODELS)]
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_logits_are_those_of_peft(make_tiny_model, make_driver, tmp_path, name, kind):
     model_type, options = (MODELS | STATE_MODELS)[name]

@@ -23,6 +23,7 @@ from .peft_adapters import ALL_LINEAR, PHI3_LINEAR, make_adapter
 PROMPT = [5, 60, 33, 7, 71, 12]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("model_type", ["llama", "phi3"])
 def test_ranks_together_compute_what_one_computes(make_tiny_model, tmp_path, model_type, size):

@@ -123,7 +123,7 @@ def logprobs_of(driver: Any, unpack: Any, prompt: list[int], chunks: list[int]) 
     return np.concatenate(found)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @families
 def test_logprobs_and_decodes_are_those_of_transformers(
     make_tiny_model, make_driver, unpack, model_type, options, expected
@@ -140,7 +140,7 @@ def test_logprobs_and_decodes_are_those_of_transformers(
     assert outputs == [tiny.greedy(tokens_of(5, seed=1), 6), tiny.greedy(tokens_of(33, seed=2), 6)]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(1)
 @families
 def test_in_bfloat16_they_are_as_close_to_the_exact_ones_and_steps_are_recorded(
     make_tiny_model, make_driver, unpack, model_type, options, expected, request
@@ -169,6 +169,7 @@ def test_in_bfloat16_they_are_as_close_to_the_exact_ones_and_steps_are_recorded(
     assert (driver.native.num_replayed > 0) == is_recorded
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_recorded_steps_equal_those_run_call_by_call(make_tiny_model, make_driver, kv_cache_dtype):
     if reasons := reasons_against_library():

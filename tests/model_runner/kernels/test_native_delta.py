@@ -49,6 +49,7 @@ def filled(dtype, inputs, outputs, *, num_slots=4, max_rank=24, ranks=(16, 3, 24
     return pair
 
 
+@pytest.mark.fast_cases(24)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), [(48, (48, 16, 16)), (80, (37,)), (6, (5, 9))])

@@ -136,7 +136,7 @@ def test_the_native_router_chooses_as_torch_does(library, routing, dtype, num_to
     torch.testing.assert_close(by_id(shares, ids), by_id(expected_shares, expected_ids), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @routings
 def test_the_triton_router_chooses_as_torch_does(device, routing):
     logits, bias = logits_of(7, seed=2).to(device), bias_of(routing)
@@ -147,7 +147,7 @@ def test_the_triton_router_chooses_as_torch_does(device, routing):
     torch.testing.assert_close(by_id(shares.cpu(), ids.cpu()), by_id(*(one.cpu() for one in expected)))
 
 
-@pytest.mark.fast_cases(12)
+@pytest.mark.fast_cases(4)
 @routings
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("everywhere", [False, True])

@@ -42,7 +42,7 @@ def filled(device, dtype, inputs, outputs):
     return pair
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("inputs", "outputs"), [(80, (37,)), (48, (65, 16, 16)), (2100, (20,))])
 @pytest.mark.parametrize("slots", [[2], [0, 0], [1, 1, 0, 2, 3], [1] * 35 + [2] * 3])

@@ -75,7 +75,7 @@ def poison(driver: Any, pages: list[int]) -> None:
         view[pages] = torch.nan
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("num_before", [1, 6])
 def test_a_swapped_request_goes_on_as_if_nothing_had_happened(make_swapping, sampling, page_size, num_before):
@@ -98,6 +98,7 @@ def test_a_swapped_request_goes_on_as_if_nothing_had_happened(make_swapping, sam
     assert driver.step([(again, 1)]).swap_s == 0.0
 
 
+@pytest.mark.fast_cases(2)
 def test_several_come_back_in_a_step_with_others(make_swapping, sampling):
     driver = make_swapping()
     prompts = [PROMPT, PROMPT[:10], PROMPT[3:30]]
@@ -166,7 +167,7 @@ def test_swapping_without_memory_on_the_host_is_a_bug(driver):
         driver.step([], swap_outs=[(1, 0)])
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("prompt_len", [34, 35, 36])
 @pytest.mark.parametrize("donor_output", [0, 1, 6])
 def test_siblings_start_from_a_copy_of_the_page_that_holds_the_end_of_the_prompt(

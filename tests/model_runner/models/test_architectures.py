@@ -148,7 +148,7 @@ def test_prefill_and_decode_are_those_of_transformers(
     assert logits[149:-1].argmax(-1).tolist() == req.output
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(4)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(
     make_tiny_model, make_driver, unpack, model_type, options
@@ -176,6 +176,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(
         assert predicted == req.output
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(
     "variant",
     ["mistral window", "qwen2", "qwen3 9/3 wide heads", "qwen3_moe", "gemma3", "phi3 longrope, long"],
@@ -195,6 +196,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
     assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
 
 
+@pytest.mark.fast_cases(9)
 @variants
 def test_memory_is_what_the_checkpoint_has(make_tiny_model, model_type, options):
     tiny = make_tiny_model(model_type, **options)

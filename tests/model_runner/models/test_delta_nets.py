@@ -100,6 +100,7 @@ def test_a_row_begins_without_the_state_of_the_request_before(make_tiny_model, m
         assert driver.generate([prompt], num=4) == [tiny.greedy(prompt, 4)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_text"])
 def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver, variant):
     model_type, options = VARIANTS[variant]
@@ -108,6 +109,7 @@ def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_dri
     check_recording(recorded, eager)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_text"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -287,6 +289,7 @@ IN_FILES: dict[str, Any] = {
 }
 
 
+@pytest.mark.fast_cases(1)
 @variants
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, model_type, options):
     changes = {

@@ -174,6 +174,7 @@ def test_is_the_model_of_transformers(make_tiny_model, make_driver, unpack, mode
     check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
 
 
+@pytest.mark.fast_cases(3)
 @one_of_each
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -193,6 +194,7 @@ RECORDED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("model_type", "options"), RECORDED.values(), ids=RECORDED.keys())
 def test_recorded_steps_have_the_bits_of_others(make_tiny_model, make_driver, model_type, options):
     if reasons := reasons_against_library():
@@ -201,6 +203,7 @@ def test_recorded_steps_have_the_bits_of_others(make_tiny_model, make_driver, mo
     check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
 
 
+@pytest.mark.fast_cases(3)
 @one_of_each
 def test_keys_and_values_in_8_bits(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]

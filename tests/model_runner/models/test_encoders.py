@@ -77,6 +77,7 @@ def test_hidden_states_are_those_of_transformers(make_texts, name):
         torch.testing.assert_close(ours, encoder.states(text), rtol=1e-5, atol=2e-5)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["bert", "xlm-roberta", "modernbert"])
 def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(make_texts, name):
     encoder, runner = make_texts(name, "bfloat16")
@@ -91,6 +92,7 @@ def test_bfloat16_is_as_close_to_float32_as_that_of_transformers(make_texts, nam
     assert error < 1.2 * their_error
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_text_has_the_same_states_in_any_company(make_texts, name, dtype):

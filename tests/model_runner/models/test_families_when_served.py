@@ -62,7 +62,7 @@ def make(make_tiny_model: Any, make_driver: Any) -> Callable[..., Driver]:
     return make_one
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @families
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
 def test_drafts_have_the_logits_of_decodes(make, model_type, options):
@@ -85,7 +85,7 @@ def test_drafts_have_the_logits_of_decodes(make, model_type, options):
             driver.finish(each)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @families
 def test_a_fixed_order_hides_company_chunks_prefixes_and_retractions(make, model_type):
     driver = make(model_type, deterministic=True)

@@ -37,6 +37,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 
 
+@pytest.mark.fast_cases(3)
 @variants
 def test_prefill_and_decode_are_those_of_transformers(
     make_tiny_model, make_driver, unpack, model_type, options

@@ -107,6 +107,7 @@ variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(),
 families = pytest.mark.parametrize("name", ["gemma4, shared keys, wide MLPs", "gemma3n"])
 
 
+@pytest.mark.fast_cases(4)
 @variants
 def test_every_variant_is_that_of_transformers(make_tiny_model, make_driver, unpack, model_type, options):
     tiny = make_tiny_model(model_type, **options)
@@ -114,6 +115,7 @@ def test_every_variant_is_that_of_transformers(make_tiny_model, make_driver, unp
     check_memory(tiny)
 
 
+@pytest.mark.fast_cases(1)
 @families
 def test_in_bfloat16_and_with_an_int8_cache(make_tiny_model, make_driver, unpack, name):
     model_type, options = VARIANTS[name]
@@ -123,6 +125,7 @@ def test_in_bfloat16_and_with_an_int8_cache(make_tiny_model, make_driver, unpack
     check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
 
 
+@pytest.mark.fast_cases(1)
 @families
 def test_steps_are_recorded(make_tiny_model, make_driver, name):
     if reasons := reasons_against_library():

@@ -110,7 +110,7 @@ def test_prefill_and_decode_are_those_of_transformers(
     assert tiny.logprobs(prompt + req.output)[149:-1].argmax(-1).tolist() == req.output
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(
     make_tiny_model, make_driver, unpack, model_type, options
@@ -136,6 +136,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(
         assert predicted == req.output
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", ["v2", "v3 yarn, sharper scores", "v3 experts in groups", "glm"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -152,6 +153,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
     assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
 
 
+@pytest.mark.fast_cases(4)
 @variants
 def test_memory_is_what_the_checkpoint_has(make_tiny_model, make_driver, model_type, options):
     tiny = make_tiny_model(model_type, **options)

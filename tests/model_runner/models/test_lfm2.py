@@ -75,6 +75,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 
 
+@pytest.mark.fast_cases(4)
 @variants
 def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driver, unpack, options):
     tiny = make_tiny_model("lfm2", **options)
@@ -93,7 +94,7 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driv
     assert tiny.logprobs(prompt + req.output)[149:-1].argmax(-1).tolist() == req.output
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @variants
 @pytest.mark.parametrize("chunks", [(1, 1, 1, 1, 60), (37, 1, 2, 24), (5, 3, 56), (64,)])
 def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack, options, chunks):
@@ -135,6 +136,7 @@ def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_dri
     check_recording(recorded, eager)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("variant", ["lfm2", "four taps, biases, 9/3", "six taps"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     tiny = make_tiny_model("lfm2", dtype="bfloat16", **VARIANTS[variant])
@@ -232,6 +234,7 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
     writer.close()
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("variant", ["lfm2", "tied, ends with a convolution"])
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, variant):
     tiny = make_tiny_model("lfm2", **VARIANTS[variant])

@@ -41,7 +41,7 @@ def tokens_of(length: int, vocab: int = 96, seed: int = 0) -> list[int]:
     return [source.randrange(vocab) for _ in range(length)]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_logprobs_and_greedy_output_are_those_of_transformers(make_tiny_llama, make_driver, unpack, shape):
     tiny = make_tiny_llama(**shape)

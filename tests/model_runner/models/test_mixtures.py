@@ -235,7 +235,7 @@ def test_prefill_and_decode_are_those_of_transformers(make_tiny_model, make_driv
     check_prefill_and_decode(tiny, driver, unpack)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @variants
 def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -243,7 +243,7 @@ def test_chunks_prefixes_and_mixed_steps_change_nothing(make_tiny_model, make_dr
     check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -254,6 +254,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, mak
 WHOLE_HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize("variant", ONE_OF_EACH)
 def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_driver, variant):
     if reasons := reasons_against_library():
@@ -269,6 +270,7 @@ def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_dr
     assert driver.generate(prompts, num=8) == found
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", ["mixtral", "qwen2_moe", "glm4_moe", "gpt_oss", "llama4 as Scout"])
 def test_an_int8_cache_changes_little(make_tiny_model, make_driver, unpack, variant):
     model_type, options = VARIANTS[variant]
@@ -338,7 +340,7 @@ WHOLE_BLOCKS = {
 }
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", WHOLE_BLOCKS)
 def test_quantized_experts_take_their_planned_memory(make_tiny_model, make_driver, unpack, variant):
     if reasons := reasons_against_library():

@@ -442,7 +442,7 @@ def _modules_names(reference: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in reference.state_dict().items() if name not in tied}
 
 
-@pytest.mark.fast_cases(8)
+@pytest.mark.fast_cases(6)
 @kinds
 @pytest.mark.parametrize("names", ["saved", "new"])
 def test_logits_are_those_of_transformers(
@@ -570,6 +570,7 @@ def test_fields_beside_the_vision_config(
     _check(tiny, make_driver(spec, tiny.folder), unpack)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_vl"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(
     make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
@@ -625,6 +626,7 @@ def test_a_missing_and_an_unknown_tensor_are_named(make_tiny: MakeTiny) -> None:
         check_folder_weights(tiny.folder, tiny.spec)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl yarn tied", "olmo in llava"])
 def test_transformers_can_compute_the_text(
     make_tiny: MakeTiny, make_driver: Any, unpack: Any, name: str
@@ -650,6 +652,7 @@ def test_gguf_files_of_the_language_model(
     _check(tiny, make_driver(spec, path, kind="gguf"), unpack)
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("name", ["gemma3", "qwen2_5_vl"])
 def test_adapters_of_the_whole_model(
     make_tiny: MakeTiny, make_driver: Any, unpack: Any, tmp_path: Path, name: str

@@ -22,6 +22,7 @@ MODELS = {
 }
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(  # 9 run as 10
     ("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("granite", 2)]
 )

@@ -108,7 +108,7 @@ def test_logits_are_those_of_decodes(make, shape, options, recorded):
     assert seen.num_recorded == (len(LENGTHS) * (NUM_DRAFTS + 2) if recorded else 0)
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("counts", [(8, 0, 5, 1), (0, 2), (0, 0, 3), (4, 0, 0, 0), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"deterministic": True}], ids=str)
 def test_so_they_are_among_others(make, options, counts):

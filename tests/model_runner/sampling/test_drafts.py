@@ -53,6 +53,7 @@ def begun(driver: Driver, sampling: SamplingParams, prompt: list[int] | None = N
     return req
 
 
+@pytest.mark.fast_cases(2)
 def test_right_drafts_are_all_taken(driver, sampling, alone):
     req = begun(driver, sampling)
     assert step(driver, [(req, alone[1:9])]) == [9]
@@ -60,7 +61,7 @@ def test_right_drafts_are_all_taken(driver, sampling, alone):
     assert req.output == alone[:12]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("num_right", [0, 1, 4])
 def test_what_follows_a_wrong_draft_is_dropped(driver, sampling, alone, num_right):
     req = begun(driver, sampling)
@@ -94,6 +95,7 @@ def test_random_drafts_among_others(driver, sampling, alone):
         assert each.output[:NUM] == text[:NUM]
 
 
+@pytest.mark.fast_cases(2)
 def test_the_last_token_stays_on_the_device(driver, sampling, alone):
     """The next step need not be told it: it is the last one that counts, not the last one sampled."""
     req = begun(driver, sampling)

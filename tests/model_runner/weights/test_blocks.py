@@ -107,6 +107,7 @@ def store_of(path: Path, types: Sequence[str]) -> GGUFStore:
     return GGUFStore(path, SPEC)
 
 
+@pytest.mark.fast_cases(8)
 @pytest.mark.parametrize("kind", GGUF_FORMS)
 def test_blocks_mean_what_is_read_without_them(tmp_path: Path, kind: str) -> None:
     """The rows of q and k, which the file has in another order, are among them."""
@@ -273,7 +274,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @needs_kernel
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 @pytest.mark.parametrize("tied", [True, False])
@@ -296,6 +297,7 @@ def test_a_file_that_is_kept_says_what_it_says_dequantized(
     assert np.abs(ours - theirs).mean() < 0.08
 
 
+@pytest.mark.fast_cases(1)
 @needs_kernel
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
 def test_a_file_packed_in_one_pass_says_the_same_to_the_bit(

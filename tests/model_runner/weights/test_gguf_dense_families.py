@@ -146,7 +146,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
-@pytest.mark.fast_cases(7)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
     model_type, arch, options = VARIANTS[variant]

@@ -194,7 +194,7 @@ def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
     return np.where(is_long, rope["factor"], 1.0).astype(np.float32)
 
 
-@pytest.mark.fast_cases(5)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("variant", FILES)
 def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
     model_type, options = VARIANTS[variant]

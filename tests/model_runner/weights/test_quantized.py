@@ -202,7 +202,7 @@ def prompt_logprobs(driver: Any, unpack: Any) -> Any:
     return unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])[0]
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     make_tiny_llama, make_driver, unpack, form
@@ -222,6 +222,7 @@ def test_a_quantized_model_is_the_one_with_the_weights_it_stands_for(
     assert 1e-4 < (meant - original).abs().mean() < (0.3 if "fp8" in description["quant_method"] else 1.5)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.skipif(
     bool(reasons_against_blocks(quant_target(CPU, torch.bfloat16))), reason="no kernel for blocks here"
 )
@@ -285,6 +286,7 @@ def test_fp8_made_of_plain_weights(make_tiny_llama, make_driver, unpack):
     np.testing.assert_allclose(prompt_logprobs(driver, unpack), expected, atol=1e-3)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["awq", "fp8 per block"])
 def test_experts_and_their_router(make_tiny_model, make_driver, unpack, form, dtype):

@@ -35,6 +35,13 @@ def play(path: Path, **settings: Any) -> tuple[Harness, Timeline]:
     return harness, read_log(path, None)[0]
 
 
+@pytest.fixture(scope="module")
+def plain_log(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Harness, Timeline]:
+    """The log of a scheduler with usual settings; nothing changes it."""
+    path = tmp_path_factory.mktemp("plain") / "run.log"
+    return path, *play(path)
+
+
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "settings",
@@ -48,8 +55,8 @@ def play(path: Path, **settings: Any) -> tuple[Harness, Timeline]:
     ],
     ids=str,
 )
-def test_every_request_has_its_story(tmp_path, settings):
-    harness, timeline = play(tmp_path / "run.log", **settings)
+def test_every_request_has_its_story(plain_log, tmp_path, settings):
+    harness, timeline = play(tmp_path / "run.log", **settings) if settings else plain_log[1:]
 
     assert [story.rid for story in timeline.requests] == list(harness.answers)
     for story in timeline.requests:
@@ -79,8 +86,8 @@ def test_every_request_has_its_story(tmp_path, settings):
     assert (MarkKind.SWAPPED_IN in marks) == (settings.get("preemption_mode") == "swap")
 
 
-def test_the_figures_are_those_of_the_log(tmp_path):
-    harness, timeline = play(tmp_path / "run.log")
+def test_the_figures_are_those_of_the_log(plain_log):
+    _, harness, timeline = plain_log
     passes = timeline.passes
     pools = zip(
         passes.free_pages, passes.evictable_pages, passes.locked_pages, passes.held_pages, strict=True
@@ -92,8 +99,7 @@ def test_the_figures_are_those_of_the_log(tmp_path):
     assert max(passes.num_waiting) > 0
 
 
-def test_the_command_reads_it(tmp_path):
-    play(tmp_path / "run.log")
+def test_the_command_reads_it(plain_log, tmp_path):
     out = tmp_path / "out.json"
-    assert cli.run(["trace", str(tmp_path / "run.log"), "--format", "perfetto", "-o", str(out)]) == 0
+    assert cli.run(["trace", str(plain_log[0]), "--format", "perfetto", "-o", str(out)]) == 0
     assert len(json.loads(out.read_text(encoding="utf-8"))["traceEvents"]) > 500

@@ -73,6 +73,7 @@ def make_pair(make_tiny_model: Any, make_driver: Any, caplog: Any) -> Any:
     return make
 
 
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_gives_the_text_of_transformers(make_pair, shape):
     tiny, driver = make_pair(shape, "float32")
@@ -97,6 +98,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_pair, unpack, s
     assert np.abs(ours - exact).mean() < 1.2 * np.abs(theirs - exact).mean() + 1e-3
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 @pytest.mark.parametrize("shape", ["llama", "gemma3_text"])
 def test_an_embedding_is_looked_up_in_its_head(

@@ -452,6 +452,7 @@ def rotated(
     return q, pool.k[slots]
 
 
+@pytest.mark.fast_cases(30)
 @pytest.mark.parametrize(
     ("dtype", "angles", "norm_dtype"),
     [

@@ -182,6 +182,7 @@ def test_recorded_logits_are_in_the_serving_dtype_and_the_head_writes_them_in_pl
     assert written == [(torch.ops.aten.mm.out, torch.bfloat16)]
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("window", [None, 9])
 def test_drafts_are_verified_by_the_recording_of_as_many_tokens(make_tiny_model, window):
     """They were launched kernel by kernel, which a small model's drafts do not make up for."""

@@ -197,7 +197,7 @@ def test_prompts_of_all_sizes_chunks_and_mixed_steps(tiny):
     assert launches() == 2
 
 
-@pytest.mark.fast_cases(6)
+@pytest.mark.fast_cases(3)
 @pytest.mark.parametrize(("model_type", "options"), MODELS.values(), ids=MODELS.keys())
 def test_models_of_all_kinds(make_tiny_model, monkeypatch, model_type, options):
     monkeypatch.delattr(DeviceAttention, "capturable")  # decodes are of plain models only

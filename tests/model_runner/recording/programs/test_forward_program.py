@@ -126,7 +126,7 @@ def live(driver: Driver, seed: int, samplings: Sequence[SamplingParams] = (GREED
     return results
 
 
-@pytest.mark.fast_cases(4)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_a_program_gives_what_the_model_gives(make, model_type):
     driver = make(model_type)
@@ -137,6 +137,7 @@ def test_a_program_gives_what_the_model_gives(make, model_type):
     assert max(compared.wanted) < max(compared.sizes)
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -277,6 +278,7 @@ class Odd:
         return logits
 
 
+@pytest.mark.fast_cases(4)
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

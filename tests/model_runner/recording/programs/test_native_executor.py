@@ -118,7 +118,7 @@ def live(driver: Driver, seed: int) -> None:
 # ------------------------------------------------------------ the same to the last bit
 
 
-@pytest.mark.fast_cases(3)
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     pair = make_pair(model_type)
@@ -133,6 +133,7 @@ def test_recorded_steps_have_the_logits_of_eager_ones(make_pair, model_type):
     assert len(seen[0].recorded_sizes) >= 4, "of several sizes, which took turns"
 
 
+@pytest.mark.fast_cases(1)
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize(
     ("model_type", "kv_cache_dtype"), [("llama", "auto"), ("gemma3_text", "auto"), ("llama", "int8")]
