@@ -19,6 +19,7 @@ from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, SingleRank, TPGroup
 from engine.model_runner.memory import kv_pool
 from engine.model_runner.model_runner import ModelRunner
+from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.runtime.config.engine_config import (
@@ -219,14 +220,21 @@ def test_a_warning_says_what_a_step_without_a_recording_costs(make, monkeypatch,
     assert "takes the host 4.0 ms: smaller steps wait for it (launch_ms=4.0)" in caplog.text
 
 
-def test_what_recordings_save_the_host_is_logged(make, monkeypatch, caplog):
-    """Then there is nothing to warn of; the first step of the new runner is not timed."""
+def record_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Record operators of torch: kernels of other kinds would not be seen, and not be replayed."""
     device = torch.device("cuda")
+    plain = {op: providers[-1:] for op, providers in PROVIDERS.items()}
+    monkeypatch.setattr(load, "select_ops", lambda target: select_ops(target, plain))
     monkeypatch.setattr(
         load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
     )
     monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
     monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
+
+
+def test_what_recordings_save_the_host_is_logged(make, monkeypatch, caplog):
+    """Then there is nothing to warn of; the first step of the new runner is not timed."""
+    record_as_a_gpu(monkeypatch)
     clock = SimpleNamespace(perf_counter=iter((0.0, 0.004, 1.0, 1.0015)).__next__)
     monkeypatch.setattr(trial, "time", clock)
     with caplog.at_level("INFO"):
@@ -282,12 +290,7 @@ def test_a_pool_that_was_asked_for_stands(make):
 
 
 def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
-    device = torch.device("cuda")
-    monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
-    )
-    monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
-    monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
+    record_as_a_gpu(monkeypatch)
     with caplog.at_level("INFO"):
         runner = make(pool_is_estimate=True)
 
@@ -361,12 +364,7 @@ def test_weights_that_do_not_fit_are_an_error(make, monkeypatch):
     ],
 )
 def test_a_runner_that_cannot_be_made_is_an_error_with_a_way_out(make, monkeypatch, num_before, message):
-    device = torch.device("cuda")
-    monkeypatch.setattr(
-        load, "sizes_to_record", lambda kernels, num, _, **more: sizes_to_record(kernels, num, device, **more)
-    )
-    monkeypatch.setattr(assembly, "CudaGraphDevice", lambda _device: Graphs())
-    monkeypatch.setattr(assembly, "select_backend", lambda *_args: DeviceAttention)
+    record_as_a_gpu(monkeypatch)
     honest = vars(load)["assemble_runner"]
     calls: list[None] = []
 
