@@ -24,7 +24,8 @@ from tests.model_runner.adapters.peft_adapters import PeftAdapter, make_adapter
 from .conftest import StartServe, openai_client
 from .serving import DEADLINE_S, SLOW, EngineServe, run_engine
 
-pytestmark = pytest.mark.real_process
+# In one process: `tests/offline/test_adapters.py` and `tests/tokenizer_manager/adapters`.
+pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 NUM: Final = 8
 NUM_TOKENS: Final = 12
@@ -154,7 +155,6 @@ def test_generate_with_one_adapter_for_each_prompt(server: EngineServe, referenc
     assert [answer["text"] for answer in answers] == [reference.text(n) for n in (5, 6, 5)]
 
 
-@pytest.mark.slow
 def test_an_llm_computes_the_same(model: Path, reference: Reference):
     lora = [f"a{n}={reference.root / f'a{n}'}" for n in range(3)]
     sampling = SamplingParams(temperature=0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
@@ -203,8 +203,6 @@ def test_changed_files_under_one_name_and_path(
     assert unload(server.url, "changing").status_code == 200
 
 
-@pytest.mark.slow
-@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize("kind", ["truncated", "nan", "swapped", "absurd", "link", "name", "outside", "rank"])
 def test_a_broken_adapter_fails_alone(
     client: openai.OpenAI, reference: Reference, server: EngineServe, tmp_path: Path, kind: str
@@ -254,7 +252,6 @@ def test_a_broken_adapter_fails_alone(
     assert complete(client, "a1").choices[0].text == reference.text(1)
 
 
-@pytest.mark.slow
 def test_an_unload_in_the_middle_of_sixteen_answers(
     start_serve: StartServe, model: Path, reference: Reference
 ):
@@ -287,7 +284,6 @@ def test_an_unload_in_the_middle_of_sixteen_answers(
 # ---------------------------------------------------------------- lost processes
 
 
-@pytest.mark.slow
 def test_streams_of_three_adapters_survive_a_killed_scheduler(
     start_serve: StartServe, model: Path, reference: Reference
 ):
@@ -331,7 +327,6 @@ def test_streams_of_three_adapters_survive_a_killed_scheduler(
     assert engine.leftovers() == []
 
 
-@pytest.mark.slow
 def test_a_killed_tokenizer_manager_comes_back_with_all_names(
     start_serve: StartServe, model: Path, reference: Reference
 ):
@@ -358,7 +353,6 @@ def test_a_killed_tokenizer_manager_comes_back_with_all_names(
 # ---------------------------------------------------------------- decisions
 
 
-@pytest.mark.slow
 def test_decisions_about_adapters_are_explained_and_replayed(
     start_serve: StartServe, model: Path, reference: Reference, tmp_path: Path
 ):

@@ -26,7 +26,8 @@ from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder,
 from .conftest import StartServe, openai_client
 from .serving import DEADLINE_S, EngineServe, engine_command, engine_environment, run_engine
 
-pytestmark = pytest.mark.real_process
+# In one process: `tests/offline/test_pooled.py` and `tests/tokenizer_manager/http`.
+pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 TEXTS: Final = ["the quick brown fox", "a cat and a kitten", "stock market", "one " * 40]
 MAX_INPUTS: Final = 2048
@@ -145,7 +146,6 @@ def test_documents_are_ranked_and_pairs_scored(server, folder):
         np.testing.assert_allclose(llm.score(query, TEXTS), expected, atol=TOLERANCE)
 
 
-@pytest.mark.slow
 def test_a_reranker(start_serve: StartServe, tmp_path):
     folder = make_reranker(tmp_path / "tiny-reranker")
     server = start_serve(str(folder), "--dtype", "float32").wait_until_ready()
@@ -167,7 +167,6 @@ def test_a_reranker(start_serve: StartServe, tmp_path):
 # ---------------------------------------------------------------- many inputs, and bad ones
 
 
-@pytest.mark.slow
 def test_a_call_of_2048_inputs(server, folder):
     texts = many(MAX_INPUTS)
     answer = post(server, "/v1/embeddings", input=texts, encoding_format="base64").json()
@@ -189,7 +188,6 @@ def test_one_bad_input_of_2048_fails_with_its_number(server):
     server.idle_metrics()
 
 
-@pytest.mark.slow
 def test_10_000_inputs_of_five_clients_at_once(start_serve: StartServe, folder):
     server = start_serve(
         str(folder), "--dtype", "float32", "--max-queued-requests", "10000"
@@ -216,8 +214,7 @@ def test_10_000_inputs_of_five_clients_at_once(start_serve: StartServe, folder):
 # ---------------------------------------------------------------- faults, and what is told afterwards
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")
     texts = many(MAX_INPUTS)
@@ -248,8 +245,7 @@ def test_a_call_survives_a_scheduler_that_is_killed_in_its_middle(start_serve: S
     assert server.leftovers() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["encoder", pytest.param("decoder", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_decisions_about_vectors_are_explained_and_replayed(start_serve: StartServe, tmp_path, kind):
     folder = (make_embedder if kind == "encoder" else make_decoder_embedder)(tmp_path / "tiny")
     log = tmp_path / "decisions.edl"

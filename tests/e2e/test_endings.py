@@ -50,7 +50,7 @@ def engine(start_serve, model):
     return start_serve(str(model), "--dtype", "float32", "--max-restarts", "0", *SLOW).wait_until_ready()
 
 
-@pytest.mark.fast_cases(1)
+@pytest.mark.slow  # `tests/faults/test_streams_survive.py` kills one, too
 @pytest.mark.parametrize("role", ["scheduler", "detokenizer"])
 def test_a_killed_process_ends_everything_with_an_error_for_the_client(engine, role):
     with Stream(engine) as stream:

@@ -82,6 +82,7 @@ def test_structured(tmp_path, serve):
     assert verdict in ("yes", "no")
 
 
+@pytest.mark.slow
 def test_tools(tmp_path, serve):
     first, *_ = client(tmp_path, serve, "tools.py")
 
@@ -96,6 +97,7 @@ def test_many_requests(tmp_path, serve):
     assert re.fullmatch(r"40 answers, \d+ tokens in [\d.]+ s: \d+ tokens/s", last)
 
 
+@pytest.mark.slow
 def test_curl(tmp_path, serve):
     lines = run(tmp_path, "sh", EXAMPLES / "curl.sh", serve.url, ENGINE_API_KEY=KEY)
 

@@ -13,7 +13,8 @@ from tests.e2e.serving import DEADLINE_S, SLOW, EngineServe
 
 from .load import KINDS, Load, answers_of
 
-pytestmark = pytest.mark.real_process
+# In one process: `tests/tokenizer_manager/dispatch/test_replicas.py`.
+pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 ARGUMENTS = ("--dtype", "float32", "--watchdog-timeout", "6", "--max-restarts", "100", *SLOW)
 BODIES = list(KINDS.values())
@@ -41,7 +42,6 @@ def both_run(metrics):
     return metrics['replica_healthy{replica="0"}'] == metrics['replica_healthy{replica="1"}'] == 1
 
 
-@pytest.mark.slow  # in one process: tests/tokenizer_manager/dispatch/test_replicas.py
 @pytest.mark.parametrize(
     ("lost", "signum"),
     [
@@ -69,7 +69,6 @@ def test_every_answer_is_what_one_replica_says(engine, one_replica, lost, signum
         assert engine.pids[role] == before[role]
 
 
-@pytest.mark.slow
 def test_a_lost_tokenizer_manager_is_back_with_both_replicas(engine):
     before = engine.pids
     with Load(engine, BODIES[:2]) as load:

@@ -217,7 +217,6 @@ FIT_FAULTS = [
     ({"max_total_tokens": 10**12}, {}, "takes .* but memory holds", "lower --max-total-tokens"),
     ({"device": "cuda"}, {}, "no NVIDIA driver or GPU is visible", "use --device cpu"),
     ({"tp": 3}, {}, "tp is 3", ""),
-    ({"overlap": True, "speculative": "ngram"}, {}, "overlap is on", "--no-overlap"),
 ]
 
 

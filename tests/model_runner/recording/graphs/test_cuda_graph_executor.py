@@ -414,11 +414,11 @@ def test_the_sampling_after_recorded_decodes_is_recorded_too(tiny, monkeypatch):
     recorded, eager = make(tiny, device, max_recorded_bs=3), make(tiny, None)
     backend: Any = recorded.runner.sampler._backend
     num_decodes = num_samplings = 0
-    for kinds in (KINDS[:1], KINDS[:2], [KINDS[1], KINDS[3]], KINDS[:3], [KINDS[0]] * 4):
+    for kinds in ([KINDS[0], KINDS[1], KINDS[3]], KINDS[1:3], [KINDS[0]] * 4):
         num = len(kinds)
-        assert recorded.generate(prompts[:num], kinds, num=4) == eager.generate(prompts[:num], kinds, num=4)
-        num_decodes += 3 * (num <= 3)
-        num_samplings += 3 * (num <= 3 and KINDS[2] not in kinds)
+        assert recorded.generate(prompts[:num], kinds, num=3) == eager.generate(prompts[:num], kinds, num=3)
+        num_decodes += 2 * (num <= 3)
+        num_samplings += 2 * (num <= 3 and KINDS[2] not in kinds)
         assert recorded.runner.executor.num_replayed == num_decodes
         assert backend.num_replayed == num_samplings
     assert device.num_replayed == num_decodes + num_samplings

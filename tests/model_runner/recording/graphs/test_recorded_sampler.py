@@ -88,6 +88,7 @@ def test_a_row_whose_logits_are_no_numbers_is_found_and_harms_nobody():
     assert ours.finite.tolist() == [True, False, True]
 
 
+@pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(
     "row",
     [
