@@ -28,7 +28,7 @@ PARTIAL_BYTES: Final = 256 << 20
 _MOST_SPLITS: Final = 128  # FA3's own limit of its choice
 _MOST_PLANNED: Final = 992  # requests; the device does not choose the splits of larger batches
 _FEW_KEY_BLOCKS: Final = 4  # that are never split
-_MARGIN: Final = 1.1
+_MARGIN: Final = np.float32(1.1)
 _FLOAT32_BYTES: Final = 4
 
 
@@ -76,7 +76,9 @@ def max_splits(query_lens: Int64s, key_lens: Int64s, shape: SplitShape) -> int:
     longest = int(key_blocks.max())
     if longest <= _FEW_KEY_BLOCKS:
         return 1
-    num_blocks = int((row_blocks * key_blocks).sum()) * shape.num_kv_heads
-    chosen = -(-longest // math.ceil(num_blocks * _MARGIN / shape.num_sms))
+    # In the device's precision and order: other roundings give another number where the quotient is whole.
+    num_blocks = np.float32((row_blocks * key_blocks).sum())
+    blocks_per_sm = num_blocks * _MARGIN * np.float32(shape.num_kv_heads) / np.float32(shape.num_sms)
+    chosen = -(-longest // math.ceil(blocks_per_sm))
     one_bytes = int(query_lens.sum()) * shape.num_heads * shape.head_dim * _FLOAT32_BYTES
     return max(1, min(chosen, _MOST_SPLITS, PARTIAL_BYTES // one_bytes))

@@ -34,7 +34,10 @@ def chosen(query_lens: list[int], key_lens: list[int], shape: SplitShape) -> int
     total = sum(
         math.ceil(length * group / shape.block_rows) * n for length, n in zip(query_lens, keys, strict=True)
     )
-    each = math.ceil(total * 1.1 * shape.num_kv_heads / shape.num_sms)
+    single = np.float32
+    each = math.ceil(
+        single(single(single(total) * single(1.1)) * single(shape.num_kv_heads)) / single(shape.num_sms)
+    )
     return max(max(1, math.ceil(n / each)) for n in keys)
 
 
@@ -78,6 +81,12 @@ def test_a_long_context_beside_short_ones_is_split_as_far_as_memory_goes():
 )
 def test_one_decode_of_a_long_context_is_split_as_far_as_it_was(shape, context):
     assert bound([1], [context], shape) >= own_bound([1], [context], shape) > 8
+
+
+def test_whole_quotients_are_rounded_as_on_the_device():
+    """360 blocks with a tenth to spare are 3 for each of 132 multiprocessors; in float64 they were a little more."""
+    shape = SplitShape(9, 3, 64, None, 132)
+    assert bound([1, 1, 257, 257], [1025, 10_241, 257, 257], shape) == 27
 
 
 def test_what_is_not_split():
