@@ -247,7 +247,7 @@ def test_any_life_under_any_settings(config, seed, num_acts):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=700, deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(60, 120))
 def test_many_long_lives(config, seed, num_acts):
     live(Harness(**config), seed, num_acts)
