@@ -455,8 +455,11 @@ class Scheduler:
         self._note(self._transfer.answered(rows, now_s), now_s)
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
-        """Whether a step must be settled before the next one is planned, also with overlap."""
-        return self._parts.speculation.needs_result(batch)
+        """Whether a step must be settled before the next one is planned, also with overlap.
+
+        Not with pipeline stages: the requests of a step in flight are not planned again.
+        """
+        return self.num_stages == 1 and self._parts.speculation.needs_result(batch)
 
     def is_reading(self, store_id: int) -> bool:
         """Whether an adapter's weights are still to be read; False if they are, or if it was refused."""

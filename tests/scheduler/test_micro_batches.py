@@ -16,7 +16,7 @@ from tests.selection import examples
 
 from .fake_runner import ints
 from .grammar.toy_matcher import ToyGrammar
-from .test_pipeline import LIVES, Piped, SlowDevice, SlowStep, live
+from .test_pipeline import LIVES, Piped, SlowDevice, SlowStep, launched_while, live
 
 
 class StagedDevice(SlowDevice):
@@ -62,6 +62,18 @@ class Staged(Piped):
         self.staged = StagedDevice(self.device)
         self.device = self.staged
         self.pipeline._runner = self.staged
+
+
+def test_with_stages_a_step_with_drafts_stays_in_flight():
+    """Its requests are in no other step, so the next one needs none of its tokens."""
+    harness = Staged(2, num_pages=128)
+    for _ in range(4):
+        harness.submit(grammar=ToyGrammar(seed=3, length=30, forced=((5, 12), (20, 26))), max_new_tokens=40)
+    harness.run()
+
+    drafted = {plan.step_id for plan in harness.staged.launched if plan.draft_ids}
+    assert len(drafted) > 3
+    assert {step + 1 for step in drafted} <= launched_while(harness, 1)
 
 
 def test_two_steps_are_in_flight_each_with_half_of_the_requests():
