@@ -29,7 +29,7 @@ from .recording.eager_executor import EagerExecutor
 from .recording.graph_device import CudaGraphDevice
 from .recording.graphs.cuda_graph_executor import cuda_graph_executor
 from .recording.graphs.recorded_forward import RecordedForward
-from .recording.graphs.recorded_sampler import RecordedSampler
+from .recording.graphs.recorded_sampler import recorded_sampler
 from .recording.programs.forward_program import programmed_forward
 from .recording.programs.native_executor import native_executor
 from .request_states import RequestStates
@@ -144,7 +144,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         states_of_layers=None if state_pool is None else StatePlanner(state_pool.layout),
     )
     decodes = executor.recorded_decodes
-    record = None if decodes is None else partial(RecordedSampler, decodes)
+    record = None if decodes is None else partial(recorded_sampler, decodes)
     sampler = shared_sampler(partial(make_sampler, counts, device, loaded.model.logits_dtype, record), group)
     # Rank 0 alone has compiled the sampler. Without this the others would wait for it in the first step, where the
     # timeout is that of steps.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -66,6 +66,8 @@ class _Layout(NamedTuple):
 
 class NativeSamplerBackend:
     """See `SamplerBackend`."""
+
+    recorded_bytes: Sequence[int] = ()
 
     def __init__(self, counts: TokenCounts, library: ctypes.CDLL | None = None) -> None:
         """Load the kernels; `library` replaces those for this CPU."""

@@ -8,7 +8,7 @@ with noise that depends on seed, position and token only (see `noise`), so the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from .backend_selection import select_sampler_backend
-from .sampler_backend import CapturableSampler, RecordedBackend, SamplerBackend
+from .sampler_backend import SamplerBackend
 from .torch_backend import TorchSamplerBackend
 
 if TYPE_CHECKING:
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 Refused = Callable[[npt.NDArray[np.int64]], "TokenMasks | None"]
 """See `GetMasks.after`."""
-
-RecordSampler = Callable[[SamplerBackend, CapturableSampler], RecordedBackend]
-"""Wraps a backend: what it can do in a recording is recorded."""
 
 
 class Sampled(NamedTuple):
@@ -53,20 +50,13 @@ class Sampler:
     """Samples tokens and counts them for the penalties.
 
     Attributes:
-        recorded_bytes: device memory of the backend's recordings, of each size, the largest first.
+        recorded_bytes: see `SamplerBackend`.
     """
 
-    recorded_bytes: Sequence[int]
-
-    def __init__(
-        self,
-        counts: TokenCounts,
-        backend: SamplerBackend | None = None,
-        recorded_bytes: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, counts: TokenCounts, backend: SamplerBackend | None = None) -> None:
         """Take the sampler backend; None: torch's operations."""
         self._backend = backend or TorchSamplerBackend(counts)
-        self.recorded_bytes = recorded_bytes
+        self.recorded_bytes = self._backend.recorded_bytes
 
     def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
         """Sample one token per row.
@@ -104,16 +94,12 @@ def make_sampler(
     counts: TokenCounts,
     device: torch.device,
     logits_dtype: torch.dtype = torch.float32,
-    record: RecordSampler | None = None,
+    record: Callable[[SamplerBackend], SamplerBackend] | None = None,
 ) -> Sampler:
     """A sampler with the preferred backend of this device, prepared for logits of this dtype.
 
     Args:
-        record: records what the backend can do in a recording; None: there are no recordings.
+        record: returns the backend with recordings of what can be recorded; None: there are no recorded decodes.
     """
     backend = select_sampler_backend(counts, device, logits_dtype)
-    capturable = backend.capturable()
-    if record is None or capturable is None:
-        return Sampler(counts, backend)
-    recorded = record(backend, capturable)
-    return Sampler(counts, recorded, recorded.recorded_bytes)
+    return Sampler(counts, backend if record is None else record(backend))

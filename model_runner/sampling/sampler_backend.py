@@ -53,7 +53,7 @@ class CapturableSampler(Protocol):
         """
         ...
 
-    def choose(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
+    def sample_rows(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
         """Queue the sampling of one token per row.
 
         Args:
@@ -65,7 +65,14 @@ class CapturableSampler(Protocol):
 
 
 class SamplerBackend(Protocol):
-    """A sampler backend; none of its methods waits for the device."""
+    """A sampler backend; none of its methods waits for the device.
+
+    Attributes:
+        recorded_bytes: device memory of its recordings, of each size, the largest first; empty without any.
+    """
+
+    @property
+    def recorded_bytes(self) -> Sequence[int]: ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         """Sample one token per row as `batch` asks, and count the tokens of rows with penalties.
@@ -90,14 +97,3 @@ class SamplerBackend(Protocol):
     def capturable(self) -> CapturableSampler | None:
         """The sampling that can be recorded in a CUDA graph; None: none of it."""
         ...
-
-
-class RecordedBackend(SamplerBackend, Protocol):
-    """A sampler backend with recordings.
-
-    Attributes:
-        recorded_bytes: their device memory, of each size, the largest first.
-    """
-
-    @property
-    def recorded_bytes(self) -> Sequence[int]: ...

@@ -9,6 +9,7 @@ temperature, top_k, top_p (of the survivors of top_k), min_p.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,8 @@ _NOISE_ROWS_ON_CPU: Final = 4
 
 class TorchSamplerBackend:
     """See `SamplerBackend`."""
+
+    recorded_bytes: Sequence[int] = ()
 
     def __init__(self, counts: TokenCounts) -> None:
         self._counts = counts

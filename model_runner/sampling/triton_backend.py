@@ -11,6 +11,7 @@ busy for a few us per launch instead of one for 10 times as long; 256 rows are 1
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -57,6 +58,8 @@ class Geometry:
 class TritonSamplerBackend:
     """See `SamplerBackend`."""
 
+    recorded_bytes: Sequence[int] = ()
+
     def __init__(self, counts: TokenCounts, geometry: Geometry = Geometry()) -> None:
         self._counts = counts
         self._buffers = counts.buffers
@@ -81,14 +84,14 @@ class TritonSamplerBackend:
         results = self.results(num_rows)
         if num_rows == 0:
             return results
-        plan = _Plan(batch, vocab_size)
-        if not plan.needed:
-            self.choose(logits, None, results)
+        if batch.draw is None and not batch.processes_logits:
+            self.sample_rows(logits, None, results)
             return results
+        plan = _Plan(batch, vocab_size)
         scratch = _Scratch(num_rows, vocab_size, plan.kinds, self._geometry, device)
         table, edit_ids, edit_values, words = self._buffers.put_all(plan.arrays)
         edited = scratch.stats
-        if plan.num_edited:
+        if plan.kinds.edited:
             edited = torch.empty((plan.num_edited, vocab_size), dtype=torch.float32, device=device)
         rows = (logits, logits.stride(0), table, edited)
         self._survey(rows, (edit_ids, edit_values, words, words.stride(0)), scratch, plan.kinds)
@@ -120,7 +123,7 @@ class TritonSamplerBackend:
         """See `CapturableSampler`."""
         _write_rows(table, batch.draw)
 
-    def choose(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
+    def sample_rows(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
         """See `CapturableSampler`."""
         num_rows, vocab_size = logits.shape
         kinds = _Kinds(table=table is not None)
@@ -286,19 +289,15 @@ class _Scratch:
 
 
 class _Plan:
-    """The table of a batch, and facts derived from it.
+    """The table of a batch in which some rows need more than the argmax, and facts derived from it.
 
     Attributes:
-        needed: whether any request needs more than the argmax of the model's logits.
-        kinds: what the rows need; only if `needed`, as all that follows.
+        kinds: what the rows need.
         num_edited: number of rows that sample from changed logits.
         arrays: the table [S, 16] int32; token ids [m] int32 and values [m] float32 of edits; masks [n, words] int32.
     """
 
     def __init__(self, batch: SamplingBatch, vocab_size: int) -> None:
-        self.needed = batch.draw is not None or batch.processes_logits
-        if not self.needed:
-            return
         self._words = np.empty((batch.num_rows, lines.WIDTH.value), dtype=np.int32)
         self._numbers = self._words.view(np.float32)
         _write_rows(self._words, batch.draw)

@@ -239,7 +239,7 @@ def live(harness: Harness, seed: int, num_acts: int) -> None:
     life.drain()
 
 
-@settings(max_examples=examples(75), deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(20, 60))
 def test_any_life_under_any_settings(config, seed, num_acts):
     live(Harness(**config), seed, num_acts)
@@ -247,7 +247,8 @@ def test_any_life_under_any_settings(config, seed, num_acts):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=700, deadline=None)
-@given(config=configs(), seed=st.integers(0, 2**32), num_acts=one_of(60, 120))
+@pytest.mark.parametrize("num_acts", [60, 120])
+@settings(max_examples=750, deadline=None)
+@given(config=configs(), seed=st.integers(0, 2**32))
 def test_many_long_lives(config, seed, num_acts):
     live(Harness(**config), seed, num_acts)

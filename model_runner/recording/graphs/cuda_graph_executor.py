@@ -15,10 +15,8 @@ only, so a draft sees those before it. Keys of a request are then read once for 
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,6 +28,7 @@ from ..graph_device import Replay
 from .decode_inputs import DecodeInputMemory, DecodeInputs
 from .prompt_graph_executor import PromptGraphExecutor
 from .recorded_forward import ForwardResult, RecordedForward, copy_result, empty_like, first_rows
+from .recording_costs import RecordingCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -154,7 +153,7 @@ class CudaGraphExecutor:
     @torch.inference_mode()
     def _record(self, device: GraphDevice) -> tuple[dict[tuple[int, bool], _Graph], list[int]]:
         """The recordings, and the device memory that each took."""
-        free_bytes, started_s = [device.free_bytes()], time.perf_counter()
+        costs = RecordingCosts(device)
         largest = self._sizes[-1]
         # One result for all sizes: the other recordings could not reuse the memory of a recording's own result.
         all_results = empty_like(self._compute(self._inputs.upload_padding(largest)))
@@ -165,17 +164,11 @@ class CudaGraphExecutor:
                 inputs = self._inputs.upload_padding(size, has_adapters=has_adapters)
                 replay = device.capture(partial(self._fill, result, inputs, has_adapters=has_adapters))
                 graphs[size, has_adapters] = _Graph(inputs, replay, result)
-            free_bytes.append(device.free_bytes())
-        recorded_bytes = [before - after for before, after in pairwise(free_bytes)]
+            costs.end_size()
         logger.info(
-            "decode_graphs=%d batch_sizes=%d..%d record_s=%.1f graphs_mib=%.0f",
-            len(self._sizes),
-            self._sizes[0],
-            largest,
-            time.perf_counter() - started_s,
-            sum(recorded_bytes) / (1 << 20),
+            "decode_graphs=%d batch_sizes=%d..%d %s", len(self._sizes), self._sizes[0], largest, costs
         )
-        return graphs, recorded_bytes
+        return graphs, costs.num_bytes
 
     def _fill(self, result: ForwardResult, inputs: DecodeInputs[Tensor], *, has_adapters: bool) -> None:
         """The recorded computation: [n, V] logits of a step, or what the next pipeline stage gets."""

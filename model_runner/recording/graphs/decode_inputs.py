@@ -14,7 +14,8 @@ because the host does not wait: it writes the inputs of a step before the copy o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from torch import Tensor
 from ...adapter_runs import most_runs, write_plan
 from ...memory.io_buffers import layout, views
 from ...states.state_runs import write_padded_plan
+from .host_buffer import HostBuffer
 
 if TYPE_CHECKING:
     from ..graph_device import GraphDevice
@@ -61,16 +63,25 @@ class DecodeInputs(NamedTuple, Generic[_Column]):
     state_plan: _Column
 
 
-class _Staging:
-    """One of the two host buffers."""
+class _Staging(HostBuffer):
+    """A host buffer, and the inputs of each size in it."""
 
-    def __init__(self, memory: Tensor, sizes: Sequence[int], *, adapter_rows: int, has_states: bool) -> None:
-        self.memory = memory
+    def __init__(
+        self,
+        device: GraphDevice,
+        num_bytes: int,
+        sizes: Sequence[int],
+        *,
+        adapter_rows: int,
+        has_states: bool,
+    ) -> None:
+        super().__init__(device, num_bytes)
         self.inputs: dict[int, DecodeInputs[npt.NDArray[Any]]] = {
-            size: DecodeInputs(*(view.numpy() for view in _views(memory, size, adapter_rows, has_states)))
+            size: DecodeInputs(
+                *(view.numpy() for view in _views(self.memory, size, adapter_rows, has_states))
+            )
             for size in sizes
         }
-        self.wait_until_read: Callable[[], None] = lambda: None
 
 
 class DecodeInputMemory:
@@ -102,17 +113,16 @@ class DecodeInputMemory:
         self._has_states = has_states
         self._dummy_row = dummy_row
         self._table_width = table_width
-        self._graph_device = graph_device
         adapter_rows = dummy_row + 1 if has_adapters else 0
         self._num_bytes = {size: layout(_templates(size, adapter_rows, has_states))[1] for size in sizes}
         most_bytes = max(self._num_bytes.values())
         self._memory = torch.zeros(most_bytes, dtype=torch.uint8, device=device)
-        self._staging = [
-            _Staging(
-                graph_device.staging(most_bytes), sizes, adapter_rows=adapter_rows, has_states=has_states
-            )
-            for _ in range(2)
-        ]
+        self._staging = cycle(
+            [
+                _Staging(graph_device, most_bytes, sizes, adapter_rows=adapter_rows, has_states=has_states)
+                for _ in range(2)
+            ]
+        )
         self.on_device: dict[int, DecodeInputs[Tensor]] = {
             size: DecodeInputs(*_views(self._memory, size, adapter_rows, has_states)) for size in sizes
         }
@@ -133,9 +143,8 @@ class DecodeInputMemory:
             adapter_slots: see `InputBatch`; padding uses the base model.
             state_plan: see `InputBatch`; None: there is only padding, or the model has no state layers.
         """
-        staging = self._staging.pop(0)
-        self._staging.append(staging)
-        staging.wait_until_read()  # its copy of two steps ago has ended, unless more steps are in flight
+        staging = next(self._staging)
+        staging.wait_until_read()
         host, num = staging.inputs[size], len(rows)
         for column, values, padding in (
             (host.rows, rows, self._dummy_row),
@@ -155,10 +164,7 @@ class DecodeInputMemory:
         if self._has_states:
             plan = np.zeros(1, dtype=np.int64) if state_plan is None else state_plan
             write_padded_plan(host.state_plan, plan, num, size, self._dummy_row)
-        num_bytes = self._num_bytes[size]
-        staging.wait_until_read = self._graph_device.upload(
-            self._memory[:num_bytes], staging.memory[:num_bytes]
-        )
+        staging.upload(self._memory[: self._num_bytes[size]])
         return self.on_device[size]
 
     def upload_padding(self, size: int, *, has_adapters: bool = False) -> DecodeInputs[Tensor]:

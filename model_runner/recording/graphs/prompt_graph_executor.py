@@ -13,10 +13,8 @@ The same idea as the breakable CUDA graphs of SGLang and the piecewise ones of v
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,6 +27,7 @@ from ..read_rows import ReadRows
 from .cut_attention import AttentionCall, AttentionMemory, CutAttention
 from .decode_inputs import DecodeInputMemory
 from .recorded_forward import copy_result, empty_like, first_rows
+from .recording_costs import RecordingCosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -148,7 +147,7 @@ class PromptGraphExecutor:
     @torch.inference_mode()
     def _record(self, device: GraphDevice) -> tuple[dict[tuple[int, bool], _Pieces], list[int]]:
         """The recordings, and the device memory that each size took."""
-        free_bytes, started_s = [device.free_bytes()], time.perf_counter()
+        costs = RecordingCosts(device)
         largest = self._sizes[-1]
         # A pass that is not recorded allocates what all recordings share.
         uncut = CutAttention(self._memory, lambda: None)
@@ -161,18 +160,16 @@ class PromptGraphExecutor:
                 inputs = self._inputs.upload_padding(size, has_adapters=has_adapters)
                 fill = partial(self._fill, result, inputs, has_adapters)
                 recordings[size, has_adapters] = _Pieces(device.capture_pieces(fill), uncut.calls, result)
-            free_bytes.append(device.free_bytes())
-        recorded_bytes = [before - after for before, after in pairwise(free_bytes)]
+            costs.end_size()
         logger.info(
-            "prompt_graphs=%d tokens=%d..%d pieces=%d record_s=%.1f graphs_mib=%.0f",
+            "prompt_graphs=%d tokens=%d..%d pieces=%d %s",
             len(self._sizes),
             self._sizes[0],
             largest,
             len(uncut.calls) + 1,
-            time.perf_counter() - started_s,
-            sum(recorded_bytes) / (1 << 20),
+            costs,
         )
-        return recordings, recorded_bytes
+        return recordings, costs.num_bytes
 
     def _fill(
         self, result: ForwardResult, inputs: DecodeInputs[Tensor], has_adapters: bool, cut: Cut

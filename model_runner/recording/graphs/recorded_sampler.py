@@ -9,23 +9,23 @@ changed logits is then sampled by the usual launches, and its decode is replayed
 from __future__ import annotations
 
 import logging
-import time
 from bisect import bisect_left
-from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from itertools import cycle
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ...sampling.sampler_backend import SampledTokens
+from .host_buffer import HostBuffer
+from .recording_costs import RecordingCosts
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ...sampling.logprobs import TokenLogprobs
     from ...sampling.sampler_backend import CapturableSampler, SamplerBackend
-    from ...sampling.sampling_batch import Int32s, Int64s, SamplingBatch
+    from ...sampling.sampling_batch import Int64s, SamplingBatch
     from ..executor import RecordedDecodes
     from ..graph_device import Replay
 
@@ -38,15 +38,6 @@ class _Graph(NamedTuple):
     greedy: Replay
     by_table: Replay
     results: SampledTokens
-
-
-class _Staging:
-    """One of the two host buffers of the table; see `DecodeInputMemory`."""
-
-    def __init__(self, memory: Tensor, width: int) -> None:
-        self.memory = memory.view(torch.int32).view(-1, width)
-        self.table: Int32s = self.memory.numpy()
-        self.wait_until_read: Callable[[], None] = lambda: None
 
 
 class RecordedSampler:
@@ -72,8 +63,7 @@ class RecordedSampler:
         self._logits, self._sizes, self._device = decodes
         largest, width = self._sizes[-1], capturable.table_width
         self._table = torch.zeros((largest, width), dtype=torch.int32, device=self._logits.device)
-        num_bytes = self._table.nbytes
-        self._staging = [_Staging(self._device.staging(num_bytes), width) for _ in range(2)]
+        self._staging = cycle([HostBuffer(self._device, self._table.nbytes) for _ in range(2)])
         self._graphs, self.recorded_bytes = self._record()
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -101,31 +91,31 @@ class RecordedSampler:
         return
 
     def _upload(self, size: int, batch: SamplingBatch) -> None:
-        staging = self._staging.pop(0)
-        self._staging.append(staging)
-        staging.wait_until_read()  # its copy of two steps ago has ended, unless more steps are in flight
-        self._capturable.write_table(staging.table[:size], batch)
-        staging.wait_until_read = self._device.upload(self._table[:size], staging.memory[:size])
+        staging = next(self._staging)
+        staging.wait_until_read()
+        table = staging.memory.view(torch.int32).view(self._table.shape)
+        self._capturable.write_table(table[:size].numpy(), batch)
+        staging.upload(self._table[:size])
 
     @torch.inference_mode()
     def _record(self) -> tuple[dict[int, _Graph], list[int]]:
         """The recordings, and the device memory that each size took."""
-        free_bytes, started_s = [self._device.free_bytes()], time.perf_counter()
+        costs = RecordingCosts(self._device)
         graphs: dict[int, _Graph] = {}
         for size in reversed(self._sizes):  # smaller recordings reuse the memory of the largest
             logits, table = self._logits[:size], self._table[:size]
             results = self._capturable.results(size)
             greedy, by_table = (
-                self._device.capture(partial(self._capturable.choose, logits, lines, results))
+                self._device.capture(partial(self._capturable.sample_rows, logits, lines, results))
                 for lines in (None, table)
             )
             graphs[size] = _Graph(greedy, by_table, results)
-            free_bytes.append(self._device.free_bytes())
-        recorded_bytes = [before - after for before, after in pairwise(free_bytes)]
-        logger.info(
-            "sampler_graphs=%d record_s=%.1f graphs_mib=%.0f",
-            2 * len(graphs),
-            time.perf_counter() - started_s,
-            sum(recorded_bytes) / (1 << 20),
-        )
-        return graphs, recorded_bytes
+            costs.end_size()
+        logger.info("sampler_graphs=%d %s", 2 * len(graphs), costs)
+        return graphs, costs.num_bytes
+
+
+def recorded_sampler(decodes: RecordedDecodes, backend: SamplerBackend) -> SamplerBackend:
+    """A backend with recordings; the same one if it cannot be recorded."""
+    capturable = backend.capturable()
+    return backend if capturable is None else RecordedSampler(decodes, backend, capturable)

@@ -391,7 +391,7 @@ def test_warming_up_launches_what_serving_will(monkeypatch, dtype):
         TritonSamplerBackend(batch.counts, SMALL).sample(batch.logits.to(dtype), batch.plan)
     table = torch.zeros((len(rows), backend.table_width), dtype=torch.int32, device=DEVICE)
     for lines_or_none in (None, table):
-        backend.choose(everything.logits.to(dtype), lines_or_none, backend.results(len(rows)))
+        backend.sample_rows(everything.logits.to(dtype), lines_or_none, backend.results(len(rows)))
     for top_k in (0, 1, 2, 20):
         backend.logprobs(
             everything.logits.to(dtype), np.array([1, 0]), torch.zeros(len(rows), device=DEVICE).long(), top_k
@@ -401,6 +401,8 @@ def test_warming_up_launches_what_serving_will(monkeypatch, dtype):
 
 class TestSelection:
     class Nobody:
+        recorded_bytes = ()
+
         def __init__(self, counts: TokenCounts, logits_dtype: torch.dtype) -> None:
             self.counts = counts
 

@@ -153,7 +153,7 @@ CIRCLE = [11, 12, 13, 14, 15, 16]
 def test_ngram_drafts_are_those_that_the_grammar_allows():
     """The check of masks and answers is the harness's; here: there are some, and not all are allowed."""
     num_drafts = []
-    for seed in range(3):
+    for seed in range(6):
         harness = Harness(memory=1, speculative="ngram", num_pages=300)
         grammar = ToyGrammar(seed=seed, knows_forced=False)
         harness.submit("a", prompt=CIRCLE * 3, grammar=grammar, max_new_tokens=150)
