@@ -21,6 +21,9 @@ from engine.model_runner.memory import kv_pool
 from engine.model_runner.model_runner import ModelRunner
 from engine.model_runner.op_selection import PROVIDERS, select_ops
 from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record
+from engine.model_runner.sampling import sampler
+from engine.model_runner.sampling.sampler_backend import SampledTokens
+from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.runtime.config.engine_config import (
     CacheConfig,
@@ -298,6 +301,34 @@ def test_recordings_are_in_the_sums(make, monkeypatch, caplog):
     assert "(100 MiB free after the weights - 30 MiB largest step - 22 MiB recordings)" in caplog.text
     recorded = runner.sizes.recorded_bytes
     assert (len(recorded.prompts), len(recorded.decodes)) == (3, 6), "all sizes, in the end"
+
+
+class Recordable(TorchSamplerBackend):
+    """A sampler that can be recorded."""
+
+    table_width = 1
+
+    def capturable(self) -> Recordable:  # type: ignore[override]
+        return self
+
+    def results(self, num_rows: int) -> SampledTokens:
+        return SampledTokens(torch.zeros(num_rows, dtype=torch.int64), torch.ones(num_rows, dtype=torch.bool))
+
+    def write_table(self, table: Any, batch: Any) -> None:
+        table[:] = 0
+
+    def sample_rows(self, logits: torch.Tensor, table: torch.Tensor | None, results: SampledTokens) -> None:
+        results.token_ids.copy_(logits.argmax(-1))
+
+
+def test_recordings_of_the_sampler_are_in_the_sums_too(make, monkeypatch, caplog):
+    record_as_a_gpu(monkeypatch)
+    monkeypatch.setattr(sampler, "select_sampler_backend", lambda counts, *_: Recordable(counts))
+    with caplog.at_level("INFO"):
+        runner = make(pool_is_estimate=True)
+
+    assert "34 MiB recordings)" in caplog.text, "two more for each of the six decodes"
+    assert list(runner.sizes.recorded_bytes.samplers) == [2 * MIB] * 6
 
 
 def test_the_rank_with_the_least_memory_decides(make):
