@@ -22,7 +22,9 @@ MARK = "zq7xmark"
 KEY, ADMIN_KEY = f"{MARK}-key", f"{MARK}-admin"
 VALID: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
+    "/v1/chat/completions/render": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
     "/v1/completions": {"prompt": MARK, "max_tokens": 2},
+    "/v1/completions/render": {"prompt": MARK, "max_tokens": 2},
     "/v1/responses": {"input": MARK, "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": MARK},
     "/v1/messages": {"messages": [{"role": "user", "content": MARK}], "max_tokens": 2},
