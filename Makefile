@@ -118,13 +118,13 @@ format: dev-env ## format the code and apply ruff's automatic fixes
 # On a GPU machine, which may be without network: its own python3, with torch for its GPU, and nothing is installed. What
 # it lacks comes in build/gpu-bundle, made where there is a network and copied along.
 gpu-bundle: ## make build/gpu-bundle: packages for a GPU machine without network (sgl_kernel and some wheels)
-	@"$(PYTHON)" benchmarks/gpu_bundle.py $(ARGS)
+	@"$(PYTHON)" benchmarks/gpu/bundle.py $(ARGS)
 
 gpu-check: ## check the engine on this machine's GPU, with PYTHON's own torch; ARGS="--only models"
-	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_check --json build/gpu-check.json $(ARGS)
+	@"$(PYTHON)" benchmarks/gpu/path.py benchmarks.gpu.check --json build/gpu-check.json $(ARGS)
 
 gpu-bench: ## measure the engine on this machine's GPU, with PYTHON's own torch; ARGS="--only Qwen3-0.6B"
-	@"$(PYTHON)" benchmarks/gpu_path.py benchmarks.gpu_bench --json build/gpu-bench.json $(ARGS)
+	@"$(PYTHON)" benchmarks/gpu/path.py benchmarks.gpu.bench --json build/gpu-bench.json $(ARGS)
 
 venv: $(VENV)/.engine ## make .venv with the engine and its pinned dependencies
 	@echo '$(VENV) is ready; to use it in this shell: source $(VENV)/bin/activate'

@@ -1,6 +1,6 @@
 """`MEASURED`: the faster backend for decodes, by GPU and head shape, where the general order of backends is wrong.
 
-`python3 benchmarks/gpu_path.py benchmarks.gpu_bench --only attention` measures all of them on a GPU and prints the
+`python3 benchmarks/gpu/path.py benchmarks.gpu.bench --only attention` measures all of them on a GPU and prints the
 lines. Until one has run, the table is empty and the general order holds.
 """
 

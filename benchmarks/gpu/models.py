@@ -1,4 +1,4 @@
-"""Models for `gpu_check` and `gpu_bench`: tiny random ones with weights, and shapes of real ones without weights."""
+"""Models for `check.py` and `bench.py`: tiny random ones with weights, and shapes of real ones without weights."""
 
 from __future__ import annotations
 

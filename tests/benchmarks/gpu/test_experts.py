@@ -18,10 +18,10 @@ repair_interpreter()
 def test_every_tile_is_measured_on_the_same_tokens(import_benchmark):
     if HAS_NVIDIA_DRIVER:
         pytest.skip("the command itself runs on a GPU")
-    module: Any = import_benchmark("gpu_experts")
+    module: Any = import_benchmark("gpu.experts")
     told: list[dict[str, Any]] = []
 
-    class Noted(import_benchmark("gpu_sections").Report):  # type: ignore[misc]
+    class Noted(import_benchmark("gpu.sections").Report):  # type: ignore[misc]
         def _tell(self, message: dict[str, Any]) -> None:
             told.append(message)
 

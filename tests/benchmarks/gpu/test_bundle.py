@@ -12,17 +12,17 @@ from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WANTED = "flash_fwd_hdim128_bf16_paged_split_sm90"
 
 
 @pytest.fixture(scope="module")
 def bundle() -> ModuleType:
-    return script("gpu_bundle")
+    return script("bundle")
 
 
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / "gpu" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -159,7 +159,7 @@ def test_a_download_is_of_the_version_that_the_tests_run_with(
 
 def test_the_bundles_pytest_is_that_of_the_project(bundle: ModuleType) -> None:
     wanted = next(name for name in bundle.WHEELS if name.startswith("pytest<"))
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     assert f",{wanted.removeprefix('pytest')}" in next(
         line for line in project.splitlines() if '"pytest>=' in line
     )
@@ -167,8 +167,8 @@ def test_the_bundles_pytest_is_that_of_the_project(bundle: ModuleType) -> None:
 
 def test_it_is_known_for_which_python_a_bundle_is(tmp_path: Path) -> None:
     names = ["zmq/_zmq.abi3.so", "msgspec/_core.cpython-312-x86_64-linux-gnu.so", "gguf/constants.py"]
-    assert script("gpu_path").versions_of(tmp_path) == []
+    assert script("path").versions_of(tmp_path) == []
     for name in names:
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    assert script("gpu_path").versions_of(tmp_path) == ["312"]
+    assert script("path").versions_of(tmp_path) == ["312"]

@@ -1,4 +1,4 @@
-"""`all_reduce`, a section of `gpu_bench` for machines with several GPUs: what a sum over ranks costs a layer.
+"""`all_reduce`, a section of `bench.py` for machines with several GPUs: what a sum over ranks costs a layer.
 
     nccl        what serving calls
     one-shot    each rank reads the others' memory (torch's symmetric memory): one kernel, for small sums
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.gpu_attention import time_of
-from benchmarks.gpu_sections import Figure, Report
+from benchmarks.gpu.attention import time_of
+from benchmarks.gpu.sections import Figure, Report
 
 SIZES_KIB: Final = (8, 32, 128, 256, 512, 1024, 2048)
 

@@ -1,6 +1,6 @@
-"""Run a module of this checkout without installing anything: links, the bundle of `gpu_bundle`, then the module.
+"""Run a module of this checkout without installing anything: links, the bundle of `bundle.py`, then the module.
 
-    python3 benchmarks/gpu_path.py benchmarks.gpu_check [ARGS]
+    python3 benchmarks/gpu/path.py benchmarks.gpu.check [ARGS]
 
 The repository's root is the package `engine`, whatever its folder is called; a link gives it that name. Packages of the
 bundle come before the interpreter's own, if they were made for its version.
@@ -16,7 +16,7 @@ import tarfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LINKS = ROOT / "build/gpu-path"
 BUNDLE = ROOT / "build/gpu-bundle"
 ARCHIVE = "sgl_kernel.tar.xz"  # in the bundle

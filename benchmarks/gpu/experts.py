@@ -1,4 +1,4 @@
-"""`experts`, a section of `gpu_bench`: the products of a mixture's experts, by tile, in the shapes of Qwen3-30B-A3B.
+"""`experts`, a section of `bench.py`: the products of a mixture's experts, by tile, in the shapes of Qwen3-30B-A3B.
 
 Decides the tile of `model_runner/kernels/triton/experts.py` for many rows per expert, and whether torch's grouped
 product is faster there. "best" is the time of the arithmetic alone, or of reading the weights once, if that is longer.
@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch
 
-from benchmarks.gpu_attention import time_of
-from benchmarks.gpu_sections import Figure, Report
+from benchmarks.gpu.attention import time_of
+from benchmarks.gpu.sections import Figure, Report
 from engine.model_runner.kernels.triton import experts
 
 

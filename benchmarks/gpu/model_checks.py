@@ -1,4 +1,4 @@
-"""`gpu_check`'s sections about whole models: tiny ones against transformers, graphs, overlap, chaos."""
+"""`check.py`'s sections about whole models: tiny ones against transformers, graphs, overlap, chaos."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-from benchmarks.gpu_models import ARCHITECTURES, TINY_VOCAB, write_tiny_model
-from benchmarks.gpu_sections import LoggedMessages, Report
+from benchmarks.gpu.models import ARCHITECTURES, TINY_VOCAB, write_tiny_model
+from benchmarks.gpu.sections import LoggedMessages, Report
 
 if TYPE_CHECKING:
     from engine import LLM

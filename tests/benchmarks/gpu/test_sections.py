@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 FAKE = """
 import os, sys, threading
-from benchmarks.gpu_sections import Figure, Report, Section, run_sections
+from benchmarks.gpu.sections import Figure, Report, Section, run_sections
 
 def good(report):
     report.note("hello")
@@ -63,7 +63,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     out = folder / "report.json"
     command = [
         sys.executable,
-        str(BENCHMARKS / "gpu_path.py"),
+        str(BENCHMARKS / "gpu/path.py"),
         "fake_report",
         "--device",
         "cpu",

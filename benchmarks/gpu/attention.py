@@ -1,4 +1,4 @@
-"""Sections of `gpu_bench` that decide which attention serves: per layer, without host time, over full GPU memory.
+"""Sections of `bench.py` that decide which attention serves: per layer, without host time, over full GPU memory.
 
     attention   decodes of each backend by head shape, batch and context; skewed lengths; steps with drafts;
                 prompts over an fp8 pool. It prints the lines for `model_runner/attention/measured_choice.py`.
@@ -18,7 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from benchmarks.gpu_sections import Figure, Report
+from benchmarks.gpu.sections import Figure, Report
 from engine.model_runner.attention import fa3
 from engine.model_runner.attention.backend import AttentionBackend, BatchLayout, StepAttention
 from engine.model_runner.attention.fa3 import FlashAttention3

@@ -1,9 +1,9 @@
 """Makes a folder with the packages that a GPU host without network lacks: sgl_kernel, reduced, and pure wheels.
 
-    python benchmarks/gpu_bundle.py [--out build/gpu-bundle]
+    python benchmarks/gpu/bundle.py [--out build/gpu-bundle]
 
 The host brings its own Python 3.12 with torch 2.11 for CUDA 13, triton and transformers. The bundle is put on its
-`PYTHONPATH`; `gpu_check` and `gpu_bench` do that automatically, and unpack the archive of sgl_kernel there.
+`PYTHONPATH`; `check.py` and `bench.py` do that automatically, and unpack the archive of sgl_kernel there.
 
 The kernel wheel holds 1.1 GB of device code, for three generations of GPUs and all head sizes. Unneeded code is
 overwritten with zeros in place: sizes and offsets stay, so the library stays valid, and the zeros compress well.
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ARCHIVE = "sgl_kernel.tar.xz"
 KERNELS = "sglang-kernel==0.4.5"  # the last one for torch 2.11 with CUDA 13
 WHEELS = (

@@ -1,4 +1,4 @@
-"""`gpu_check`'s sections about kernels: each alone against float32, the GPU's own tests, compute-sanitizer."""
+"""`check.py`'s sections about kernels: each alone against float32, the GPU's own tests, compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import torch
 
-from benchmarks.gpu_sections import Report
+from benchmarks.gpu.sections import Report
 
-ROOT: Final = Path(__file__).resolve().parent.parent
+ROOT: Final = Path(__file__).resolve().parents[2]
 KERNEL_TESTS: Final = (
     "tests/model_runner/kernels",
     "tests/model_runner/attention",

@@ -1,6 +1,6 @@
 """Checks the engine on this GPU: kernels against float32, graphs against eager, overlap against plain, HTTP, memory.
 
-    python3 benchmarks/gpu_path.py benchmarks.gpu_check [--only models,graphs] [--json check.json]
+    python3 benchmarks/gpu/path.py benchmarks.gpu.check [--only models,graphs] [--json check.json]
 
 Under eight minutes on one Hopper GPU without network. `make gpu-check` is the same. With `--device cpu --tiny` it tests
 itself. The docstring of each section states what it checks.
@@ -21,8 +21,8 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu_kernel_checks import gpu_tests, kernels, sanitizer, sgl_kernel
-from benchmarks.gpu_model_checks import (
+from benchmarks.gpu.kernel_checks import gpu_tests, kernels, sanitizer, sgl_kernel
+from benchmarks.gpu.model_checks import (
     Answer,
     chaos,
     differs,
@@ -33,8 +33,8 @@ from benchmarks.gpu_model_checks import (
     overlap,
     prompts_of,
 )
-from benchmarks.gpu_models import write_tiny_model
-from benchmarks.gpu_sections import Report, Section, run_sections
+from benchmarks.gpu.models import write_tiny_model
+from benchmarks.gpu.sections import Report, Section, run_sections
 
 BUDGET_S: Final = 470.0
 
@@ -180,4 +180,4 @@ SECTIONS: Final = (  # most important first, because a run may be cut off
 )
 
 if __name__ == "__main__":
-    run_sections("benchmarks.gpu_check", "Checks the engine on this GPU", SECTIONS, BUDGET_S)
+    run_sections("benchmarks.gpu.check", "Checks the engine on this GPU", SECTIONS, BUDGET_S)

@@ -1,4 +1,4 @@
-"""`gpu_check` and `gpu_bench` in small, on the CPU: minutes on a GPU are not for finding out that they do not run."""
+"""`gpu/check.py` and `gpu/bench.py` in small, on the CPU: that they run is not found out in minutes of a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -21,7 +21,7 @@ def run(folder: Path, module: str, only: str) -> dict[str, Any]:
     out = folder / "report.json"
     arguments = ["--device", "cpu", "--tiny", "--budget", "880", "--json", str(out), "--only", only]
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "gpu_path.py"), module, *arguments],
+        [sys.executable, str(BENCHMARKS / "gpu/path.py"), module, *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -33,7 +33,7 @@ def run(folder: Path, module: str, only: str) -> dict[str, Any]:
 
 
 def test_the_check_runs(tmp_path: Path) -> None:
-    sections = run(tmp_path, "benchmarks.gpu_check", "sgl_kernel,kernels,models,graphs,overlap,http")
+    sections = run(tmp_path, "benchmarks.gpu.check", "sgl_kernel,kernels,models,graphs,overlap,http")
 
     status = {name: section["status"] for name, section in sections.items()}
     assert status == {
@@ -47,7 +47,7 @@ def test_the_check_runs(tmp_path: Path) -> None:
 
 
 def test_the_benchmark_runs(tmp_path: Path) -> None:
-    sections = run(tmp_path, "benchmarks.gpu_bench", "ceilings,attention,all_reduce,Qwen3-0.6B")
+    sections = run(tmp_path, "benchmarks.gpu.bench", "ceilings,attention,all_reduce,Qwen3-0.6B")
 
     measured = {figure["name"] for figure in sections["attention"]["figures"]}
     assert {

@@ -1,6 +1,6 @@
 """The speed of the engine on this GPU, and the limits of the GPU. Dummy weights in the shapes of real models.
 
-    python3 benchmarks/gpu_path.py benchmarks.gpu_bench [--only Qwen3-0.6B] [--json bench.json]
+    python3 benchmarks/gpu/path.py benchmarks.gpu.bench [--only Qwen3-0.6B] [--json bench.json]
 
 Under eight minutes on one Hopper GPU without network. `make gpu-bench` is the same. With `--device cpu --tiny` it tests
 itself. Scheduler, runner and pipeline are the product's, on one thread; only the HTTP side is missing. For each model:
@@ -34,11 +34,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.gpu_attention import attention
-from benchmarks.gpu_engine import Engine, Work
-from benchmarks.gpu_models import SHAPES, TINY_SHAPE, write_shape
-from benchmarks.gpu_ranks import all_reduce
-from benchmarks.gpu_sections import Figure, LoggedMessages, Report, Section, run_sections
+from benchmarks.gpu.attention import attention
+from benchmarks.gpu.engine import Engine, Work
+from benchmarks.gpu.models import SHAPES, TINY_SHAPE, write_shape
+from benchmarks.gpu.ranks import all_reduce
+from benchmarks.gpu.sections import Figure, LoggedMessages, Report, Section, run_sections
 from engine.runtime.model_files.weight_memory import num_parameters
 from engine.runtime.step_plan import ForwardMode
 
@@ -311,13 +311,13 @@ def _take_tokens(manager: Any, work: Sequence[tuple[list[int], int]], limit_s: f
 
 
 def bench_attention(report: Report) -> None:
-    """Which attention is faster for which heads; see `gpu_attention`."""
+    """Which attention is faster for which heads; see `attention.py`."""
     attention(report, measure_ceilings(report.device).bytes_per_s)
 
 
 def experts(report: Report) -> None:
-    """Which tile is faster for the experts of a mixture; see `gpu_experts`."""
-    from benchmarks.gpu_experts import bench_experts  # needs Triton
+    """Which tile is faster for the experts of a mixture; see `experts.py`."""
+    from benchmarks.gpu.experts import bench_experts  # needs Triton
 
     bench_experts(report, *measure_ceilings(report.device))
 
@@ -334,4 +334,4 @@ SECTIONS: Final = (
 )
 
 if __name__ == "__main__":
-    run_sections("benchmarks.gpu_bench", "The speed of the engine on this GPU", SECTIONS, BUDGET_S)
+    run_sections("benchmarks.gpu.bench", "The speed of the engine on this GPU", SECTIONS, BUDGET_S)

@@ -1,4 +1,4 @@
-"""What `gpu_check` says of wrong answers and of programs that it needs: a check must be able to fail."""
+"""What `gpu/check.py` says of wrong answers and of programs that it needs: a check must be able to fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 WITH_TRANSFORMERS = {"packaging", "pygments"}  # where that is, these are
 
 
@@ -24,7 +24,7 @@ def check(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
     (folder / "benchmarks").symlink_to(BENCHMARKS, target_is_directory=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
-        yield importlib.import_module("benchmarks.gpu_check")
+        yield importlib.import_module("benchmarks.gpu.check")
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_sanitizer_without_words_still_fails_with_a_reason(
 def test_kernels_without_their_tests_packages_are_not_passed(
     check: ModuleType, report: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("benchmarks.gpu_kernel_checks.TEST_PACKAGES", ("pytest", "no_such_package"))
+    monkeypatch.setattr("benchmarks.gpu.kernel_checks.TEST_PACKAGES", ("pytest", "no_such_package"))
     with pytest.raises(SystemExit):
         check.kernels(report)
     assert failures(capsys) == [
@@ -158,7 +158,7 @@ def test_kernels_without_their_tests_packages_are_not_passed(
 
 
 def test_the_bundle_has_the_tests_packages_and_all_that_these_need(check: ModuleType) -> None:
-    bundle = importlib.import_module("benchmarks.gpu_bundle")
+    bundle = importlib.import_module("benchmarks.gpu.bundle")
     packages = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis"]
     lines = [line for package in packages for line in requires(package) or () if applies(line)]
     needed = {line.split(";")[0].strip() for line in lines}
