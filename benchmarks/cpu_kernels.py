@@ -136,7 +136,7 @@ def small_operations() -> Iterator[Case]:
 
     from engine.model_runner.kernels import plain
     from engine.model_runner.kernels.native import native_ops
-    from engine.model_runner.ops import LayerKV
+    from engine.model_runner.ops.rotation import LayerKV
 
     ops = native_ops()
     for num_tokens in (1, 64, 1024):

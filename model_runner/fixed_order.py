@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..runtime.model_files.model_spec import ModelSpec
-    from .ops import ExpertSource, ExpertWeights, HeadMatmul, LinearWeight
+    from .ops.experts import ExpertSource, ExpertWeights
+    from .ops.linear import HeadMatmul, LinearWeight
 
 
 def check_fixed_order(

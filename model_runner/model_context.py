@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..runtime.model_files.model_spec import ModelSpec
     from .adapters.adapter_layers import AdapterLayers
     from .distributed.tp_group import TPGroup
-    from .ops import Ops
+    from .ops.ops import Ops
     from .weights.linear_format import LinearFormat
     from .weights.reader import WeightReader
 

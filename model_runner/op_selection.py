@@ -23,7 +23,7 @@ from .kernels.lora.plain import PlainDeltas
 from .kernels.states import native as native_states
 from .kernels.streams import native as native_streams
 from .kernels.streams import plain as plain_streams
-from .ops import OpChoice, Ops
+from .ops.ops import OpChoice, Ops
 from .states import plain_delta_net, plain_mamba2, plain_short_conv
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...runtime.model_files.model_spec import ModelSpec
-    from ..ops import EmbeddingDelta, LowRankDelta, MakeDeltas, PackedDelta
+    from ..ops.deltas import EmbeddingDelta, LowRankDelta, MakeDeltas, PackedDelta
 
     Span = tuple[int, int]
 

@@ -19,7 +19,7 @@ from .adapter_weights import read_modules
 
 if TYPE_CHECKING:
     from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
-    from ..ops import PackedDelta
+    from ..ops.deltas import PackedDelta
     from .adapter_layers import AdapterLayers
 
 logger = logging.getLogger(__name__)

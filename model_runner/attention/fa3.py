@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
-    from ..ops import LayerKV
+    from ..ops.rotation import LayerKV
     from .backend import BatchLayout, CapturableAttention, StepAttention
 
 _MODULE: Final = "sgl_kernel.flash_attn"

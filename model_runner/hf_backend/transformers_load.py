@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...runtime.config.engine_config import ModelConfig
     from ...runtime.model_files.model_spec import ModelSpec
     from ...runtime.model_files.source import ModelSource
-    from ..ops import Ops
+    from ..ops.ops import Ops
 
 logger = logging.getLogger(__name__)
 

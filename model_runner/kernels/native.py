@@ -14,14 +14,10 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ..ops import (
-    ActivationKind,
-    ExpertSource,
-    ExpertWeights,
-    HeadNorms,
-    LayerKV,
-    LinearWeight,
-)
+from ..ops.elementwise import ActivationKind
+from ..ops.experts import ExpertSource, ExpertWeights
+from ..ops.linear import LinearWeight
+from ..ops.rotation import HeadNorms, LayerKV
 from . import native_experts, plain
 from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..ops import LinearWeight
+from ..ops.linear import LinearWeight
 from . import plain
 from .compressed_linear import CompressedLinear
 from .cpu.library import reasons_against_library

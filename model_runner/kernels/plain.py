@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import ActivationKind, ExpertSource, ExpertWeights, HeadNorms, LayerKV, LinearWeight
+from ..ops.elementwise import ActivationKind
+from ..ops.experts import ExpertSource, ExpertWeights
+from ..ops.linear import LinearWeight
+from ..ops.rotation import HeadNorms, LayerKV
 
 if TYPE_CHECKING:
     from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing

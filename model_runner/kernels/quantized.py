@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..memory.weight_memory import WeightMemory
-from ..ops import LinearWeight, PackLinear
+from ..ops.linear import LinearWeight, PackLinear
 from .blocks.native_blocks import (
     TILES_FROM,
     BlocksSideBySide,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import LinearWeight
+from ..ops.linear import LinearWeight
 from .quantized_weights import Fp8Weight, Int4Weight
 
 _DEQUANTISE_ABOVE_ROWS: Final = 256

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.model_files.weight_files.needed_tensors import projection_sizes
-from ..ops import HeadNorms
+from ..ops.rotation import HeadNorms
 from ..weights.reader import Slice
 from .linear import Linear, RowLinear
 from .query_key.joint_norms import NormsOverRanks, joint_norms

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from ..ops import AddOp, TakeRows
+    from ..ops.elementwise import AddOp, TakeRows
     from .norm import Norm
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from ..model_context import ModelContext
-    from ..ops import ActivationKind, GatedActivation
+    from ..ops.elementwise import ActivationKind, GatedActivation
     from .decoder import MLP, Attention, Layer
     from .norm import Norm
 

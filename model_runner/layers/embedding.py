@@ -10,14 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import LinearInto, LinearToFloat32, LinearWithRows
+from ..ops.linear import LinearInto, LinearToFloat32, LinearWithRows
 from ..weights.reader import Slice
 from .spans import padded_span
 
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import EmbeddingDelta, LinearWeight, LowRankDelta, TakeRows
+    from ..ops.deltas import EmbeddingDelta, LowRankDelta
+    from ..ops.elementwise import TakeRows
+    from ..ops.linear import LinearWeight
 
 
 class Embedding:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from ..ops import GatedActivation, Ops
+    from ..ops.elementwise import GatedActivation
+    from ..ops.ops import Ops
 
 Angles = tuple[Tensor, Tensor]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops import LinearToFloat32, LinearWeight
+from ..ops.linear import LinearToFloat32, LinearWeight
 from ..weights.reader import Slice
 from .mlp import GatedMLP, PlainMLP
 from .spans import equal_span

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..forward_batch import ForwardBatch
-    from ..ops import AddOp
+    from ..ops.elementwise import AddOp
     from .decoder import MLP, Attention
     from .norm import Norm
     from .row_selection import SelectRows

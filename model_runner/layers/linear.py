@@ -17,7 +17,7 @@ from .spans import Span, equal_span
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import LowRankDelta
+    from ..ops.deltas import LowRankDelta
 
 
 class Linear:

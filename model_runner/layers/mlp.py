@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..ops import GateableWeight, GatedDelta, UngateableWeight
+from ..ops.deltas import GatedDelta
+from ..ops.linear import GateableWeight, UngateableWeight
 from .linear import Linear, RowLinear
 from .spans import equal_span
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-    from ..ops import ActivationKind, GatedActivation
+    from ..ops.elementwise import ActivationKind, GatedActivation
 
 logger = logging.getLogger(__name__)
 

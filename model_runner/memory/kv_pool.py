@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..ops import LayerKV
+from ..ops.rotation import LayerKV
 from .host_memory import PreFaulter, reserve
 
 if TYPE_CHECKING:

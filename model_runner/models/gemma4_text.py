@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..layers.streams.stream_decoder import StreamLayer, Streams
     from ..model_context import ModelContext
-    from ..ops import GatedActivation
+    from ..ops.elementwise import GatedActivation
 
 
 def build(context: ModelContext) -> StreamDecoder:

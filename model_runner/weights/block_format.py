@@ -20,14 +20,14 @@ from ...runtime.model_files.quantization import is_of_expert, unnumbered
 from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight, NotFiniteError
-from ..ops import LinearWithRows
+from ..ops.linear import LinearWithRows
 from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
     from ...runtime.model_files.quantization import QuantizationSpec
     from ..kernels.quantized import Part, QuantizedLinears
-    from ..ops import LinearWeight
+    from ..ops.linear import LinearWeight
 
 logger = logging.getLogger(__name__)
 

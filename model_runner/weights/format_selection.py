@@ -26,7 +26,7 @@ from .quantized_format import PartReader, QuantizedFormat
 if TYPE_CHECKING:
     from ...runtime.model_files.model_spec import ModelSpec
     from ...runtime.model_files.quantization import Quantization, QuantizationSpec
-    from ..ops import Ops
+    from ..ops.ops import Ops
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..ops import LinearWeight, LinearWithRows, PackLinear
+from ..ops.linear import LinearWeight, LinearWithRows, PackLinear
 from .reader import Slice, WeightReader
 
 

@@ -12,7 +12,7 @@ from ..kernels.native_linear import NativeLinear
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..ops import LinearWeight, PackLinear
+    from ..ops.linear import LinearWeight, PackLinear
 
 logger = logging.getLogger(__name__)
 

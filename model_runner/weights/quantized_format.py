@@ -16,7 +16,7 @@ from ..kernels.quantized import Part, QuantizedLinears, dequantized
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ..ops import LinearWeight, LinearWithRows
+    from ..ops.linear import LinearWeight, LinearWithRows
 
 
 class PartReader(Protocol):

@@ -14,7 +14,7 @@ import torch
 from engine.model_runner.kernels import plain, probe, sgl
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.op_selection import PROVIDERS, Target, select_ops, table_lines
-from engine.model_runner.ops import Ops
+from engine.model_runner.ops.ops import Ops
 from engine.runtime.model_files.model_spec import ModelSpec
 
 SPEC = ModelSpec(

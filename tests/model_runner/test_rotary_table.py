@@ -10,7 +10,7 @@ import torch
 
 from engine.model_runner.kernels.triton import rotary_store
 from engine.model_runner.layers.rotary import RotaryEmbedding
-from engine.model_runner.ops import LayerKV
+from engine.model_runner.ops.rotation import LayerKV
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.triton_interpreter import repair_interpreter
 

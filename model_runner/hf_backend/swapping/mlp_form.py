@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops import ActivationKind
+from ...ops.elementwise import ActivationKind
 from .probe import SCALES, Operations, Probe, has_other_weights, is_close, plain_linears, probed_copy
 
 _NUM_TOKENS: Final = 7

@@ -9,10 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ...ops import ActivationKind, GateableWeight, HeadNorms, LinearToFloat32, LinearWithRows
+from ...ops.elementwise import ActivationKind
+from ...ops.linear import GateableWeight, LinearToFloat32, LinearWithRows
+from ...ops.rotation import HeadNorms
 
 if TYPE_CHECKING:
-    from ...ops import GatedActivation, LinearWeight, Ops
+    from ...ops.elementwise import GatedActivation
+    from ...ops.linear import LinearWeight
+    from ...ops.ops import Ops
     from ..transformers_model import AttentionStep
 
 

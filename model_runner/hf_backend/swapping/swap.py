@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...ops import HeadNorms, LinearWithRows
+from ...ops.linear import LinearWithRows
+from ...ops.rotation import HeadNorms
 from .attention_form import AttentionForm, attention_form_of, halves_of
 from .calls import AttentionCall, Calls, observe
 from .mlp_form import MLPForm, mlp_form_of
@@ -34,7 +35,7 @@ from .probe import Operations, is_close
 
 if TYPE_CHECKING:
     from ....runtime.model_files.model_spec import ModelSpec
-    from ...ops import Ops
+    from ...ops.ops import Ops
 
 logger = logging.getLogger(__name__)
 

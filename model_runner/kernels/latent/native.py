@@ -13,7 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...ops import HeadMatmul, LayerKV
+from ...ops.linear import HeadMatmul
+from ...ops.rotation import LayerKV
 from ..cpu.library import load_library
 from . import plain
 

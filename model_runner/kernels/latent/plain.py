@@ -7,7 +7,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...ops import HeadMatmul, LayerKV
+from ...ops.linear import HeadMatmul
+from ...ops.rotation import LayerKV
 from .. import plain
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.nn.functional as F
 
-from ...ops import PackedDelta
+from ...ops.deltas import PackedDelta
 from .plain import PlainDelta, PlainEmbeddingDelta, filled_up
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...adapter_runs import AdapterRuns
-    from ...ops import EmbeddingDelta, LowRankDelta
+    from ...ops.deltas import EmbeddingDelta, LowRankDelta
 
 _LANES: Final = 16
 _DTYPES: Final = (torch.bfloat16, torch.float32)

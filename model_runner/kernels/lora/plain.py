@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from ...ops import PackedDelta
+from ...ops.deltas import PackedDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...adapter_runs import AdapterRuns
-    from ...ops import EmbeddingDelta, LowRankDelta
+    from ...ops.deltas import EmbeddingDelta, LowRankDelta
 
 
 class PlainDelta:

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...ops import AltUpWeights
+from ...ops.altup import AltUpWeights
 from ..cpu.library import load_library
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)

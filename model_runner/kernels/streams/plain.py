@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...ops import AltUpWeights
+from ...ops.altup import AltUpWeights
 
 LEAST_MEAN_SQUARE: Final = 1e-5
 """Of a projected stream that is scaled to the size of another."""

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import LayerKV
+from ...ops.rotation import LayerKV
 from .attention_combine import SPAN, combine
 from .attention_tiles import (
     MIN_DOT,

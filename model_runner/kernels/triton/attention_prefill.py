@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.model_files.model_spec import LayerView
-from ...ops import LayerKV
+from ...ops.rotation import LayerKV
 from .attention_combine import combine
 from .attention_tiles import (
     STRIDES,

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import LayerKV
+from ...ops.rotation import LayerKV
 
 MIN_DOT: Final = 16  # the smallest side of a `tl.dot`
 

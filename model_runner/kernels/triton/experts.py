@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....runtime.model_files.experts_spec import ClampedSwiGLU
-from ...ops import ExpertSource, ExpertWeights
+from ...ops.experts import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 
 _CHUNK: Final = 1024  # rows that a program of `align` reads at a time

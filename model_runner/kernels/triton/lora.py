@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from ...adapter_runs import MAX_RUN_TOKENS
-from ...ops import PackedDelta
+from ...ops.deltas import PackedDelta
 from ..lora.plain import filled_up
 from .compile_report import KernelVariant
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...adapter_runs import AdapterRuns
-    from ...ops import EmbeddingDelta, LowRankDelta
+    from ...ops.deltas import EmbeddingDelta, LowRankDelta
 
 _LEAST: Final = 16
 """Rows, columns and inputs of a product, at least."""

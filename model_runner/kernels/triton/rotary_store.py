@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...ops import HeadNorms, LayerKV
+from ...ops.rotation import HeadNorms, LayerKV
 from .compile_report import KernelVariant
 from .norm import norm_rows_in_place
 

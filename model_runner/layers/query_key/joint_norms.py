@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...ops import HeadNorms
+from ...ops.rotation import HeadNorms
 from ...weights.reader import Slice
 from ..spans import Span, equal_span, kv_head_span
 

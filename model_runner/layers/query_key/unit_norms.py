@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...ops import HeadNorms
+from ...ops.rotation import HeadNorms
 
 if TYPE_CHECKING:
     from ...model_context import ModelContext

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...kernels.streams.plain import gelu_above
-from ...ops import AltUpWeights
+from ...ops.altup import AltUpWeights
 from ..linear import Linear
 from ..norm import RMSNorm
 from ..row_selection import kept_adapters
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...distributed.tp_group import TPGroup
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext
-    from ...ops import GatedActivation
+    from ...ops.elementwise import GatedActivation
     from ..decoder import MLP, Attention
     from ..norm import Norm
     from ..row_selection import SelectRows

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from ...adapter_runs import AdapterRuns
     from ...forward_batch import ForwardBatch
-    from ...ops import AddOp, Scale, TakeRows
+    from ...ops.elementwise import AddOp, Scale, TakeRows
     from ..decoder import LayerRotary
     from ..embedding import Embedding, OutputHead
     from ..layer_structures import SandwichLayer

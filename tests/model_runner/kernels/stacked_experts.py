@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.model_runner.kernels import plain
-from engine.model_runner.ops import LinearWeight
+from engine.model_runner.ops.linear import LinearWeight
 from engine.runtime.model_files.experts_spec import ClampedSwiGLU
 
 

@@ -12,7 +12,7 @@ from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.triton import rotary_store
-from engine.model_runner.ops import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
 from engine.model_runner.kernels.streams import plain
 from engine.model_runner.kernels.streams.native import NativeStreamOps
-from engine.model_runner.ops import AltUpWeights
+from engine.model_runner.ops.altup import AltUpWeights
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 SHAPES = [(3, 4, 48), (5, 3, 37), (1, 2, 200)]

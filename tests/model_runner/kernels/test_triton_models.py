@@ -17,7 +17,7 @@ from engine.model_runner.kernels.latent import plain as plain_latent
 from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.streams import plain as plain_streams
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
-from engine.model_runner.ops import Ops
+from engine.model_runner.ops.ops import Ops
 from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.runtime.model_files.attention_form import AttentionForm

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import activation, norm, rotary_store
-from engine.model_runner.ops import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
 

@@ -22,7 +22,7 @@ from engine.model_runner.kernels.cpu.library import load_library
 from engine.model_runner.kernels.quantized import Part, QuantizedLinears, QuantTarget, reasons_against_blocks
 from engine.model_runner.kernels.quantized_weights import BlockWeight
 from engine.model_runner.load import load_model_runner
-from engine.model_runner.ops import LinearWeight
+from engine.model_runner.ops.linear import LinearWeight
 from engine.model_runner.weights.block_format import BlockFormat
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.gguf import GGUFStore

@@ -7,7 +7,7 @@ import torch
 
 from engine.model_runner.kernels.latent import plain
 from engine.model_runner.kernels.latent.native import NativeHeadMatmul, NativeLatentOps
-from engine.model_runner.ops import LayerKV
+from engine.model_runner.ops.rotation import LayerKV
 
 from .test_native_ops import BF16, F32, close, guarded
 

@@ -17,7 +17,7 @@ from engine.model_runner.kernels.native import (
     reasons_against_native,
 )
 from engine.model_runner.kernels.native_linear import NativeLinear, reasons_against_native_linear
-from engine.model_runner.ops import HeadNorms, LayerKV
+from engine.model_runner.ops.rotation import HeadNorms, LayerKV
 
 BF16, F32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

@@ -1,0 +1,77 @@
+"""A mixture's experts: which of them a token goes to, and their products."""
+
+# Shapes: T tokens, K inputs, N outputs.
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
+    from .linear import LinearWeight
+
+
+class Route(Protocol):
+    """Select experts: logits [T, E] -> their shares [T, k] float32 and ids [T, k] int64, in the order of the choice."""
+
+    def __call__(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Select the experts of each token, computed in float32; `bias`: [E] float32, see `Routing.has_bias`."""
+        ...
+
+
+class ExpertWeights(Protocol):
+    """The weights of a layer's experts in the layout of their kernel."""
+
+    def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
+        """Compute each token's experts; their outputs are weighted and summed in float32.
+
+        With `ExpertSource.scales_inputs` their inputs are weighted instead.
+
+        Args:
+            x: [T, K].
+            shares: [T, k] float32.
+            expert_ids: [T, k] int64.
+
+        Returns:
+            [T, K] in x's dtype.
+        """
+        ...
+
+
+class ExpertSource(Protocol):
+    """The weights of a layer's experts before packing; only one of `stacked` and `linears` is called, and only once."""
+
+    @property
+    def clamp(self) -> ClampedSwiGLU | None:
+        """The activation; None: silu(gate) * up."""
+        ...
+
+    @property
+    def scales_inputs(self) -> bool:
+        """Whether shares are factors of the experts' inputs instead of their outputs."""
+        ...
+
+    @property
+    def gated(self) -> bool:
+        """If not, gate_up is only up, with N rows, and the activation is relu(up) ** 2."""
+        ...
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        """gate_up [E, 2N, K], the gates in the first N rows, and down [E, K, N], in the serving dtype."""
+        ...
+
+    def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
+        """A weight gate_up [2N, K] and a weight down [K, N] per expert, in the model's `LinearFormat`."""
+        ...
+
+    def biases(self) -> tuple[Tensor, Tensor] | None:
+        """Of gate_up [E, 2N] and of down [E, K], in the serving dtype; None: there are none. Called once."""
+        ...
+
+
+class PackExperts(Protocol):
+    """Make `ExpertWeights` in the layout of the kernel."""
+
+    def __call__(self, experts: ExpertSource) -> ExpertWeights: ...
