@@ -1,85 +1,22 @@
-"""The chat at `/` in a real browser: sending, stopping, regenerating, editing, tools, JSON, errors, keys, storage."""
+"""The chat at `/` in a real browser: stopping, regenerating, editing, tools, JSON, errors, keys, storage."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Any
 
 import pytest
 
 from engine.runtime.messages import Finish, FinishKind
 from engine.runtime.sampling_defaults import SamplingDefaults
-from tests.browser import Tab
-from tests.tokenizer_manager.fake_engine import LENGTH, STOP, WAIT_S, ids_of, row, say_all
-from tests.tokenizer_manager.fake_engine import TOKENIZER as TOKENS
+from tests.tokenizer_manager.fake_engine import LENGTH, STOP, WAIT_S, row, say_all
 from tests.tokenizer_manager.http.surfaces.serving import CALL
+
+from .chat_page import ANSWERED, ask, choose, fill, kept, prompt_of
 
 pytestmark = pytest.mark.slow
 
-ANSWERED = "document.querySelector('#stop').hidden && document.querySelector('.assistant .figures')"
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-
-
-def ask(tab: Tab, text: str) -> None:
-    tab.click("#question")
-    tab.type(text)
-    tab.press("Enter")
-
-
-def kept(tab: Tab) -> list[dict[str, Any]]:
-    """The conversation as the browser keeps it."""
-    messages: list[dict[str, Any]] = json.loads(
-        tab.run("localStorage.getItem('engine.conversation')") or "[]"
-    )
-    return messages
-
-
-def fill(tab: Tab, field: str, text: str) -> None:
-    """Replace the value of a field of the settings."""
-    if tab.run("document.querySelector('#settings').hidden"):
-        tab.click("#open-settings")
-    tab.click(f"#set-{field}")
-    tab.run("document.activeElement.select?.()")
-    tab.type(text)
-
-
-def choose(tab: Tab, field: str, value: str) -> None:
-    if tab.run("document.querySelector('#settings').hidden"):
-        tab.click("#open-settings")
-    tab.run(
-        f"(() => {{ const field = document.querySelector('#set-{field}'); field.value = {json.dumps(value)}; "
-        "field.dispatchEvent(new Event('change', { bubbles: true })); })()"
-    )
-
-
-def prompt_of(request: Any) -> str:
-    return TOKENS.decode(ids_of(request), skip_special_tokens=False)
-
-
-def test_an_answer_is_shown_while_it_arrives_and_ends_with_its_figures(open_page):
-    tab, served = open_page()
-    ask(tab, "How are you?")
-    request = served.engine.next_request()
-    assert "user\nHow are you?" in prompt_of(request)
-
-    served.engine.say(row(request, "Very **we", total=2, cached=16))
-    tab.wait("document.querySelector('.assistant .text')?.innerText.includes('Very')")
-    assert tab.run("document.querySelector('#messages').getAttribute('aria-busy')") == "true"
-    assert tab.text("#status") == "The model answers…"
-    assert tab.run("!document.querySelector('#stop').hidden && document.querySelector('#send').hidden")
-    served.engine.say(row(request, "ll**.", total=4, cached=16, finish=STOP))
-    tab.wait(ANSWERED)
-
-    assert tab.text(".assistant .text") == "Very well."
-    assert tab.run("document.querySelector('.assistant strong').textContent") == "well"
-    figures = tab.text(".assistant .figures").split(" · ")
-    assert [figures[0][:5], figures[1][-5:], *figures[2:]] == [
-        *("TTFT ", "tok/s", "31 in (16 cached)", "4 out", "ctx 35/8,192"),
-    ]
-    assert tab.run("document.querySelector('#messages').getAttribute('aria-busy')") == "false"
-    assert tab.text("#status") == "The answer is complete."
-    assert kept(tab)[1]["content"] == "Very **well**."
 
 
 @pytest.mark.parametrize("way", ["button", "key"])
