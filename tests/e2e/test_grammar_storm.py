@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 COUNT: Final = 64
 TIMEOUT_S: Final = 2.0
-SLACK_S: Final = 20.0  # for reading the bodies on a machine with other work
+SLACK_S: Final = 20.0  # for reading the bodies
 MAX_WORKERS: Final = 2
 MAX_GROWTH_BYTES: Final = 64 << 20
 
@@ -35,8 +35,15 @@ class Refusal(NamedTuple):
     seconds: float
 
 
-async def storm(engine: EngineServe, first: int) -> tuple[list[str], list[Refusal]]:
-    """Streams and bombs at the same time: the last lines of the streams, and the refusals."""
+class Ended(NamedTuple):
+    """A stream's last line."""
+
+    line: str
+    seconds: float
+
+
+async def storm(engine: EngineServe, first: int) -> tuple[list[Ended], list[Refusal]]:
+    """Streams and bombs at the same time: the ends of the streams, and the refusals."""
     limits = httpx.Limits(max_connections=None)
     bodies = [
         json.dumps({"prompt": "x", "max_tokens": 8, **bomb(number)}).encode()
@@ -44,11 +51,12 @@ async def storm(engine: EngineServe, first: int) -> tuple[list[str], list[Refusa
     ]
     async with httpx.AsyncClient(base_url=engine.url, timeout=4 * DEADLINE_S, limits=limits) as client:
 
-        async def stream(number: int) -> str:
+        async def stream(number: int) -> Ended:
+            began_s = time.monotonic()
             body = {"prompt": f"stream {number}", "max_tokens": 150, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = [line async for line in response.aiter_lines() if line]
-            return lines[-1]
+            return Ended(lines[-1], time.monotonic() - began_s)
 
         async def explode(body: bytes) -> Refusal:
             began_s = time.monotonic()
@@ -90,13 +98,15 @@ def test_a_storm_of_bombs(start_serve: StartServe, model: Path):
     for number in range(3):
         ends, refusals = asyncio.run(storm(engine, number * COUNT))
 
-        assert ends == ["data: [DONE]"] * COUNT
+        assert [end.line for end in ends] == ["data: [DONE]"] * COUNT
         assert {refusal.status for refusal in refusals} <= {400, 429}
         assert {refusal.code for refusal in refusals} <= {
             *("schema_too_complex", "queue_full", "invalid_grammar", "invalid_json")
         }
-        # A second more on an idle machine: the time limit, and once more where processes have to be started.
-        assert max(refusal.seconds for refusal in refusals) < 2 * TIMEOUT_S + SLACK_S
+        # A second more on an idle machine: the time limit, and once more where processes have to be started. Other work
+        # on the machine delays the streams, too.
+        slowest_s = max(end.seconds for end in ends)
+        assert max(refusal.seconds for refusal in refusals) < 2 * TIMEOUT_S + max(SLACK_S, slowest_s)
         engine.idle_metrics()
         assert len(workers(engine)) <= MAX_WORKERS
         assert httpx.post(f"{engine.url}/v1/completions", json=good, timeout=DEADLINE_S).status_code == 200
