@@ -338,7 +338,7 @@ class TokenizerManager:
 
     def _check_replica(self, number: int | None) -> None:
         num_replicas = self.engine.num_replicas
-        if number is not None and number >= num_replicas:
+        if number is not None and not 0 <= number < num_replicas:
             raise RequestError(
                 f"data_parallel_rank is {number}, but the server has {num_replicas} replicas (--dp), numbered from 0; "
                 "leave it out, and the server chooses",

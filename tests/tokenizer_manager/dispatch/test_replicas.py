@@ -78,11 +78,11 @@ def test_a_client_chooses_and_a_wrong_number_is_refused():
         for _ in range(3):
             await setup.manager.start(wish(1))
             assert other.next_request().data_parallel_rank == 1
-        with pytest.raises(
-            RequestError, match="data_parallel_rank is 2, but the server has 2 replicas"
-        ) as error:
-            await setup.manager.start(wish(2))
-        assert error.value.param == "data_parallel_rank"
+        for number in (2, -1):
+            wrong = f"data_parallel_rank is {number}, but the server has 2 replicas"
+            with pytest.raises(RequestError, match=wrong) as error:
+                await setup.manager.start(wish(number))
+            assert error.value.param == "data_parallel_rank"
 
     run(test)
 

@@ -103,6 +103,7 @@ def test_a_grammar_of_tools_has_no_field_in_generate(serve: Serve):
         {"stream_options": {"include_usage": True}},
         {"response_format": {"type": "xml"}},
         {"data_parallel_rank": 1},
+        {"data_parallel_rank": -1},
         {"response_format": FORMAT, "max_tokens": 1},
     ],
 )
