@@ -98,7 +98,7 @@ class Browser:
         context = self.call("Target.createBrowserContext")["browserContextId"]
         target = self.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        tab = self._tabs[session] = Tab(self, session)
+        tab = self._tabs[session] = Tab(self, session, context)
         tab.prepare(size, features or {})
         tab.go(url)
         return tab
@@ -140,9 +140,10 @@ class Tab:
         problems: errors of scripts, violations of its policy, messages of severity error.
     """
 
-    def __init__(self, browser: Browser, session: str) -> None:
+    def __init__(self, browser: Browser, session: str, context: str) -> None:
         self._browser = browser
         self._session = session
+        self._context = context
         self.urls: list[str] = []
         self.problems: list[str] = []
 
@@ -169,8 +170,8 @@ class Tab:
         )
 
     def close(self) -> None:
-        """Close the page."""
-        self.call("Page.close")
+        """Close the page; its storage and its process go with it."""
+        self._browser.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     def go(self, url: str) -> None:
         """Open a page and wait until it is loaded."""
