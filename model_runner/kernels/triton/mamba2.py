@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ...states.mamba_weights import MambaWeights
     from ...states.state_runs import StateRuns
 
-_COLUMNS: Final = 32  # of a head's state, in registers of one program
+_COLUMNS: Final = 16  # of a head's state, in registers of one program; with 32, sm_90 spills
 _MANY: Final = 2048  # elements of a group from which on its norm takes more warps
 
 
