@@ -24,7 +24,8 @@ COUNT: Final = 64
 TIMEOUT_S: Final = 2.0
 SLACK_S: Final = 20.0  # for reading the bodies
 MAX_WORKERS: Final = 2
-MAX_GROWTH_BYTES: Final = 64 << 20
+# The scheduler's decision log fills, and oneDNN keeps what it made for each number of rows: both have an end.
+MAX_GROWTH_BYTES: Final = {"tokenizer_manager": 64 << 20, "scheduler": 128 << 20}
 
 
 class Refusal(NamedTuple):
@@ -85,8 +86,9 @@ def workers(engine: EngineServe) -> list[int]:
 
 def resident_bytes(engine: EngineServe) -> dict[str, int]:
     """Memory of the processes that see grammars."""
-    roles = ("tokenizer_manager", "scheduler")
-    pages = {role: Path(f"/proc/{engine.pids[role]}/statm").read_text().split()[1] for role in roles}
+    pages = {
+        role: Path(f"/proc/{engine.pids[role]}/statm").read_text().split()[1] for role in MAX_GROWTH_BYTES
+    }
     return {role: int(count) * 4096 for role, count in pages.items()}
 
 
@@ -112,7 +114,7 @@ def test_a_storm_of_bombs(start_serve: StartServe, model: Path):
         assert httpx.post(f"{engine.url}/v1/completions", json=good, timeout=DEADLINE_S).status_code == 200
         after = resident_bytes(engine)
         growth = {role: after[role] - before.get(role, after[role]) for role in after}
-        assert max(growth.values()) < MAX_GROWTH_BYTES, growth
+        assert all(growth[role] < MAX_GROWTH_BYTES[role] for role in growth), growth
         before = before or after
     left = workers(engine)
     assert engine.stop() == 0, engine.log
