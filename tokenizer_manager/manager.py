@@ -339,8 +339,9 @@ class TokenizerManager:
     def _check_replica(self, number: int | None) -> None:
         num_replicas = self.engine.num_replicas
         if number is not None and not 0 <= number < num_replicas:
+            replicas = "1 replica" if num_replicas == 1 else f"{num_replicas} replicas"
             raise RequestError(
-                f"data_parallel_rank is {number}, but the server has {num_replicas} replicas (--dp), numbered from 0; "
+                f"data_parallel_rank is {number}, but the server has {replicas} (--dp), numbered from 0; "
                 "leave it out, and the server chooses",
                 param="data_parallel_rank",
                 code="invalid_value",
