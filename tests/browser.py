@@ -103,6 +103,10 @@ class Browser:
         tab.go(url)
         return tab
 
+    def num_pages(self) -> int:
+        """How many pages are open, the first empty one included."""
+        return sum(info["type"] == "page" for info in self.call("Target.getTargets")["targetInfos"])
+
     def call(self, method: str, *, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol; events that come before its answer go to their tabs."""
         number = next(self._ids)

@@ -133,7 +133,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip(MISSING)
     with Browser(tmp_path_factory.mktemp("browser")) as browser:
+        began_with = browser.num_pages()
         yield browser
+        assert browser.num_pages() == began_with, "tests left pages open, which go on until the last test"
 
 
 @pytest.fixture(scope="session")

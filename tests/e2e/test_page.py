@@ -24,3 +24,4 @@ def test_a_question_is_answered_and_the_memory_shown(browser, serve):
     tab.wait("/free \\d+ %/.test(document.querySelector('#live').innerText)")
     tab.wait("document.querySelector('#live').innerText.includes('No request is live')")
     assert tab.problems == []
+    tab.close()
