@@ -22,10 +22,9 @@ pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
 COUNT: Final = 64
 TIMEOUT_S: Final = 2.0
-SLACK_S: Final = 20.0  # for reading the bodies
+SLACK_S: Final = 20.0  # for reading the bodies on a machine with other work
 MAX_WORKERS: Final = 2
-# The scheduler's decision log fills, and oneDNN keeps what it made for each number of rows: both have an end.
-MAX_GROWTH_BYTES: Final = {"tokenizer_manager": 64 << 20, "scheduler": 128 << 20}
+MAX_GROWTH_BYTES: Final = 64 << 20
 
 
 class Refusal(NamedTuple):
@@ -36,15 +35,8 @@ class Refusal(NamedTuple):
     seconds: float
 
 
-class Ended(NamedTuple):
-    """A stream's last line."""
-
-    line: str
-    seconds: float
-
-
-async def storm(engine: EngineServe, first: int) -> tuple[list[Ended], list[Refusal]]:
-    """Streams and bombs at the same time: the ends of the streams, and the refusals."""
+async def storm(engine: EngineServe, first: int) -> tuple[list[str], list[Refusal]]:
+    """Streams and bombs at the same time: the last lines of the streams, and the refusals."""
     limits = httpx.Limits(max_connections=None)
     bodies = [
         json.dumps({"prompt": "x", "max_tokens": 8, **bomb(number)}).encode()
@@ -52,12 +44,11 @@ async def storm(engine: EngineServe, first: int) -> tuple[list[Ended], list[Refu
     ]
     async with httpx.AsyncClient(base_url=engine.url, timeout=4 * DEADLINE_S, limits=limits) as client:
 
-        async def stream(number: int) -> Ended:
-            began_s = time.monotonic()
+        async def stream(number: int) -> str:
             body = {"prompt": f"stream {number}", "max_tokens": 150, "ignore_eos": True, "stream": True}
             async with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = [line async for line in response.aiter_lines() if line]
-            return Ended(lines[-1], time.monotonic() - began_s)
+            return lines[-1]
 
         async def explode(body: bytes) -> Refusal:
             began_s = time.monotonic()
@@ -86,13 +77,14 @@ def workers(engine: EngineServe) -> list[int]:
 
 def resident_bytes(engine: EngineServe) -> dict[str, int]:
     """Memory of the processes that see grammars."""
-    pages = {
-        role: Path(f"/proc/{engine.pids[role]}/statm").read_text().split()[1] for role in MAX_GROWTH_BYTES
-    }
+    roles = ("tokenizer_manager", "scheduler")
+    pages = {role: Path(f"/proc/{engine.pids[role]}/statm").read_text().split()[1] for role in roles}
     return {role: int(count) * 4096 for role, count in pages.items()}
 
 
-def test_a_storm_of_bombs(start_serve: StartServe, model: Path):
+def test_a_storm_of_bombs(start_serve: StartServe, model: Path, monkeypatch: pytest.MonkeyPatch):
+    # oneDNN keeps up to 1,024 primitives, new ones for each number of rows: the streams' memory, not that of grammars.
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
     arguments = ("--dtype", "float32", "--grammar-timeout", str(TIMEOUT_S), "--max-running-requests", "64")
     engine = start_serve(str(model), *arguments).wait_until_ready()
     good: Any = {"prompt": "x", "max_tokens": 8, "regex": "[a-c]{3}"}
@@ -100,21 +92,19 @@ def test_a_storm_of_bombs(start_serve: StartServe, model: Path):
     for number in range(3):
         ends, refusals = asyncio.run(storm(engine, number * COUNT))
 
-        assert [end.line for end in ends] == ["data: [DONE]"] * COUNT
+        assert ends == ["data: [DONE]"] * COUNT
         assert {refusal.status for refusal in refusals} <= {400, 429}
         assert {refusal.code for refusal in refusals} <= {
             *("schema_too_complex", "queue_full", "invalid_grammar", "invalid_json")
         }
-        # A second more on an idle machine: the time limit, and once more where processes have to be started. Other work
-        # on the machine delays the streams, too.
-        slowest_s = max(end.seconds for end in ends)
-        assert max(refusal.seconds for refusal in refusals) < 2 * TIMEOUT_S + max(SLACK_S, slowest_s)
+        # A second more on an idle machine: the time limit, and once more where processes have to be started.
+        assert max(refusal.seconds for refusal in refusals) < 2 * TIMEOUT_S + SLACK_S
         engine.idle_metrics()
         assert len(workers(engine)) <= MAX_WORKERS
         assert httpx.post(f"{engine.url}/v1/completions", json=good, timeout=DEADLINE_S).status_code == 200
         after = resident_bytes(engine)
         growth = {role: after[role] - before.get(role, after[role]) for role in after}
-        assert all(growth[role] < MAX_GROWTH_BYTES[role] for role in growth), growth
+        assert max(growth.values()) < MAX_GROWTH_BYTES, growth
         before = before or after
     left = workers(engine)
     assert engine.stop() == 0, engine.log

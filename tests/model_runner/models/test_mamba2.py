@@ -302,5 +302,4 @@ def test_blocks_of_a_gguf_file_stay_quantized(make_tiny_model, make_driver, unpa
 
     exact = tiny.logprobs(prompt)[torch.arange(99), prompt[1:]].numpy()
     plain, kept = logprobs(quantization="none"), logprobs(dtype="bfloat16")
-    # Each by 0.01: weights in 8 bits, and inputs in 8 bits, whose rounding depends on the kernels of the CPU.
-    assert np.corrcoef(plain, exact)[0, 1] > 0.98 and np.corrcoef(kept, plain)[0, 1] > 0.98
+    assert np.corrcoef(plain, exact)[0, 1] > 0.99 and np.corrcoef(kept, plain)[0, 1] > 0.99

@@ -44,9 +44,8 @@ def library_of(isa: Isa, *options: str) -> ctypes.CDLL:
         pytest.skip(f"{isa} cannot run here")
     try:
         if folder := os.environ.get("ENGINE_TEST_SANITIZE"):
-            os.environ.pop(
-                "LD_PRELOAD", None
-            )  # else the compiler runs in the sanitizer, too, and takes longer
+            # This process has the sanitizer; the compiler would take several times as long in it.
+            os.environ.pop("LD_PRELOAD", None)
             return open_library(build(isa, Path(folder), options=(*SANITIZE, *options)))
         return open_library(build(isa, options=options)) if options else load_library(isa)
     except NoLibraryError as error:

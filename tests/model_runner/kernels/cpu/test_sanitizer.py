@@ -1,7 +1,4 @@
-"""The kernels' tests once more with the address sanitizer: what they read and write is theirs.
-
-Four of five seconds are the compiler's; beside another worker that is seven minutes.
-"""
+"""The kernels' tests once more with the address sanitizer: what they read and write is theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ TESTS = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(900)
 def test_no_kernel_leaves_its_memory(tmp_path):
     if "ENGINE_TEST_SANITIZE" in os.environ:
         pytest.skip("this is that run")
@@ -57,7 +54,7 @@ def test_no_kernel_leaves_its_memory(tmp_path):
             "-m",
             "not slow",
             "-o",
-            "timeout=1200",
+            "timeout=800",
         ]
         + [str(TESTS / file) for file in files],
         check=False,
@@ -65,7 +62,7 @@ def test_no_kernel_leaves_its_memory(tmp_path):
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
-        timeout=1400,
+        timeout=850,
     )
     reports = "".join(path.read_text()[:4000] for path in tmp_path.glob("report*"))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:] + reports
