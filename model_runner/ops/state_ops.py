@@ -1,6 +1,6 @@
 """Layers that keep a state instead of KV: convolutions, delta rules, Mamba2."""
 
-# Shapes: T tokens.
+# Shapes: T tokens, S state slots, L taps, K channels, H heads, Dk, Dv dimensions of a delta head, N, P of a Mamba head.
 
 from __future__ import annotations
 
