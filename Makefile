@@ -43,7 +43,7 @@ test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
 test-slow: test-env routers ray validator transfer-libraries ## run the slow tests, those that need the default model, which is fetched once, and all examples of Hypothesis
-	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
+	@$(RUN) -c 'from engine.models.hub.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model or hypothesis" $(ARGS)
 
 # Each in an environment of its own, since smg and sglang-router install a command of the same name. Without them (no
@@ -78,7 +78,7 @@ validator: $(VENV)/.created ## install what checks the Kubernetes manifests, int
 	    { rm -rf "$$folder"; echo 'make: $(VALIDATOR) could not be installed; its test is skipped' >&2; }
 
 chaos: test-env ## kill, crash, freeze random processes for ten minutes under 200 streams; ARGS="--minutes 1 --clients 8"
-	@$(RUN) -c 'from engine.runtime.model_files.built_in.fetch import ensure_model; ensure_model()'
+	@$(RUN) -c 'from engine.models.hub.built_in.fetch import ensure_model; ensure_model()'
 	@$(RUN) -m tests.faults.chaos $(ARGS)
 
 soak: test-env ## ten minutes of load storms on a small server, then a check for leaks; ARGS="--overload refuse --minutes 60"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 if TYPE_CHECKING:
     from engine.model_runner.model_runner import ModelRunner
-    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.models.spec.model_spec import ModelSpec
     from engine.runtime.step_plan import StepPlan
 
 PAGE_SIZE: Final = 16
@@ -62,7 +62,7 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from engine.runtime.model_files.adapters.base_modules import BaseModules
+    from engine.models.adapters.base_modules import BaseModules
 
     generator = torch.Generator().manual_seed(seed)
     modules, tensors = BaseModules(spec), {}
@@ -82,11 +82,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     """Load the model and the adapters; time the cases in turn."""
     from engine.model_runner.adapters.adapter_slots import SlotSizes
     from engine.model_runner.load import load_model_runner
+    from engine.models.adapters.read_adapter import read_adapter
+    from engine.models.load_spec import load_spec
+    from engine.models.source import ModelSource
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
     from engine.runtime.feasibility import Capacity
-    from engine.runtime.model_files.adapters.adapter_spec import read_adapter
-    from engine.runtime.model_files.load_spec import load_spec
-    from engine.runtime.model_files.source import ModelSource
 
     source = ModelSource("gguf" if options.model.is_file() else "hf", str(options.model), "benchmark")
     spec = load_spec(source)

@@ -36,11 +36,11 @@ from benchmarks.peers.models import ensure_bf16_folder, ensure_bf16_gguf, models
 from benchmarks.peers.server import Server, start
 from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.peers.sides import MODEL_NAME, Room, Side, make_side
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.cache_dir import cache_dir
-from engine.runtime.model_files.gguf.gguf_names import stored_names
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.gguf.gguf_names import stored_names
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.cache_dir import cache_dir
 
 SIDES: Final = ("engine-bf16", "vllm", "llama-bf16")
 BASE: Final = "engine-base"

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from engine.launch.child.openmp import shorten_spinning
 from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, find_madvise
-from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,8 @@ from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.peers.sides import ENGINE_VARIANTS, MODEL_NAME, Models, Room, Side, make_side
 from benchmarks.peers.workloads import WORKLOADS, Workload
 from engine.cli.bench.result_file import read_results
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.cache_dir import cache_dir
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.runtime.cache_dir import cache_dir
 
 KV_TOKENS: Final = 65_536
 START_LIMIT_S: Final = 300.0

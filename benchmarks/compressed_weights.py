@@ -23,8 +23,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernel_builds import at_least
 from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB
+from engine.launch.child.openmp import shorten_spinning
 from engine.model_runner.kernels.cpu.isa import ISAS
-from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     import ctypes

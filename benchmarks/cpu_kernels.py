@@ -38,7 +38,7 @@ from benchmarks.smollm2 import (
     make_kv_pool,
     model_spec,
 )
-from engine.runtime.child.openmp import shorten_spinning
+from engine.launch.child.openmp import shorten_spinning
 
 
 class Case(NamedTuple):

@@ -50,9 +50,9 @@ from benchmarks.peers.tables import all_tables
 from benchmarks.peers.workloads import WORKLOADS, Workload, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.runtime.cache_dir import cache_dir
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.cache_dir import cache_dir
 
 KV_TOKENS: Final = 65_536
 

@@ -39,10 +39,10 @@ from benchmarks.peers.setup import LlamaCpp, Vllm
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.datasets import LengthRange
 from engine.cli.bench.workloads.texts import text_requests
+from engine.launch.resolve.model_resolution import find_model, read_model
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.cache_dir import cache_dir
 from engine.runtime.config.engine_config import ModelConfig
-from engine.runtime.model_files.cache_dir import cache_dir
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.resolve.model_resolution import find_model, read_model
 
 HOST: Final = "127.0.0.1"
 NUM_TEXTS: Final = 512

@@ -24,13 +24,13 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.kernel_builds import at_least
-from engine.runtime.child.openmp import shorten_spinning
+from engine.launch.child.openmp import shorten_spinning
+from engine.models.source import ModelSource
+from engine.models.spec.encoder_spec import EncoderSpec
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.pooling_spec import PoolingSpec
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
 from engine.runtime.feasibility import Capacity, pages_for
-from engine.runtime.model_files.encoder_spec import EncoderSpec
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.pooling_spec import PoolingSpec
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan

@@ -30,9 +30,9 @@ from benchmarks.peers.server import running
 from benchmarks.peers.setup import LlamaCpp
 from benchmarks.peers.sides import Side
 from engine import LLM, SamplingParams
-from engine.runtime.child.openmp import shorten_spinning
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.cache_dir import cache_dir
+from engine.launch.child.openmp import shorten_spinning
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.runtime.cache_dir import cache_dir
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 KL_TARGET: Final = 0.5

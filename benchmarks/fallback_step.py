@@ -31,12 +31,12 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.kernel_builds import at_least
 from benchmarks.player import MAX_LEN, Player
 from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, PAGE_SIZE, VOCAB
-from engine.runtime.child.openmp import shorten_spinning
+from engine.launch.child.openmp import shorten_spinning
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.source import ModelSource
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.source import ModelSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from engine.grammar.guided import GuidedMatcher
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.vocabulary import TokenizerVocabulary
+from engine.models.source import resolve_source
+from engine.models.tokenizer.tokenizer import load_tokenizer
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse
-from engine.runtime.model_files.source import resolve_source
-from engine.runtime.model_files.tokenizer import load_tokenizer
 
 NUM_ROWS: Final = 64
 NUM_COMPILATIONS: Final = 5

@@ -30,7 +30,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 import engine
 from benchmarks.smollm2 import HEAD_DIM, HEADS, PAGE_SIZE, make_kv_pool, model_spec
-from engine.runtime.child.openmp import shorten_spinning
+from engine.launch.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     import ctypes

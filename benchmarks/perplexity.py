@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from unittest.mock import patch
 
 from engine import LLM, ConfigError, SamplingParams
+from engine.launch.child.openmp import shorten_spinning
 from engine.model_runner import load as loading
-from engine.runtime.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -77,10 +77,10 @@ class Player:
 def make_player(num_threads: int, recorded: bool = True) -> Player:
     """A runner with random weights; `recorded`: it records and replays steps if it can."""
     from engine.model_runner.load import load_model_runner
+    from engine.models.source import ModelSource
     from engine.runtime.config.device_config import KernelConfig
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
     from engine.runtime.feasibility import Capacity
-    from engine.runtime.model_files.source import ModelSource
 
     config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=num_threads, load_format="dummy", seed=1)
     capacity = Capacity(MAX_LEN, MAX_REQUESTS * MAX_LEN // PAGE_SIZE, PAGE_SIZE, MAX_REQUESTS, VOCAB, 0)

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from engine.runtime.model_files.gguf.families.registry import GGUF_FAMILIES
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.gguf.gguf_names import stacked_names, stored_names
-from engine.runtime.model_files.gguf.gguf_tokenizer import build_gguf_tokenizer
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.source import resolve_source
-from engine.runtime.model_files.weight_files.needed_tensors import Module, needed_modules
+from engine.models.gguf.families.registry import GGUF_FAMILIES
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf.gguf_names import stacked_names, stored_names
+from engine.models.gguf.gguf_tokenizer import build_gguf_tokenizer
+from engine.models.load_spec import load_spec
+from engine.models.source import resolve_source
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.weight_files.needed_tensors import Module, needed_modules
 
 if TYPE_CHECKING:
     import gguf

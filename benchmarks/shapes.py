@@ -38,8 +38,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.kernel_builds import at_least
 from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.random_models import SHAPES, Recipe, Shape, write_folder, write_gguf
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.cache_dir import cache_dir
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.runtime.cache_dir import cache_dir
 
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 128

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.model_runner.memory.kv_pool import KVPool
-    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.models.spec.model_spec import ModelSpec
 
 HIDDEN: Final = 576
 INNER: Final = 1536
@@ -22,7 +22,7 @@ PAGE_SIZE: Final = 16
 
 def model_spec(num_layers: int) -> ModelSpec:
     """The spec of SmolLM2-135M, with so many layers."""
-    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.models.spec.model_spec import ModelSpec
 
     return ModelSpec(
         model_type="llama",

@@ -38,7 +38,7 @@ from benchmarks.peers.machine import cpu_seconds, process_name, tree
 from benchmarks.peers.server import running
 from benchmarks.peers.sides import HOST, MODEL_NAME, Side
 from engine.cli.bench.result_file import git_revision, machine_facts, read_results
-from engine.runtime.child.openmp import shorten_spinning
+from engine.launch.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     from benchmarks.player import Player

@@ -123,9 +123,9 @@ def work(options: argparse.Namespace) -> None:
     from benchmarks.player import MAX_LEN, MAX_REQUESTS, Player
     from benchmarks.smollm2 import PAGE_SIZE, VOCAB, model_spec
     from engine.model_runner.load import load_model_runner
+    from engine.models.source import ModelSource
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
     from engine.runtime.feasibility import Capacity
-    from engine.runtime.model_files.source import ModelSource
 
     torch.set_num_threads(options.num_threads)
     model = ModelConfig(

@@ -9,7 +9,7 @@ import os
 import stat
 from pathlib import Path
 
-from ..runtime.child.crash_report import crash_dir
+from ..launch.child.crash_report import crash_dir
 from ..runtime.config.answer_config import AnswerConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas

@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import typer
 
+from ..launch.progress.startup_display import StartupDisplay
+from ..models.spec.pooling_spec import PoolingSpec
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.environment import doubtful_variables
 from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
 from ..runtime.counted import counted
-from ..runtime.model_files.pooling_spec import PoolingSpec
-from ..runtime.progress.startup_display import StartupDisplay
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -65,7 +65,7 @@ def serve(
     """
     merged = merge_options(settings, config_file=config_file, model=model_argument)
     if print_config:
-        from ..runtime.resolve.prepare import prepare
+        from ..launch.resolve.prepare import prepare
         from .print_config import render_config
 
         with StartupDisplay() as display:
@@ -85,10 +85,10 @@ def serve(
 def _run(merged: MergedConfig) -> int:
     import setproctitle
 
+    from ..launch.child.crash_report import CrashReports
+    from ..launch.resolve.prepare import log_config, prepare
     from ..model_runner.kernels.cpu.first_build import compile_ahead
-    from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
-    from ..runtime.resolve.prepare import log_config, prepare
     from ..supervisor.supervisor import EngineReady, Supervisor
     from .doctor.command import warn_at_start
 
@@ -147,10 +147,10 @@ def _run_node(merged: MergedConfig) -> int:
     """The ranks of a machine other than 0."""
     import setproctitle
 
+    from ..launch.child.crash_report import CrashReports
+    from ..launch.resolve.prepare import prepare
     from ..model_runner.kernels.cpu.first_build import compile_ahead
-    from ..runtime.child.crash_report import CrashReports
     from ..runtime.logs import configure_logging
-    from ..runtime.resolve.prepare import prepare
     from ..supervisor.node_supervisor import NodeSupervisor
 
     configure_logging(merged.config.log, "supervisor")

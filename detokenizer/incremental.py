@@ -19,7 +19,7 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class TokenTable(Protocol):
-    """The facts about each token; `runtime.model_files.tokenizer.Tokenizer` implements it."""
+    """The facts about each token; `models.tokenizer.tokenizer.Tokenizer` implements it."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes of a token; empty for an id without one."""

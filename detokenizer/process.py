@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from ..runtime.child.child import Child
+from ..launch.child.child import Child
+from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, DetokenizerInput
-from ..runtime.model_files.tokenizer import load_tokenizer
 from ..runtime.transport.ipc import Inbox, Outbox
 from .incremental import NoText
 from .manager import Detokenizer

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.grammar_use import GrammarKind, GrammarUse
 from ..runtime.messages import Finish, FinishKind, GrammarUsage
-from ..runtime.model_files.tokenizer import Tokenizer
 from .json_position import pointer_at_end
 
 

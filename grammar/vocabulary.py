@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from ..runtime.model_files.tokenizer import Tokenizer
+from ..models.tokenizer.tokenizer import Tokenizer
 
 _SENTINEL: Final = "\x02"
 """Put before a text, so that a space that the tokenizer prepends is not part of the text's tokens."""

@@ -2,8 +2,8 @@
 
 import gc
 
-from ..runtime.child.child import run_child
-from ..runtime.child.openmp import shorten_spinning
+from ..launch.child.child import run_child
+from ..launch.child.openmp import shorten_spinning
 
 gc.disable()  # as in the scheduler's process
 shorten_spinning()  # before `process.py` imports torch

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..launch.resolve.stages.division import WHOLE_MODEL
+from ..models.spec.kv_size import KV_SCALE_BYTES
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
-from ..runtime.kv_size import KV_SCALE_BYTES
-from ..runtime.resolve.stages.division import WHOLE_MODEL
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention
 from .attention.selection import select_backend
@@ -43,19 +43,19 @@ from .token_relay import TokenRelay
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..launch.resolve.stages.division import Stage
+    from ..models.spec.model_spec import ModelSpec
     from ..runtime.feasibility import Capacity
-    from ..runtime.model_files.model_spec import ModelSpec
-    from ..runtime.resolve.stages.division import Stage
     from .adapter_runs import AdapterRuns
     from .adapters.adapter_slots import AdapterSlots
     from .attention.backend import AttentionBackend
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
-    from .models.registry import CausalLM
     from .pooling.head import PoolingHead
     from .recording.eager_executor import Forward
     from .recording.executor import StepExecutor
     from .recording.graphs.graph_sizes import GraphSizes
+    from .structures.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 

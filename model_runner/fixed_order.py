@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..runtime.model_files.model_spec import ModelSpec
+    from ..models.spec.model_spec import ModelSpec
     from .ops.experts import ExpertSource, ExpertWeights
     from .ops.linear import HeadMatmul, LinearWeight
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from msgspec.structs import replace
 
+from ..launch.resolve.adapters import adapted_names
+from ..launch.resolve.measured_pool import fit_pool
+from ..launch.resolve.pool_size import largest_step, largest_step_of
+from ..launch.resolve.rank_spec import rank_spec
+from ..launch.resolve.stages.division import is_of_other_stages, stage_spec
+from ..models.spec.kv_size import kv_dtype_of
+from ..models.spec.state_size import max_drafts_of
 from ..runtime.errors import ConfigError
-from ..runtime.kv_size import kv_dtype_of
-from ..runtime.resolve.adapters import adapted_names
-from ..runtime.resolve.measured_pool import fit_pool
-from ..runtime.resolve.pool_size import largest_step, largest_step_of
-from ..runtime.resolve.rank_spec import rank_spec
-from ..runtime.resolve.stages.division import is_of_other_stages, stage_spec
-from ..runtime.state_size import max_drafts_of
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
 from .adapters.adapter_slots import AdapterSlots, SlotSizes
@@ -33,11 +33,11 @@ from .kernels.blocks.native_blocks import NO_TILES, TILES_FROM
 from .memory.device_memory import explained, make_device_memory
 from .memory.huge_pages import collapse_resident_memory
 from .model_context import ModelContext
-from .models.registry import build_model
 from .op_selection import Target, select_ops
 from .pooling.head import PoolingHead, load_pooling_head
 from .recording.graphs.graph_sizes import sizes_to_record
 from .recording.programs.program_planes import MAX_TOKENS
+from .structures.causal_lm import build_model
 from .trial import measure
 from .weights.dummy import DummyStore
 from .weights.format_selection import make_linear_format
@@ -47,17 +47,17 @@ from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
+    from ..launch.resolve.stages.division import Stage
+    from ..models.source import ModelSource
+    from ..models.spec.model_spec import ModelSpec
     from ..runtime.config.engine_config import EngineConfig, ModelConfig
     from ..runtime.feasibility import Capacity
-    from ..runtime.model_files.model_spec import ModelSpec
-    from ..runtime.model_files.source import ModelSource
-    from ..runtime.resolve.stages.division import Stage
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup
     from .memory.device_memory import DeviceMemory
     from .model_runner import ModelRunner
-    from .models.registry import CausalLM
     from .recording.graphs.graph_sizes import GraphSizes
+    from .structures.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 

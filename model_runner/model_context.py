@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..runtime.resolve.stages.division import WHOLE_MODEL, Stage
+from ..launch.resolve.stages.division import WHOLE_MODEL, Stage
 from .distributed.tp_group import SINGLE_RANK
 
 if TYPE_CHECKING:
     import torch
 
-    from ..runtime.model_files.model_spec import ModelSpec
+    from ..models.spec.model_spec import ModelSpec
     from .adapters.adapter_layers import AdapterLayers
     from .distributed.tp_group import TPGroup
     from .ops.ops import Ops

@@ -24,10 +24,10 @@ from ..runtime.transport.message_base import Logprobs
 from .adapter_runs import runs_or_none
 from .memory.device_timer import DeviceTimer
 from .memory.oom_retry import free_cached_memory, retry_after_oom
-from .models.registry import logits_of
 from .request_states import SamplingFlag
 from .sampling.logprobs import TokenLogprobs, concatenate
 from .sampling.sampler import Sampled
+from .structures.causal_lm import logits_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
     from .memory.slot_table import SlotTable
-    from .models.registry import CausalLM
     from .pooling.pooled_chunk import PooledChunk
     from .pooling.pooler import PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates
     from .sampling.shared_sampler import SamplerLike
     from .sampling.token_counts import TokenCounts
+    from .structures.causal_lm import CausalLM
     from .token_relay import TokenRelay
 
 logger = logging.getLogger(__name__)

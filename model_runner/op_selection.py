@@ -27,7 +27,7 @@ from .ops.ops import OpChoice, Ops
 from .states import plain_delta_net, plain_mamba2, plain_short_conv
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.model_spec import ModelSpec
+    from ..models.spec.model_spec import ModelSpec
     from .kernels.probe import KernelProbe
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..runtime.child.child import Child
-from ..runtime.feasibility import capacity_of
+from ..launch.child.child import Child
+from ..launch.resolve.capacity import capacity_of
 from ..runtime.kv_backends.make_backend import make_target, make_writer
 from ..runtime.step_plan import RankInput
 from ..runtime.transport.cluster_ipc import PLANS, ClusterClient

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
+from ..launch.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.feasibility import pages_for
 from ..runtime.pooling import PoolingParams
-from ..runtime.resolve.measured_pool import Measured, graphs_estimate
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.step_plan import ForwardMode, NewReq, StepPlan
 from .memory.device_memory import explained

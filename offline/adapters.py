@@ -12,9 +12,8 @@ from ..runtime.request_checks import check_flag, check_text, plain, shown, wrong
 from ..tokenizer_manager.adapters.adapter_list import AdapterList
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
-    from ..runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-    from ..runtime.resolve.prepare import Prepared
+    from ..launch.resolve.prepare import Prepared
+    from ..runtime.adapter_spec import AdapterSpec, LoadedAdapter
     from .engine import EngineThread
 
 

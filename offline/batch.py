@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.errors import EngineDeadError
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import GenerateRequest
-from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.sampling_params import SamplingParams
 from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser
 from ..tokenizer_manager.scheduling_options import Scheduling

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
-from ..runtime.child.openmp import shorten_spinning
+from ..launch.child.openmp import shorten_spinning
+from ..launch.resolve.capacity import capacity_of
+from ..launch.resolve.gpus.device_order import DEVICE_ORDER
+from ..launch.resolve.prepare import Prepared
 from ..runtime.errors import ConfigError
-from ..runtime.feasibility import capacity_of
 from ..runtime.messages import LoadAdapter
-from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
-from ..runtime.resolve.prepare import Prepared
 from .engine import EngineParts, EngineThread
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.tokenizer import Tokenizer
+    from ..models.tokenizer.tokenizer import Tokenizer
 
 
 def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[[str], None]) -> EngineThread:

@@ -14,8 +14,8 @@ from ..tokenizer_manager.conversation.template_choice import load_chat_template,
 from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.tokenizer import Tokenizer
-    from ..runtime.resolve.prepare import Prepared
+    from ..launch.resolve.prepare import Prepared
+    from ..models.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from ..runtime.messages import (
 )
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
+    from ..runtime.adapter_spec import AdapterSpec
     from ..scheduler.journal.recorder import Recorder
     from ..scheduler.pipeline import Pipeline
     from ..scheduler.scheduler import Scheduler

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, overload
 
+from ..launch.progress.startup_display import StartupDisplay
+from ..launch.resolve.prepare import Prepared, prepare
+from ..models.hub.download_progress import DownloadState, Progress
+from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
-from ..runtime.model_files.download_progress import DownloadState, Progress
-from ..runtime.model_files.tokenizer import load_tokenizer
-from ..runtime.progress.startup_display import StartupDisplay
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
-from ..runtime.resolve.prepare import Prepared, prepare
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
 from ..tokenizer_manager.pooling.task import check_task

@@ -8,9 +8,9 @@ from typing import Final
 import numpy as np
 
 from ..grammar.answer_report import GrammarReport, GuidedAnswer, Truncated
+from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import Finish, FinishKind, TextOutput, Usage
-from ..runtime.model_files.tokenizer import Tokenizer
 from ..runtime.transport.message_base import Logprobs
 from ..tokenizer_manager.conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Reasoning
 from ..tokenizer_manager.conversation.parsing.output_parser import OutputParser

@@ -43,9 +43,9 @@ from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.model_spec import ModelSpec
-    from ..runtime.model_files.pooling_spec import PoolingSpec
-    from ..runtime.model_files.tokenizer import Tokenizer
+    from ..models.spec.model_spec import ModelSpec
+    from ..models.spec.pooling_spec import PoolingSpec
+    from ..models.tokenizer.tokenizer import Tokenizer
     from ..tokenizer_manager.generation import Prompt
     from ..tokenizer_manager.scheduling_options import Scheduling
     from .engine import EngineThread, RowQueue

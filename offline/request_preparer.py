@@ -22,7 +22,7 @@ from .batch import CheckedRequest
 from .prompts import checked_token_ids
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.tokenizer import Tokenizer
+    from ..models.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,8 @@ arithmetic could accept a request that then waits forever.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from .config.engine_config import EngineConfig
 from .counted import counted
-from .kv_size import GIB, kv_dtype_of, kv_token_bytes
-from .state_size import checkpoint_pages, num_checkpoints
 from .transport.message_base import Record
-
-if TYPE_CHECKING:
-    from .model_files.model_spec import ModelSpec
 
 
 class Capacity(Record, frozen=True):
@@ -53,36 +45,6 @@ class Capacity(Record, frozen=True):
     def max_total_tokens(self) -> int:
         """KV slots that requests may use."""
         return self.num_pages * self.page_size
-
-
-def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
-    """What a scheduler with this resolved configuration can hold."""
-    max_model_len, max_total_tokens = config.model.max_model_len, config.cache.max_total_tokens
-    max_running_requests = config.scheduler.max_running_requests
-    assert isinstance(max_model_len, int), "the configuration is not resolved"
-    assert isinstance(max_total_tokens, int), "the configuration is not resolved"
-    assert isinstance(max_running_requests, int), "the configuration is not resolved"
-    assert config.cache.swap_space != "auto", "the configuration is not resolved"
-    assert config.model.dtype != "auto", "the configuration is not resolved"
-    dtype, page_size = config.model.dtype, config.cache.page_size
-    token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
-    return Capacity(
-        max_model_len=max_model_len,
-        num_pages=max_total_tokens // config.cache.page_size,
-        page_size=config.cache.page_size,
-        max_running_requests=max_running_requests,
-        vocab_size=spec.vocab_size,
-        num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
-        kv_token_bytes=token_bytes,
-        num_adapter_slots=config.scheduler.max_loras_per_batch if config.adapters.is_enabled else 0,
-        num_checkpoints=(
-            num_checkpoints(spec, dtype, token_bytes, max_total_tokens // page_size, page_size)
-            if config.cache.radix_cache
-            else 0
-        ),
-        checkpoint_pages=checkpoint_pages(spec, dtype, token_bytes, page_size),
-        num_stages=config.parallel.pp,
-    )
 
 
 def pages_for(num_tokens: int, page_size: int) -> int:

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
+from .adapter_spec import AdapterSpec
 from .grammar_use import GrammarUse
-from .model_files.adapters.adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures

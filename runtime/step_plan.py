@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from .model_files.adapters.adapter_spec import AdapterSpec
+from .adapter_spec import AdapterSpec
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 from .transport.message_base import Logprobs, Message, Record

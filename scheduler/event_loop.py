@@ -13,7 +13,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from ..runtime.child.child import Child
+from ..launch.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox

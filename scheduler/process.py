@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from ..launch.child.child import Child
+from ..launch.resolve.capacity import capacity_of
+from ..launch.resolve.host_facts import read_host_facts
 from ..model_runner.build_facts import build_facts
 from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
 from ..model_runner.distributed.staged_runner import StagedRunner
 from ..model_runner.load import load_model_runner
-from ..runtime.child.child import Child
+from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.feasibility import capacity_of
 from ..runtime.messages import LoadAdapter, SchedulerInput
-from ..runtime.model_files.tokenizer import load_tokenizer
-from ..runtime.resolve.host_facts import read_host_facts
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from ..runtime.transport.kv_transfer import KVLayout

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ..runtime.model_files.weight_files.needed_tensors import attention_modules
+from ..models.weight_files.needed_tensors import attention_modules
 
 if TYPE_CHECKING:
-    from ..runtime.model_files.model_spec import ModelSpec
+    from ..models.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from ..runtime.config.engine_config import EngineConfig
-from ..runtime.errors import ConfigError
-from ..runtime.feasibility import Capacity
-from ..runtime.resolve.pool_size import MAX_AUTO_RUNNING, TOKENS_PER_REQUEST
-from ..runtime.resolve.resolve import CPU_MEM_FRACTION, CUDA_MEM_FRACTION
-from ..runtime.resolve.step_settings import (
+from ..launch.resolve.pool_size import MAX_AUTO_RUNNING, TOKENS_PER_REQUEST
+from ..launch.resolve.resolve import CPU_MEM_FRACTION, CUDA_MEM_FRACTION
+from ..launch.resolve.step_settings import (
     CPU_CHUNK_TOKENS,
     CPU_TARGET_STEP_MS,
     CUDA_CHUNK_TOKENS,
     CUDA_LARGE_CHUNK_TOKENS,
 )
+from ..runtime.config.engine_config import EngineConfig
+from ..runtime.errors import ConfigError
+from ..runtime.feasibility import Capacity
 from .device_facts import DeviceFacts
 from .model_facts import ModelFacts
 from .sim_request import VOCAB_SIZE

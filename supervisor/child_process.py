@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from ..runtime.child.black_box import SHOW_STACKS, read_fatal_stacks
-from ..runtime.child.control import (
+from ..launch.child.black_box import SHOW_STACKS, read_fatal_stacks
+from ..launch.child.control import (
     ForAll,
     PeerDied,
     Ready,
@@ -22,7 +22,7 @@ from ..runtime.child.control import (
     process_label,
     supervisor_end,
 )
-from ..runtime.resolve.gpus.device_order import DEVICE_ORDER
+from ..launch.resolve.gpus.device_order import DEVICE_ORDER
 from ..runtime.transport.message_base import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0

@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, Protocol, assert_never
 
-from ..runtime.child.control import (
+from ..launch.child.control import (
     Failed,
     ForAll,
     Heartbeat,

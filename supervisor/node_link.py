@@ -21,10 +21,10 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
-from ..runtime.child.control import ForAll
+from ..launch.child.control import ForAll
+from ..models.spec.model_spec import ModelSpec
 from ..runtime.config.device_config import ParallelConfig
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.model_files.model_spec import ModelSpec
 from ..runtime.transport.cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
 from ..runtime.transport.cluster_key import load_cluster_key
 from ..runtime.transport.message_base import Message

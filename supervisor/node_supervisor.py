@@ -7,12 +7,12 @@ import logging
 import time
 from collections.abc import Mapping
 
-from ..runtime.child.control import Role, Settings
-from ..runtime.child.crash_report import CrashReports
-from ..runtime.child.socket_dir import SocketDir
+from ..launch.child.control import Role, Settings
+from ..launch.child.crash_report import CrashReports
+from ..launch.child.socket_dir import SocketDir
+from ..models.source import ModelSource
+from ..models.spec.model_spec import ModelSpec
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.model_files.model_spec import ModelSpec
-from ..runtime.model_files.source import ModelSource
 from .child_watch import NODES_GRACE_S, ChildFailure, ChildWatch, Interrupted
 from .node_link import RESTART, NodeFailed, NodeLink, NodeReady, NodeStopped
 from .signal_queue import SignalQueue

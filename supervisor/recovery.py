@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from ..runtime.child.control import PeersLost, PeersReady, Role, Settings
+from ..launch.child.control import PeersLost, PeersReady, Role, Settings
 from ..runtime.feasibility import Capacity
 from .child_process import ChildProcess
 from .child_watch import ChildFailure, ChildWatch

@@ -18,15 +18,15 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from ..runtime.child.control import PeersReady, Role, Settings, Stop
-from ..runtime.child.crash_report import CrashReports
-from ..runtime.child.server_record import ServerRecord, write_record
-from ..runtime.child.socket_dir import SocketDir
+from ..launch.child.control import PeersReady, Role, Settings, Stop
+from ..launch.child.crash_report import CrashReports
+from ..launch.child.server_record import ServerRecord, write_record
+from ..launch.child.socket_dir import SocketDir
+from ..models.source import ModelSource
+from ..models.spec.model_spec import ModelSpec
+from ..runtime.adapter_spec import LoadedAdapter
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.feasibility import Capacity
-from ..runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-from ..runtime.model_files.model_spec import ModelSpec
-from ..runtime.model_files.source import ModelSource
 from .child_process import ChildProcess
 from .child_watch import NODES_GRACE_S, STOP_GRACE_S, ChildFailure, ChildWatch, Interrupted, Nodes
 from .recovery import Recovery, scheduler_facts

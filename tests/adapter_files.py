@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from engine.runtime.model_files.adapters.adapter_spec import read_adapter
-from engine.runtime.model_files.adapters.base_modules import BaseModules
-from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.adapters.base_modules import BaseModules
+from engine.models.adapters.read_adapter import read_adapter
+from engine.models.spec.model_spec import ModelSpec
+from engine.runtime.adapter_spec import LoadedAdapter
 
 
 def write_adapter(

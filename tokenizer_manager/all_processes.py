@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..runtime.child.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
-from ..runtime.child.crash_report import crash_dir
-from ..runtime.child.stack_sampler import SUFFIX
+from ..launch.child.control import ForAll, Role, SetLogLevel, StartProfile, StopProfile, process_label
+from ..launch.child.crash_report import crash_dir
+from ..launch.child.stack_sampler import SUFFIX
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.log_config import LogLevel
 from ..runtime.errors import ConfigError, EngineDeadError, RequestError

@@ -12,6 +12,7 @@ from typing import Final, TypeVar, assert_never
 
 from msgspec.structs import replace
 
+from ..runtime.adapter_spec import AdapterSpec
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import (
     AdapterDone,
@@ -27,7 +28,6 @@ from ..runtime.messages import (
     SchedulerInput,
     UnloadAdapter,
 )
-from ..runtime.model_files.adapters.adapter_spec import AdapterSpec
 from .admission.feasibility_check import check_may_fit
 from .dispatch.answers import Answer, merged
 from .engine_state import EngineState

@@ -22,15 +22,15 @@ import uvloop
 from ..grammar.proving.messages import ProofSetup
 from ..grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
 from ..grammar.proving.worker import ProofWorker
-from ..runtime.child.child import Child
-from ..runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
-from ..runtime.child.open_files import make_room_for
+from ..launch.child.child import Child
+from ..launch.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from ..launch.child.open_files import make_room_for
+from ..models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from ..models.tokenizer.tokenizer_export import TokenizerExport
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbandonRequests, ManagerInput
-from ..runtime.model_files.tokenizer import Tokenizer, load_tokenizer
-from ..runtime.model_files.tokenizer_export import TokenizerExport
 from ..runtime.transport.ipc import AsyncInbox, Outbox
 from .adapters.adapter_list import AdapterList
 from .adapters.registry import AdapterRegistry

@@ -17,9 +17,9 @@ from typing import Final
 
 import msgspec
 
+from ..models.tokenizer.pairs import EncodedPair
+from ..models.tokenizer.tokenizer import Tokenizer
 from ..runtime.errors import RequestError
-from ..runtime.model_files.tokenizer import Tokenizer
-from ..runtime.model_files.tokenizer_files.pairs import EncodedPair
 from .admission.queue_limiter import QueueFullError
 from .generation import Prompt
 

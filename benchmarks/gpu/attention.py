@@ -26,7 +26,7 @@ from engine.model_runner.attention.torch_native import TorchNativeAttention
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec
 
 PAGE_SIZE: Final = 16
 LAYERS_PER_REPLAY: Final = 20

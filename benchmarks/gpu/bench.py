@@ -39,11 +39,11 @@ from benchmarks.gpu.engine import Engine, Work
 from benchmarks.gpu.models import SHAPES, TINY_SHAPE, write_shape
 from benchmarks.gpu.ranks import all_reduce
 from benchmarks.gpu.sections import Figure, LoggedMessages, Report, Section, run_sections
-from engine.runtime.model_files.weight_memory import num_parameters
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.step_plan import ForwardMode
 
 if TYPE_CHECKING:
-    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.models.spec.model_spec import ModelSpec
 
 BUDGET_S: Final = 470.0
 DECODES: Final = (

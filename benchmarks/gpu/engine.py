@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.prepare import prepare
 from engine.runtime.config.config_sources import from_arguments, merge
-from engine.runtime.feasibility import capacity_of
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest
-from engine.runtime.resolve.prepare import prepare
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import (
     ForwardMode,

@@ -26,7 +26,7 @@ from typing import Final
 import msgspec
 
 from benchmarks.ceilings import FEW_TOKENS, MANY_TOKENS, Ceiling
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)

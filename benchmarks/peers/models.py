@@ -17,15 +17,15 @@ from pathlib import Path
 
 from benchmarks.peers.limits import ModelCosts, ServedModel
 from benchmarks.peers.sides import Models, form_of
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf.gguf_tokenizer import build_gguf_tokenizer
+from engine.models.load_spec import load_spec
+from engine.models.source import resolve_source
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.tokenizer.tokenizer import Tokenizer
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.gguf.gguf_tokenizer import build_gguf_tokenizer
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.source import resolve_source
-from engine.runtime.model_files.tokenizer import Tokenizer
-from engine.runtime.model_files.weight_memory import num_parameters
 
 
 class OtherModelError(Exception):

@@ -26,8 +26,8 @@ from engine.cli.bench.records import BenchRequest
 from engine.cli.bench.result_file import RequestRow
 from engine.cli.bench.result_file import read_results as read_bench
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
-from engine.runtime.resolve.host_facts import read_host_facts
-from engine.runtime.resolve.memory_budget import size_text
+from engine.launch.resolve.host_facts import read_host_facts
+from engine.launch.resolve.memory_budget import size_text
 
 START_LIMIT_S: Final = 600.0
 PATIENCE: Final = 6.0

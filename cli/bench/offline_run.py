@@ -160,10 +160,10 @@ def run_offline(
     Raises:
         ConfigError: a bad setting or model.
     """
+    from ...launch.progress.startup_display import StartupDisplay
+    from ...launch.resolve.prepare import prepare
+    from ...models.tokenizer.tokenizer import load_tokenizer
     from ...offline.build import start_engine
-    from ...runtime.model_files.tokenizer import load_tokenizer
-    from ...runtime.progress.startup_display import StartupDisplay
-    from ...runtime.resolve.prepare import prepare
     from ...tokenizer_manager.pooling.embedding import embedding_params
     from ...tokenizer_manager.pooling.task import check_task
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ...launch.progress.startup_display import StartupDisplay
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import RequestError
-from ...runtime.progress.startup_display import StartupDisplay
 from ...runtime.unicode_text import variable
 from ..options import (
     CONTEXT_SETTINGS,

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ...launch.progress.startup_display import StartupDisplay
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError, RequestError
-from ...runtime.progress.startup_display import StartupDisplay
 from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
 from .session import Message
 from .settings import ChatSettings
 
 if TYPE_CHECKING:
+    from ...launch.resolve.prepare import Prepared
     from ...offline.llm import LLM
     from ...offline.options import ChatOptions
-    from ...runtime.resolve.prepare import Prepared
 
 # One conversation at a time; the KV of a second sequence keeps the old conversation cached after /clear or /regen.
 BASE_SETTINGS: Final = from_arguments({"max_running_requests": 2})

@@ -74,8 +74,8 @@ def read_question(words: list[str], stdin: TextIO) -> str | None:
 
 def names_a_model(words: list[str]) -> bool:
     """Whether the question is one word that names a model, as `ollama run NAME` has it. Looks at nothing but names."""
-    from ...runtime.model_files.built_in.models import find_built_in
-    from ...runtime.model_files.source import hub_name_of
+    from ...models.hub.built_in.models import find_built_in
+    from ...models.source import hub_name_of
 
     if len(words) != 1:
         return False

@@ -14,9 +14,9 @@ from typing import Annotated, Final
 
 import typer
 
+from ...launch.progress.startup_display import StartupDisplay
+from ...launch.resolve.host_facts import HostFacts
 from ...runtime.config.engine_config import EngineConfig
-from ...runtime.progress.startup_display import StartupDisplay
-from ...runtime.resolve.host_facts import HostFacts
 from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,

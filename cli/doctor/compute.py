@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
+from ...launch.resolve.block_weights import KERNEL_FLAGS
+from ...launch.resolve.host_facts import HostFacts
+from ...launch.resolve.resolve import BF16_FLAGS
 from ...runtime.config.engine_config import EngineConfig
-from ...runtime.resolve.block_weights import KERNEL_FLAGS
-from ...runtime.resolve.host_facts import HostFacts
-from ...runtime.resolve.resolve import BF16_FLAGS
 from .check import Check, fail, ok, skip, warn
 from .torch_probe import TorchFacts
 

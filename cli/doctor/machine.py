@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.child.open_files import OWN_FILES
+from ...launch.child.open_files import OWN_FILES
+from ...launch.resolve.host_facts import usable_threads
+from ...launch.resolve.memory_budget import size_text
+from ...models.spec.kv_size import GIB, MIB
 from ...runtime.config.engine_config import EngineConfig
-from ...runtime.kv_size import GIB, MIB
-from ...runtime.resolve.host_facts import usable_threads
-from ...runtime.resolve.memory_budget import size_text
 from .check import Check, fail, ok, refused, warn
 from .machine_facts import MachineFacts
 

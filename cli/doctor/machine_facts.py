@@ -16,11 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ...runtime.child.socket_dir import abandoned_dirs
+from ...launch.child.socket_dir import abandoned_dirs
+from ...launch.resolve.host_facts import HostFacts, read_host_facts
+from ...runtime.cache_dir import cache_dir
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.cache_dir import cache_dir
-from ...runtime.resolve.host_facts import HostFacts, read_host_facts
 from ..port import check_port
 
 _PACKAGE: Final = __package__.split(".", 1)[0]

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ...launch.resolve.model_resolution import WeightsError, find_model, read_model, runs_in_transformers
+from ...models.gguf.gguf_split import parts_of
+from ...models.hub.built_in.models import published_sha256
+from ...models.source import ModelSource, not_fetched
+from ...models.spec.model_spec import ModelSpec
+from ...models.weight_files.check_weights import WeightsSummary
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError, EngineError
-from ...runtime.model_files.built_in.models import published_sha256
-from ...runtime.model_files.gguf.gguf_split import parts_of
-from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.source import ModelSource, not_fetched
-from ...runtime.model_files.weight_files.check_weights import WeightsSummary
-from ...runtime.resolve.model_resolution import WeightsError, find_model, read_model, runs_in_transformers
 
 SAMPLES: Final = (
     "The quick brown fox jumps over the lazy dog.",
@@ -172,7 +172,7 @@ def _checksums(source: ModelSource) -> Iterator[Checksum]:
 def _tokenizer_facts(
     source: ModelSource, template_choice: str | None, spec: ModelSpec | None
 ) -> dict[str, Any]:
-    from ...runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+    from ...models.tokenizer.tokenizer import Tokenizer, load_tokenizer
     from ...tokenizer_manager.conversation.end_of_turn import turn_without_end
     from ...tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 

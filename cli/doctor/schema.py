@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ...models.tokenizer.tokenizer import load_tokenizer
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError, RequestError
-from ...runtime.model_files.tokenizer import load_tokenizer
 from ..json_input import read_json_text
 from .model_facts import ModelFacts, gather_model
 

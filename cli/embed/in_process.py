@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ...launch.progress.startup_display import StartupDisplay
+from ...models.hub.built_in.models import MINILM
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import RequestError
-from ...runtime.model_files.built_in.models import MINILM
-from ...runtime.progress.startup_display import StartupDisplay
 from .backend import EmbedOptions, PartError, Scored, Vectors, in_options, parts_of
 
 if TYPE_CHECKING:
+    from ...launch.resolve.prepare import Prepared
     from ...offline.llm import LLM
-    from ...runtime.resolve.prepare import Prepared
     from ...tokenizer_manager.pooling.task import Want
 
 BASE_SETTINGS: Final = from_arguments({"model": MINILM.short_names[0]})

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ...runtime.child.server_record import running_servers
+from ...launch.child.server_record import running_servers
+from ...launch.progress.startup_display import StartupDisplay
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError, RequestError
-from ...runtime.progress.startup_display import StartupDisplay
 from ...runtime.unicode_text import variable
 from ..options import FlagValues, merge_options
 from .backend import Backend

@@ -170,7 +170,7 @@ def fleet(
 
     Example: engine fleet default --replicas 2 --route -- --max-model-len 4096
     """
-    from ...runtime.resolve.host_facts import read_host_facts
+    from ...launch.resolve.host_facts import read_host_facts
     from ...supervisor.fleet.fleet import FleetSettings
     from ...supervisor.fleet.scaling import MAX_REPLICAS, ScaleBounds
     from ..route.command import Policy

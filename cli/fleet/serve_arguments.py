@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from typer.main import get_command
 
+from ...launch.resolve.host_facts import HostFacts, usable_threads
+from ...launch.resolve.resolve import CPU_MEM_FRACTION
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import ConfigError
-from ...runtime.resolve.host_facts import HostFacts, usable_threads
-from ...runtime.resolve.resolve import CPU_MEM_FRACTION
 from ..options import merge_options
 from ..serve import app
 

@@ -11,7 +11,7 @@ from ...runtime.errors import ConfigError
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 if TYPE_CHECKING:
-    from ...runtime.progress.startup_display import StartupDisplay
+    from ...launch.progress.startup_display import StartupDisplay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -34,7 +34,7 @@ def pull(
 
     Example: engine pull Qwen/Qwen3-0.6B
     """
-    from ...runtime.progress.startup_display import StartupDisplay
+    from ...launch.progress.startup_display import StartupDisplay
 
     with StartupDisplay(quiet=quiet, only_slow=True) as display:
         line = _pull(model, display)
@@ -43,10 +43,10 @@ def pull(
 
 
 def _pull(model: str, display: StartupDisplay) -> str:
-    from ...runtime.model_files.built_in.models import find_built_in
-    from ...runtime.model_files.hub.hub_place import pull_named
-    from ...runtime.model_files.source import hub_name_of, resolve_source
-    from ...runtime.progress.download_view import size_text
+    from ...launch.progress.download_view import size_text
+    from ...models.hub.built_in.models import find_built_in
+    from ...models.hub.hub_place import pull_named
+    from ...models.source import hub_name_of, resolve_source
 
     is_local = os.path.exists(os.path.expanduser(model)) and model != "default"
     built_in = None if is_local else find_built_in(model)

@@ -23,9 +23,9 @@ def rm(
 
     Example: engine rm org/repo:Q4_K_M
     """
-    from ...runtime.child.server_record import running_servers
-    from ...runtime.model_files.removal import remove
-    from ...runtime.progress.download_view import size_text
+    from ...launch.child.server_record import running_servers
+    from ...launch.progress.download_view import size_text
+    from ...models.removal import remove
 
     in_use = {} if force else {server.path: server.pid for server in running_servers()}
     for model in models:

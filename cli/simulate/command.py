@@ -250,9 +250,9 @@ def _model_facts(model: str) -> ModelFacts:
 
     if model.lower() in MODELS:
         return MODELS[model.lower()]
-    from ...runtime.model_files.built_in.models import find_built_in
-    from ...runtime.model_files.load_spec import load_spec
-    from ...runtime.model_files.source import hub_name_of, resolve_source
+    from ...models.hub.built_in.models import find_built_in
+    from ...models.load_spec import load_spec
+    from ...models.source import hub_name_of, resolve_source
 
     is_path = Path(model).expanduser().exists()
     if not (is_path or find_built_in(model) or hub_name_of(model)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from engine.runtime.model_files.gguf.families.registry import GGUF_FAMILIES
+from engine.models.gguf.families.registry import GGUF_FAMILIES
 
 from .families import FAMILIES, WEIGHT_KINDS, FamilyRow
 from .markdown import code

@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
+from ...models.source import ModelSource
 from ...runtime.grammar_use import GrammarSpec
-from ...runtime.model_files.source import ModelSource
 from ...runtime.transport.message_base import Message
 
 FRAME_LENGTH: Final = struct.Struct("<I")

@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 import setproctitle
 
-from ...runtime.child.child import die_with
+from ...launch.child.child import die_with
+from ...models.tokenizer.tokenizer import load_tokenizer
 from ...runtime.errors import ConfigError
 from ...runtime.grammar_use import GrammarKind, GrammarSpec
-from ...runtime.model_files.tokenizer import load_tokenizer
 from ..backend import GrammarBackend, GrammarError, Matcher, MatcherErrorCode, Vocabulary
 from ..closing import JsonState, shortest_end
 from ..llguidance_backend import LLGuidanceBackend

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
 
-from ...runtime.model_files.adapters.base_modules import EMBEDDING, HEAD, BaseModules
+from ...models.adapters.base_modules import EMBEDDING, HEAD, BaseModules
 from ..kernels.lora.plain import PlainDelta, PlainEmbeddingDelta
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
     from ..ops.deltas import EmbeddingDelta, LowRankDelta, MakeDeltas, PackedDelta
 
     Span = tuple[int, int]

@@ -18,7 +18,7 @@ from ...runtime.errors import ConfigError
 from .adapter_weights import read_modules
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
+    from ...runtime.adapter_spec import AdapterSpec
     from ..ops.deltas import PackedDelta
     from .adapter_layers import AdapterLayers
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from ...models.adapters.read_adapter import adapter_fingerprint
+from ...models.gguf.gguf_file import GGUFFile, is_gguf
+from ...models.weight_files.safetensors_header import read_header
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.adapters.adapter_spec import adapter_fingerprint
-from ...runtime.model_files.gguf.gguf_file import GGUFFile, is_gguf
-from ...runtime.model_files.weight_files.safetensors_header import read_header
 from ..weights.gguf_layout.gguf_order import pairs_apart
 from .adapter_layers import LowRank
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
+    from ...runtime.adapter_spec import AdapterSpec
 
 _DTYPES: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

@@ -25,7 +25,7 @@ from ..kernels.cpu.library import load_library, reasons_against_library
 from .backend import AttentionBackend, result_of
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import LayerView, ModelSpec
+    from ...models.spec.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, Int64s, RepeatableAttention, StepAttention

@@ -27,7 +27,7 @@ from .backend import AttentionBackend, result_of
 from .fa3_splits import SplitShape, max_splits
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import LayerView, ModelSpec
+    from ...models.spec.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops.rotation import LayerKV

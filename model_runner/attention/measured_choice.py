@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
 
 Choices = Mapping[tuple[tuple[int, int], int], str]
 """(compute capability, query heads per KV head) -> name of the backend for decodes."""

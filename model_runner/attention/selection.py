@@ -16,7 +16,7 @@ from .torch_native import TorchNativeAttention
 from .triton_paged import TritonAttention
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
     from .backend import AttentionBackend
 
 logger = logging.getLogger(__name__)

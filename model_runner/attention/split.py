@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import CapturableAttention, StepAttention

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime.resolve.memory_budget import GATHERED_COPIES
+from ...launch.resolve.memory_budget import GATHERED_COPIES
 from .backend import AttentionBackend, result_of
 from .dense import EncoderAttention, ExtendAttention, ScoreForm, decode_attention
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import LayerView, ModelSpec
+    from ...models.spec.model_spec import LayerView, ModelSpec
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..ops.rotation import LayerKV

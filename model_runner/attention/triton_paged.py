@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime.model_files.model_spec import LayerView
+from ...models.spec.model_spec import LayerView
 from ..kernels.probe import probe_kernels
 from .backend import AttentionBackend, result_of
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
     from ..kernels.triton.attention_tiles import HeadShape

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
+from ...launch.resolve.stages.division import WHOLE_MODEL, Stage, stage_of
 from ...runtime.errors import ConfigError
-from ...runtime.resolve.stages.division import WHOLE_MODEL, Stage, stage_of
 from ...runtime.transport.cluster_ipc import STORE, parse_address
 from ..weights.fingerprint import weights_fingerprint
 from .one_shot_group import with_one_shot_sums
@@ -23,7 +23,7 @@ from .stage_group import StageGroup
 from .tp_group import SINGLE_RANK, Rendezvous, TorchGroup, TPGroup
 
 if TYPE_CHECKING:
-    from ...runtime.child.child import Child
+    from ...launch.child.child import Child
     from .pp_link import StageWire
 
 logger = logging.getLogger(__name__)

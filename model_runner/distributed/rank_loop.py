@@ -17,7 +17,7 @@ from ...runtime.step_plan import DropAdapter, LaunchStep, ReadAdapter
 from .ranked_runner import WaitingPending
 
 if TYPE_CHECKING:
-    from ...runtime.child.child import Child
+    from ...launch.child.child import Child
     from ...runtime.step_plan import Pending, RankInput, Runner
     from ...runtime.transport.cluster_ipc import ClusterClient
     from ...runtime.transport.ipc import Inbox

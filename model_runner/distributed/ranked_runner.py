@@ -15,8 +15,8 @@ from ...runtime.transport.ipc import FanOutbox
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from ...runtime.adapter_spec import AdapterSpec
     from ...runtime.config.device_config import ParallelConfig
-    from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
     from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, StepResult
     from ...runtime.transport.message_base import Message
     from ..adapters.adapter_store import AdapterRead, AdapterStore

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
 
 _CHECK_NAME: Final = "engine_check"
 _LENGTH: Final = 24

@@ -33,7 +33,7 @@ from ..memory.kv_pool import KVPool
 from .layer_check import NO_ARGUMENTS, DifferentError, Layers, checked_decoder, model_name, refusal
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
     from ..attention.backend import StepAttention
     from .transformers_model import TransformersModel
 

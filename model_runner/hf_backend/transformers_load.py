@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...models.hf.language_part import find_language_part
+from ...models.json_file import read_json
+from ...runtime.cache_dir import cache_dir
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.cache_dir import cache_dir
-from ...runtime.model_files.hf.language_part import find_language_part
-from ...runtime.model_files.json_file import read_json
 from ..weights.dummy import DummyStore
 from ..weights.safetensors import SafetensorsStore
 from .layer_check import check_forms, checked_decoder
@@ -23,9 +23,9 @@ from .transformers_check import ModelCheck, check_model
 from .transformers_model import ATTENTION_NAME, TransformersModel, attend
 
 if TYPE_CHECKING:
+    from ...models.source import ModelSource
+    from ...models.spec.model_spec import ModelSpec
     from ...runtime.config.engine_config import ModelConfig
-    from ...runtime.model_files.model_spec import ModelSpec
-    from ...runtime.model_files.source import ModelSource
     from ..ops.ops import Ops
 
 logger = logging.getLogger(__name__)

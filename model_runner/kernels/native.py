@@ -27,7 +27,7 @@ from .native_linear import pack_native_linear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import Routing
+    from ...models.spec.experts_spec import Routing
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...runtime.model_files.experts_spec import SCORES
+from ...models.spec.experts_spec import SCORES
 from .blocks.native_blocks import NO_TILES, NativeBlockLinear
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
 
 _SQUARED_RELU: Final = 3  # of `Activation` in `kernels/cpu/activations.h`
 _WEIGHT: Final = np.dtype(

@@ -23,7 +23,7 @@ from ..ops.linear import LinearWeight
 from ..ops.rotation import HeadNorms, LayerKV
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
 
 _mkldnn: Final[Any] = torch.ops.mkldnn
 _MOST_INT8: Final = 127.0

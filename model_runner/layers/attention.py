@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...runtime.model_files.weight_files.needed_tensors import projection_sizes
+from ...models.weight_files.needed_tensors import projection_sizes
 from ..ops.rotation import HeadNorms
 from ..weights.reader import Slice
 from .linear import Linear, RowLinear
@@ -19,7 +19,7 @@ from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.attention_form import LayerHeads
+    from ...models.spec.attention_form import LayerHeads
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from .norm import RMSNorm

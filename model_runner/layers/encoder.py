@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ...runtime.model_files.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
+from ...models.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
 from .layer_norm import LayerNorm
 from .linear import Linear, RowLinear
 from .row_selection import SelectRows, all_rows
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.encoder_spec import EncoderActivation
-    from ...runtime.model_files.weight_files.encoder_tensors import EncoderNames
+    from ...models.spec.encoder_spec import EncoderActivation
+    from ...models.weight_files.encoder_tensors import EncoderNames
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext

@@ -21,7 +21,7 @@ from .spans import equal_span
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...runtime.model_files.experts_spec import ExpertsSpec
+    from ...models.spec.experts_spec import ExpertsSpec
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
 

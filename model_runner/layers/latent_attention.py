@@ -20,7 +20,7 @@ from .row_selection import kept_adapters
 from .spans import equal_span
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.latent_spec import LatentSpec
+    from ...models.spec.latent_spec import LatentSpec
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext

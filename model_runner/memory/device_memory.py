@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
+from ...launch.resolve.memory_budget import size_text
 from ...runtime.errors import ConfigError
-from ...runtime.resolve.memory_budget import size_text
 
 
 class DeviceMemory(Protocol):

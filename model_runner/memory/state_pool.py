@@ -12,7 +12,7 @@ from ..states.state_runs import ZERO_SLOT, StateLayout, StateRuns
 from .host_memory import reserve
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.state_spec import StateSpec
+    from ...models.spec.state_spec import StateSpec
 
 
 class StatePool:

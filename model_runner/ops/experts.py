@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.experts_spec import ClampedSwiGLU, Routing
+    from ...models.spec.experts_spec import ClampedSwiGLU, Routing
     from .linear import LinearWeight
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...runtime.pooling import PoolingKind, PoolingParams
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.pooling_spec import PoolingType
+    from ...runtime.config.model_choice import PoolingType
     from ..adapter_runs import AdapterRuns
     from .pooled_chunk import PooledChunk
 

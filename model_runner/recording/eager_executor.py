@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from ..memory.slot_table import SlotTable
-    from ..models.registry import CausalLM
+    from ..structures.causal_lm import CausalLM
     from ..token_relay import TokenRelay
 
 Forward = Callable[[ForwardBatch], Tensor | StageStates]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..models.registry import logits_of
+from ..structures.causal_lm import logits_of
 from .executor import StepOutput
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..adapter_runs import AdapterRuns
     from ..input_batch import InputBatch, Int64s
-    from ..models.registry import CausalLM
+    from ..structures.causal_lm import CausalLM
 
 
 class ReadRows(NamedTuple):

@@ -21,7 +21,7 @@ from .int4_tensors import PER_WORD, Int4Cut, read_scales, unpack
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantizationSpec
+    from ...models.spec.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 NIBBLE_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ...models.spec.block_forms import BLOCK_LEN
+from ...models.spec.quantization import is_of_expert, unnumbered
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.block_forms import BLOCK_LEN
-from ...runtime.model_files.quantization import is_of_expert, unnumbered
 from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight, NotFiniteError
@@ -25,7 +25,7 @@ from .quantized_format import QuantizedFormat
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantizationSpec
+    from ...models.spec.quantization import QuantizationSpec
     from ..kernels.quantized import Part, QuantizedLinears
     from ..ops.linear import LinearWeight
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...runtime.model_files.weight_files.needed_tensors import needed_modules
+from ...models.weight_files.needed_tensors import needed_modules
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight
 from .block_format import BlockParts, check_finite
@@ -16,8 +16,8 @@ from .reader import WeightReader
 from .safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
-    from ...runtime.model_files.source import ModelSource
+    from ...models.source import ModelSource
+    from ...models.spec.model_spec import ModelSpec
 
 
 def check_block_values(source: ModelSource, spec: ModelSpec) -> None:

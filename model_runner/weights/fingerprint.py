@@ -11,8 +11,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-from ...runtime.model_files.gguf.gguf_split import parts_of
-from ...runtime.model_files.weight_files.safetensors_header import weight_files
+from ...models.gguf.gguf_split import parts_of
+from ...models.weight_files.safetensors_header import weight_files
 
 _NUM_PIECES: Final = 8  # of each file: a model of 100 files costs 800 reads
 _PIECE_BYTES: Final = 4096

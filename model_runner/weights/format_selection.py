@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...models.spec.quantization import BLOCK_METHODS
+from ...models.spec.quantization_choice import with_quantization
+from ...models.weight_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.quantization import BLOCK_METHODS
-from ...runtime.model_files.quantization_choice import with_quantization
-from ...runtime.model_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
@@ -24,8 +24,9 @@ from .linear_format import LinearFormat, PlainFormat
 from .quantized_format import PartReader, QuantizedFormat
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.model_spec import ModelSpec
-    from ...runtime.model_files.quantization import Quantization, QuantizationSpec
+    from ...models.spec.model_spec import ModelSpec
+    from ...models.spec.quantization import QuantizationSpec
+    from ...runtime.config.model_choice import Quantization
     from ..ops.ops import Ops
 
 logger = logging.getLogger(__name__)

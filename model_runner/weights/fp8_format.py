@@ -20,7 +20,7 @@ from ..kernels.quantized_weights import FP8, Fp8Weight, quantize_to_fp8
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantizationSpec
+    from ...models.spec.quantization import QuantizationSpec
     from ..kernels.quantized import Part
 
 _SCALES: Final = ("weight_scale_inv", "weight_scale")

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...models.gguf.families.registry import family_of
+from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
+from ...models.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
+from ...models.gguf.split_kv import find_split_kv
+from ...models.spec.block_forms import GGUF_FORMS
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.block_forms import GGUF_FORMS
-from ...runtime.model_files.gguf.families.registry import family_of
-from ...runtime.model_files.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...runtime.model_files.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
-from ...runtime.model_files.gguf.split_kv import find_split_kv
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
@@ -36,7 +36,7 @@ from .reader import Slice, cut_from_whole
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
 
 _STATE_LAYER: Final = ".linear_attn."
 _ROWS_AT_A_TIME: Final = 4096

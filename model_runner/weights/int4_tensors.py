@@ -12,7 +12,7 @@ from ...runtime.errors import ConfigError
 from .reader import Slice, WeightReader
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.quantization import QuantizationSpec
+    from ...models.spec.quantization import QuantizationSpec
 
 PER_WORD: Final = 8
 

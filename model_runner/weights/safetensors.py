@@ -14,15 +14,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ...models.gguf.ggml_types import dequantize
+from ...models.weight_files.header_entry import HeaderEntry
+from ...models.weight_files.safetensors_header import INDEX_FILE, SAFE_TO_IGNORE, read_headers
+from ...models.weight_files.stacked_experts import BLOCKS, SCALES
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.gguf.ggml_types import dequantize
-from ...runtime.model_files.weight_files.header_entry import HeaderEntry
-from ...runtime.model_files.weight_files.safetensors_header import (
-    INDEX_FILE,
-    SAFE_TO_IGNORE,
-    read_headers,
-)
-from ...runtime.model_files.weight_files.stacked_experts import BLOCKS, SCALES
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
@@ -30,8 +26,8 @@ from .gguf_layout.mxfp4 import MXFP4, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:
-    from ...runtime.model_files.gguf.ggml_bytes import Bytes
-    from ...runtime.model_files.model_spec import ModelSpec
+    from ...models.gguf.ggml_bytes import Bytes
+    from ...models.spec.model_spec import ModelSpec
 
 _DTYPES: Final = {
     "F32": torch.float32,

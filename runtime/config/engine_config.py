@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Final, Literal
 
 from ..errors import ConfigError
-from ..model_files.pooling_spec import PoolingType, TaskChoice, TaskName
-from ..model_files.quantization import Quantization
 from ..sampling_defaults import SamplingDefaultsName
 from .adapter_config import AdapterConfig
 from .answer_config import AnswerConfig
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
 from .log_config import LogConfig
+from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
 from .request_limits import RequestLimits
 from .server_config import OverloadMode, ServerConfig
 from .setting_declaration import Alias, check_at_least, check_finite

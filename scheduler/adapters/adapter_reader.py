@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
+from ...runtime.adapter_spec import AdapterSpec
 
 
 class EndOfRead(Protocol):

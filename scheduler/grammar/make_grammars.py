@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ...grammar.cache import GrammarCache
 from ...grammar.llguidance_backend import LLGuidanceBackend
 from ...grammar.vocabulary import TokenizerVocabulary
-from ...runtime.model_files.tokenizer import Tokenizer
+from ...models.tokenizer.tokenizer import Tokenizer
 from .grammar_builder import GrammarBuilder
 
 

@@ -25,7 +25,7 @@ There is only one round in these cases:
 
 The predicted time of a round is that of the last step of decodes alone. If more requests decode than in that step,
 there is one round. A multi-step decode with slower rounds than predicted ends early. If devices compute while the host
-plans (overlap), it saves nothing and is off (`runtime/resolve/step_settings.py`).
+plans (overlap), it saves nothing and is off (`launch/resolve/step_settings.py`).
 """
 
 from __future__ import annotations

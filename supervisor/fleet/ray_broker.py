@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ...runtime.child.child import die_with
-from ...runtime.child.control import ControlChannel
+from ...launch.child.child import die_with
+from ...launch.child.control import ControlChannel
 from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
 from ..ray.cluster import RayCluster, RayUse, ray_cluster

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from ...runtime.child.control import ControlChannel
+from ...launch.child.control import ControlChannel
 from ...runtime.config.log_config import LogConfig
 from ...runtime.errors import ConfigError
 from ..child_process import start_module

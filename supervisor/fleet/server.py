@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ...runtime.child.server_record import running_servers
+from ...launch.child.server_record import running_servers
 from .tied_process import TiedProcess
 
 

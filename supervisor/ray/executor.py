@@ -27,10 +27,10 @@ from typing import Final
 
 import msgspec
 
-from ...runtime.child.control import ControlChannel, ForAll
+from ...launch.child.control import ControlChannel, ForAll
+from ...models.spec.model_spec import ModelSpec
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.model_spec import ModelSpec
 from ...runtime.transport.cluster_ipc import free_address
 from ...runtime.transport.cluster_key import key_in_memory
 from ..child_process import start_module

@@ -11,10 +11,10 @@ import os
 
 import msgspec
 
+from ...launch.resolve.model_resolution import find_model, read_model
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
-from ...runtime.resolve.model_resolution import find_model, read_model
 from ...runtime.transport.cluster_key import key_in_memory
 from ..node_supervisor import NodeSupervisor
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.weight_memory import num_parameters
+from engine.models.spec.experts_spec import ExpertsSpec, Routing
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.weight_files.weight_memory import num_parameters
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 QUIET = {"server": 1.5, "client": 0.1, "others": 0.02, "stolen": 0.0}
@@ -627,10 +627,10 @@ def test_the_folder_for_peers_is_the_same_model(bench: Any, tmp_path: Path) -> N
     from msgspec import structs
     from safetensors.torch import load_file
 
-    from engine.runtime.model_files.built_in.fetch import ensure_model
-    from engine.runtime.model_files.load_spec import load_spec
-    from engine.runtime.model_files.source import resolve_source
-    from engine.runtime.model_files.tokenizer import load_tokenizer
+    from engine.models.hub.built_in.fetch import ensure_model
+    from engine.models.load_spec import load_spec
+    from engine.models.source import resolve_source
+    from engine.models.tokenizer.tokenizer import load_tokenizer
 
     path = ensure_model()
     folder = bench.models.ensure_bf16_folder(path, tmp_path / "bf16")

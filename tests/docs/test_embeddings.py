@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.model_files.built_in.fetch import cached_model
-from engine.runtime.model_files.built_in.models import MINILM
+from engine.models.hub.built_in.fetch import cached_model
+from engine.models.hub.built_in.models import MINILM
 from tests.e2e.serving import EngineServe
 
 from .conftest import DOCS

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.runtime.model_files.encoder_spec import ENCODER_MODEL_TYPES
-from engine.runtime.model_files.gguf.families.registry import GGUF_FAMILIES
-from engine.runtime.model_files.model_spec import SUPPORTED_MODEL_TYPES
+from engine.models.gguf.families.registry import GGUF_FAMILIES
+from engine.models.spec.encoder_spec import ENCODER_MODEL_TYPES
+from engine.models.spec.model_spec import SUPPORTED_MODEL_TYPES
 
 
 def test_every_model_type_has_a_row(import_reference):

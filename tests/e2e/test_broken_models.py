@@ -211,7 +211,7 @@ def test_a_file_that_is_no_gguf(start_serve, tmp_path, name):
 
 @pytest.mark.model
 def test_a_truncated_gguf(start_serve, tmp_path):
-    from engine.runtime.model_files.built_in.fetch import ensure_model
+    from engine.models.hub.built_in.fetch import ensure_model
 
     whole = ensure_model()
     path = tmp_path / "short.gguf"

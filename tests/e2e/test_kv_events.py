@@ -11,7 +11,7 @@ import httpx
 import pytest
 import zmq
 
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
+from engine.models.hf.hf_config import read_hf_spec
 from tests.adapter_files import write_adapter
 
 from .conftest import StartServe

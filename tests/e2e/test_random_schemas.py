@@ -16,7 +16,7 @@ import httpx
 import jsonschema_rs
 import pytest
 
-from engine.runtime.model_files.built_in.fetch import cached_model
+from engine.models.hub.built_in.fetch import cached_model
 
 from .conftest import StartServe
 from .random_schemas import Question, question

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.models.tokenizer.tokenizer import Tokenizer
 
 NUM_NEW = 32
 PROMPT_LENS = (1, 16, 33, 130)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.vocabulary import TokenizerVocabulary
-from engine.runtime.model_files.tokenizer import Tokenizer
+from engine.models.tokenizer.tokenizer import Tokenizer
 
 MERGES = [
     *(("t", "r"), ("u", "e"), ("tr", "ue"), ('"', ":"), ('"', ","), ("{", '"'), ("a", "b"), ("ab", "c")),

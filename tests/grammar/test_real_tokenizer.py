@@ -15,10 +15,10 @@ from engine.grammar.proving.messages import ProofSetup
 from engine.grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
 from engine.grammar.proving.worker import ProofWorker
 from engine.grammar.vocabulary import TokenizerVocabulary
+from engine.models.hub.built_in.fetch import cached_model
+from engine.models.source import ModelSource, resolve_source
+from engine.models.tokenizer.tokenizer import load_tokenizer
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock, Whitespace
-from engine.runtime.model_files.built_in.fetch import cached_model
-from engine.runtime.model_files.source import ModelSource, resolve_source
-from engine.runtime.model_files.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.model
 

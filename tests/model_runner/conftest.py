@@ -22,6 +22,9 @@ from engine.model_runner.memory.host_kv_pool import HostKVPool
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.executor import RecordedBytes, StepExecutor, StepOutput
 from engine.model_runner.recording.programs.native_executor import NativeExecutor
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import (
     CacheConfig,
@@ -31,11 +34,8 @@ from engine.runtime.config.engine_config import (
     SchedulerConfig,
     SpeculativeName,
 )
+from engine.runtime.config.model_choice import Quantization
 from engine.runtime.feasibility import Capacity, pages_for
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.quantization import Quantization
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan, StepResult

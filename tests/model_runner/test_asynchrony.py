@@ -19,10 +19,10 @@ from engine.model_runner import assembly, model_runner
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.model_runner import ModelRunner
 from engine.model_runner.sampling.sampler import Sampler
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 

@@ -15,7 +15,7 @@ from engine.model_runner.kernels import plain, probe, sgl
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.op_selection import PROVIDERS, Target, select_ops, table_lines
 from engine.model_runner.ops.ops import Ops
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec
 
 SPEC = ModelSpec(
     model_type="llama",

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.tokenizer import Tokenizer, load_tokenizer
+from engine.models.load_spec import load_spec
+from engine.models.source import ModelSource
+from engine.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from engine.runtime.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(900)]

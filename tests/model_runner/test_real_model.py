@@ -10,10 +10,10 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.tokenizer import load_tokenizer
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.models.load_spec import load_spec
+from engine.models.source import ModelSource
+from engine.models.tokenizer.tokenizer import load_tokenizer
 from engine.runtime.sampling_params import SamplingParams
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]

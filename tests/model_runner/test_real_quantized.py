@@ -16,14 +16,14 @@ import torch
 
 from engine.model_runner.kernels.quantized import reasons_against_blocks
 from engine.model_runner.weights.format_selection import quant_target
+from engine.models.hub.built_in.fetch import ensure_model
+from engine.models.load_spec import load_spec
+from engine.models.source import ModelSource
+from engine.models.spec.quantization_choice import with_quantization
+from engine.models.tokenizer.tokenizer import load_tokenizer
 from engine.runtime.config.engine_config import KVCacheDType
+from engine.runtime.config.model_choice import Quantization
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.built_in.fetch import ensure_model
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.quantization import Quantization
-from engine.runtime.model_files.quantization_choice import with_quantization
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.tokenizer import load_tokenizer
 from engine.runtime.sampling_params import SamplingParams
 
 pytestmark = [

@@ -16,17 +16,17 @@ from safetensors.torch import load_file, save_file
 from engine.cli.doctor.check import will_serve
 from engine.cli.doctor.model import check_model, kept_in_blocks
 from engine.cli.doctor.model_facts import gather_model
+from engine.launch.resolve import model_resolution
+from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.host_facts import read_host_facts
+from engine.launch.resolve.prepare import prepare
 from engine.model_runner.load import load_model_runner
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.feasibility import capacity_of
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.weight_memory import num_parameters
-from engine.runtime.resolve import model_resolution
-from engine.runtime.resolve.host_facts import read_host_facts
-from engine.runtime.resolve.prepare import prepare
-from tests.model_runner.models.encoder_texts import make_encoder
+from tests.model_runner.structures.encoder_texts import make_encoder
 from tests.model_runner.weights.test_loading import write_gguf
 
 MAKE = Callable[..., Any]

@@ -25,6 +25,8 @@ from engine.model_runner.sampling import sampler
 from engine.model_runner.sampling.sampler_backend import SampledTokens
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.model_runner.trial import largest_step, prompt_lengths
+from engine.models.source import ModelSource
+from engine.models.spec.kv_size import MIB
 from engine.runtime.config.engine_config import (
     CacheConfig,
     EngineConfig,
@@ -33,13 +35,11 @@ from engine.runtime.config.engine_config import (
 )
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.kv_size import MIB
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.step_plan import StepPlan, StepResult
 
 from .conftest import TinyModel
-from .models.encoder_texts import make_encoder
 from .recording.recording_device import DeviceAttention, RecordingDevice
+from .structures.encoder_texts import make_encoder
 
 STEP_BYTES = 30 * MIB
 PLANNED = Capacity(max_model_len=64, num_pages=7, page_size=4, max_running_requests=6, vocab_size=96)

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine import LLM, ConfigError, RequestError, SamplingParams
+from engine.launch.resolve.prepare import prepare
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.config_sources import from_arguments, merge
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.resolve.prepare import prepare
 from tests.adapter_files import write_adapter
 from tests.embedders import make_decoder_embedder
 

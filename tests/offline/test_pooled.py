@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from engine import LLM, EngineDeadError, RequestError
+from engine.launch.resolve.prepare import Prepared
 from engine.offline.engine import RowQueue
 from engine.offline.pooled import PooledCalls
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
-from engine.runtime.resolve.prepare import Prepared
 from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.embedders import MAX_LEN, SIZE, make_decoder_embedder, make_embedder, make_reranker
 

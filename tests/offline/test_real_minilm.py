@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from engine import LLM
-from engine.runtime.model_files.built_in.fetch import cached_model
-from engine.runtime.model_files.built_in.models import MINILM
+from engine.models.hub.built_in.fetch import cached_model
+from engine.models.hub.built_in.models import MINILM
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 

@@ -6,15 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.launch.resolve.capacity import capacity_of
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.config_sources import from_arguments, merge
-from engine.runtime.feasibility import (
-    Capacity,
-    capacity_of,
-    max_new_tokens_for,
-    pages_for,
-    reason_against,
-)
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.runtime.feasibility import Capacity, max_new_tokens_for, pages_for, reason_against
 from tests.feasible import fits
 
 SPEC = ModelSpec(

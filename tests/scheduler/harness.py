@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
@@ -26,7 +27,6 @@ from engine.runtime.messages import (
     UnloadAdapter,
     Usage,
 )
-from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
 from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks

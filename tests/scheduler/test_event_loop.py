@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from engine.runtime.child.child import Child
+from engine.launch.child.child import Child
 from engine.runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from engine.runtime.child.child import Child
+from engine.launch.child.child import Child
 from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
 from engine.runtime.config.log_config import LogConfig
 from engine.runtime.errors import ConfigError

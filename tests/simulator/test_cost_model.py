@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
@@ -133,7 +133,7 @@ def test_time_between_steps_and_of_swaps_is_added():
 
 
 def test_facts_of_a_model_whose_files_are_here():
-    from engine.runtime.model_files.model_spec import ModelSpec
+    from engine.models.spec.model_spec import ModelSpec
 
     spec = ModelSpec(
         model_type="llama",

@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from engine.launch.resolve.resolve import CUDA_MEM_FRACTION
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.resolve.resolve import CUDA_MEM_FRACTION
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.model_facts import MODELS
 from engine.simulator.setup import WORKSPACE_BYTES, replica_settings

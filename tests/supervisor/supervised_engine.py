@@ -17,15 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine.runtime.child.control import Role
+from engine.launch.child.control import Role
+from engine.models.load_spec import load_spec
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from engine.runtime.config.log_config import LogConfig
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.logs import configure_logging
-from engine.runtime.model_files.load_spec import load_spec
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.source import ModelSource
 from engine.supervisor.supervisor import ROOMS, EngineReady, Supervisor
 
 FAKE_SPEC = ModelSpec(

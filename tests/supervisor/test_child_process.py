@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.child.control import Role
+from engine.launch.child.control import Role
 from engine.supervisor.child_process import ChildProcess
 
 pytestmark = pytest.mark.real_process

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.runtime.child.control import SetLogLevel, StartProfile, StopProfile
+from engine.launch.child.control import SetLogLevel, StartProfile, StopProfile
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
@@ -23,7 +23,7 @@ from engine.runtime.transport.cluster_ipc import parse_address
 from engine.supervisor import node_link
 from engine.supervisor.child_watch import ChildFailure
 from engine.supervisor.node_link import NodeFailed, NodeHub, NodeLink, NodeReady, NodeSettings, NodeStopped
-from tests.runtime.child.test_child import SETTINGS
+from tests.launch.child.test_child import SETTINGS
 from tests.runtime.transport.test_cluster_ipc import free_address
 
 DEADLINE_S = 60.0

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from engine.runtime.child.control import SetAdapters, SetLogLevel, StartProfile, StopProfile
-from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
-from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
+from engine.launch.child.control import SetAdapters, SetLogLevel, StartProfile, StopProfile
+from engine.runtime.adapter_spec import AdapterSpec, LoadedAdapter
 from engine.supervisor.runtime_overrides import RuntimeOverrides, described
-from tests.runtime.child.test_child import SETTINGS
+from tests.launch.child.test_child import SETTINGS
 
 
 class Clock:

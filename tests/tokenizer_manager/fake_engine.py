@@ -24,7 +24,13 @@ import uvloop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.child.control import ForAll, StartProfile, StopProfile
+from engine.launch.child.control import ForAll, StartProfile, StopProfile
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.tokenizer.tokenizer import Tokenizer
+from engine.models.tokenizer.tokenizer_export import TokenizerExport
+from engine.runtime.adapter_spec import LoadedAdapter
 from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
@@ -56,12 +62,6 @@ from engine.runtime.messages import (
     UnloadAdapter,
     Usage,
 )
-from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.pooling_spec import PoolingSpec
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.tokenizer import Tokenizer
-from engine.runtime.model_files.tokenizer_export import TokenizerExport
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from engine.runtime.transport.message_base import Logprobs
 from engine.tokenizer_manager.adapters.adapter_list import AdapterList

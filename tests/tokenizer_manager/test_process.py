@@ -6,7 +6,7 @@ import socket
 import msgspec
 import pytest
 
-from engine.runtime.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
+from engine.launch.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams

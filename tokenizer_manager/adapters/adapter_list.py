@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from ...models.adapters.read_adapter import check_name, read_adapter
+from ...runtime.adapter_spec import AdapterSpec, LoadedAdapter
 from ...runtime.errors import ConfigError, RequestError
-from ...runtime.model_files.adapters.adapter_spec import AdapterSpec, check_name, read_adapter
-from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ...runtime.request_checks import shown
 
 if TYPE_CHECKING:
+    from ...models.spec.model_spec import ModelSpec
     from ...runtime.config.adapter_config import AdapterConfig
-    from ...runtime.model_files.model_spec import ModelSpec
 
 _MAX_SHOWN_NAMES: Final = 20
 

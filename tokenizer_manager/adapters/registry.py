@@ -15,12 +15,11 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Protocol
 
-from ...runtime.child.control import ForAll, SetAdapters
+from ...launch.child.control import ForAll, SetAdapters
+from ...runtime.adapter_spec import AdapterSpec, LoadedAdapter
 from ...runtime.config.adapter_config import AdapterConfig
 from ...runtime.errors import EngineDeadError, RequestError
 from ...runtime.messages import AdapterDone
-from ...runtime.model_files.adapters.adapter_spec import AdapterSpec
-from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ...runtime.request_checks import shown
 from .adapter_list import AdapterList
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import RequestError
 from ...runtime.feasibility import (
     Capacity,
@@ -19,7 +20,6 @@ from ...runtime.feasibility import (
     reason_against,
     reason_against_pooling,
 )
-from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.sampling_params import SamplingParams
 
 _MAX_UTF8_BYTES: Final = 4

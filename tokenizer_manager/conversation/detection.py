@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar
 
 import jinja2
 
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.config.answer_config import AnswerConfig
 from ...runtime.errors import ConfigError, RequestError
-from ...runtime.model_files.tokenizer import Tokenizer
 from .chat_template import ChatTemplate
 from .conversation import Tool
 from .deltas import CallArguments, CallBegin, CallEnd, Content, Delta

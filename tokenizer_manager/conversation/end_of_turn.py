@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import RequestError
-from ...runtime.model_files.tokenizer import Tokenizer
 from .chat_template import ChatTemplate
 
 _ANSWER: Final = "zq answer zq"

@@ -16,10 +16,10 @@ from typing import Any, Final, NamedTuple
 from msgspec.structs import replace
 
 from ...grammar.lowering.lark import embedded
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.config.answer_config import AnswerConfig
 from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock
-from ...runtime.model_files.tokenizer import Tokenizer
 from .conversation import ChoiceMode, Conversation, Tool
 from .formats import AnswerFormats
 from .parsing.emitter import MakeId

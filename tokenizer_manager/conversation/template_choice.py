@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from ...models.tokenizer.chat_templates import DEFAULT, WITH_TOOLS
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import ConfigError
-from ...runtime.model_files.tokenizer import Tokenizer
-from ...runtime.model_files.tokenizer_files.chat_templates import DEFAULT, WITH_TOOLS
 from .chat_template import ChatTemplate
 
 _FLAG: Final = "--chat-template"

@@ -9,13 +9,13 @@ from typing import Final, TypeVar
 
 from msgspec.structs import replace
 
+from ...models.source import ModelSource, is_same_model
+from ...models.spec.model_spec import ModelSpec
+from ...models.tokenizer.tokenizer import Tokenizer
+from ...models.tokenizer.tokenizer_export import TokenizerExport
+from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import RequestError
-from ...runtime.model_files.adapters.loaded_adapter import LoadedAdapter
-from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.source import ModelSource, is_same_model
-from ...runtime.model_files.tokenizer import Tokenizer
-from ...runtime.model_files.tokenizer_export import TokenizerExport
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from ..adapters.registry import AdapterRegistry
 from ..all_processes import AllProcesses

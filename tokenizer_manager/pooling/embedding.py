@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from ...models.spec.pooling_spec import PoolingSpec
 from ...runtime.errors import RequestError
-from ...runtime.model_files.pooling_spec import PoolingSpec
 from ...runtime.pooling import PoolingParams
 from ...runtime.request_checks import shown
 from ..generation import Prompt

@@ -17,9 +17,9 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from ...models.spec.pooling_spec import PoolingSpec
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import RequestError
-from ...runtime.model_files.pooling_spec import PoolingSpec
-from ...runtime.model_files.tokenizer import Tokenizer
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.request_checks import shown
 from ..generation import Prompt

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
+from ...models.spec.model_spec import ModelSpec
+from ...models.spec.pooling_spec import PoolingSpec
 from ...runtime.errors import RequestError
-from ...runtime.model_files.model_spec import ModelSpec
-from ...runtime.model_files.pooling_spec import PoolingSpec
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.sampling_params import SamplingParams
 

@@ -29,7 +29,7 @@ from .datasets import (
 from .texts import text_requests
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.tokenizer import Tokenizer
+    from ....models.tokenizer.tokenizer import Tokenizer
     from ....simulator.traces.timed import TraceOptions
 
 
@@ -61,8 +61,8 @@ class WorkloadTokenizer:
     @classmethod
     def load(cls, model: str) -> WorkloadTokenizer:
         """The tokenizer of a model, without its weights."""
-        from ....runtime.model_files.source import resolve_source
-        from ....runtime.model_files.tokenizer import load_tokenizer
+        from ....models.source import resolve_source
+        from ....models.tokenizer.tokenizer import load_tokenizer
 
         return cls(load_tokenizer(resolve_source(model, need_weights=False), encode_only=True))
 

@@ -33,7 +33,7 @@ from .probe import (
 )
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.model_spec import ModelSpec
+    from ....models.spec.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

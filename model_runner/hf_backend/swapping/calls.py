@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.model_spec import ModelSpec
+    from ....models.spec.model_spec import ModelSpec
 
 _LENGTH: Final = 9
 

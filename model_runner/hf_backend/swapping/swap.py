@@ -34,7 +34,7 @@ from .norm_form import NormForm, norm_form_of
 from .probe import Operations, is_close
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.model_spec import ModelSpec
+    from ....models.spec.model_spec import ModelSpec
     from ...ops.ops import Ops
 
 logger = logging.getLogger(__name__)

@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ....runtime.model_files.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, BlockForm
-from ....runtime.model_files.gguf.ggml_blocks import unpack_blocks
-from ....runtime.model_files.gguf.ggml_types import GGML_TYPES, dequantize
+from ....models.gguf.ggml_blocks import unpack_blocks
+from ....models.gguf.ggml_types import GGML_TYPES, dequantize
+from ....models.spec.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, BlockForm
 from ..cpu.library import load_library, reasons_against_library
 from ..quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 from .block_rounding import factor_for, int8_scales, round_to_blocks
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.gguf.ggml_bytes import Bytes
-    from ....runtime.model_files.gguf.ggml_types import GGMLType
+    from ....models.gguf.ggml_bytes import Bytes
+    from ....models.gguf.ggml_types import GGMLType
 
 ROUNDED_AT_A_TIME: Final = 4096
 """Rows rounded to 8 bits at a time: bounds their float32 copy. They share a factor (`round_to_blocks`)."""

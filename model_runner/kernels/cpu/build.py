@@ -24,9 +24,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from ....launch.resolve.host_facts import COMPILERS
+from ....runtime.cache_dir import cache_dir
 from ....runtime.errors import ConfigError
-from ....runtime.model_files.cache_dir import cache_dir
-from ....runtime.resolve.host_facts import COMPILERS
 from .compiler import Compiler, NoLibraryError, find_compilers, run_all
 from .isa import Isa, compiler_options, runnable_isas
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ....runtime.resolve.host_facts import COMPILERS
+from ....launch.resolve.host_facts import COMPILERS
 
 _GCC_PARALLEL: Final = "GOMP_parallel"
 _CLANG_PARALLEL: Final = "__kmpc_fork_call"

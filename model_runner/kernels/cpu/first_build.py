@@ -12,9 +12,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from ....launch.progress.steps import COMPILE_STEP
+from ....launch.resolve.host_facts import COMPILERS
 from ....runtime.errors import ConfigError
-from ....runtime.progress.steps import COMPILE_STEP
-from ....runtime.resolve.host_facts import COMPILERS
 from .build import is_built
 from .compiler import NoLibraryError
 from .isa import best_isa

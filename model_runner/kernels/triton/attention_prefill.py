@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....runtime.model_files.model_spec import LayerView
+from ....models.spec.model_spec import LayerView
 from ...ops.rotation import LayerKV
 from .attention_combine import combine
 from .attention_tiles import (

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....runtime.model_files.experts_spec import ClampedSwiGLU
+from ....models.spec.experts_spec import ClampedSwiGLU
 from ...ops.experts import ExpertSource, ExpertWeights
 from .compile_report import KernelVariant
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....runtime.model_files.experts_spec import SCORES, Routing
+from ....models.spec.experts_spec import SCORES, Routing
 from .compile_report import KernelVariant
 
 _NUM_WARPS: Final = 1  # a few hundred values per token: more warps would mostly wait for each other

@@ -18,7 +18,7 @@ from ..spans import Span, equal_span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....runtime.model_files.state_spec import DeltaSpec
+    from ....models.spec.state_spec import DeltaSpec
     from ...distributed.tp_group import TPGroup
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext

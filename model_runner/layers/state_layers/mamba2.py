@@ -18,7 +18,7 @@ from ..spans import Span, equal_span, kv_head_span
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....runtime.model_files.state_spec import Mamba2Spec
+    from ....models.spec.state_spec import Mamba2Spec
     from ...distributed.tp_group import TPGroup
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.registry import logits_of
+from ...structures.causal_lm import logits_of
 from ..executor import RecordedBytes, RecordedDecodes, StepExecutor, StepOutput
 from ..graph_device import Replay
 from .decode_inputs import DecodeInputMemory, DecodeInputs

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ....runtime.model_files.weight_memory import multiplied_parameters
-from ....runtime.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ....launch.resolve.resolve import MAX_AUTO_GRAPH_BATCH
+from ....models.weight_files.weight_memory import multiplied_parameters
 from ....runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ....models.spec.model_spec import ModelSpec
     from ....runtime.config.device_config import KernelConfig
-    from ....runtime.model_files.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 

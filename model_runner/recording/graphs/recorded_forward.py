@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...distributed.pp_link import StageLink
     from ...memory.kv_pool import KVPool
     from ...memory.slot_table import SlotTable
-    from ...models.registry import CausalLM
+    from ...structures.causal_lm import CausalLM
     from ...token_relay import TokenRelay
     from .decode_inputs import DecodeInputs
 

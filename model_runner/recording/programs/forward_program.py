@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ....runtime.config.device_config import KernelConfig
     from ...attention.backend import AttentionBackend
     from ...memory.kv_pool import KVPool
-    from ...models.registry import CausalLM
+    from ...structures.causal_lm import CausalLM
     from .program_planes import Words
 
 logger = logging.getLogger(__name__)

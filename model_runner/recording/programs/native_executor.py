@@ -25,8 +25,8 @@ from ...distributed.pp_link import NO_LINK
 from ...forward_batch import ForwardBatch, StageStates
 from ...kernels.cpu.library import load_library
 from ...memory.state_pool import StateBatch, StatePool
-from ...models.registry import logits_of
 from ...states.state_runs import StateRuns, recorded_state_plan
+from ...structures.causal_lm import logits_of
 from ..executor import RecordedBytes, StepExecutor, StepOutput
 from .arena import Arena
 from .native_program import NativeProgram, record
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ...input_batch import InputBatch, Int64s
     from ...memory.kv_pool import KVPool
     from ...memory.slot_table import SlotTable
-    from ...models.registry import CausalLM
+    from ...structures.causal_lm import CausalLM
     from ...token_relay import TokenRelay
     from ..eager_executor import EagerExecutor
 

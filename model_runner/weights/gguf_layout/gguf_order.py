@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ....runtime.model_files.block_forms import BLOCK_LEN
-from ....runtime.model_files.gguf.families.registry import family_of
-from ....runtime.model_files.gguf.gguf_names import A_LOG
+from ....models.gguf.families.registry import family_of
+from ....models.gguf.gguf_names import A_LOG
+from ....models.spec.block_forms import BLOCK_LEN
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.model_spec import ModelSpec
+    from ....models.spec.model_spec import ModelSpec
 
 _LAYER_PATTERN: Final = re.compile(r"model\.layers\.\d+\.(.+)")
 _OF_VALUES: Final = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", A_LOG, "dt_bias")

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ....runtime.model_files.gguf.ggml_types import GGML_TYPES
+from ....models.gguf.ggml_types import GGML_TYPES
 
 if TYPE_CHECKING:
-    from ....runtime.model_files.gguf.ggml_bytes import Bytes
+    from ....models.gguf.ggml_bytes import Bytes
 
 MXFP4: Final = next(one for one in GGML_TYPES.values() if one.name == "MXFP4")
 

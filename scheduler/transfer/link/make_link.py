@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ....runtime.child.control import Endpoints
+from ....launch.child.control import Endpoints
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.make_backend import make_target, make_writer

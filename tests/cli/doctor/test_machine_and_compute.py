@@ -14,8 +14,8 @@ from engine.cli.doctor.compute import check_compute, covers
 from engine.cli.doctor.machine import check_machine
 from engine.cli.doctor.machine_facts import Process, Unmet
 from engine.cli.doctor.torch_probe import TorchFacts, gather_torch, read_answer
+from engine.launch.resolve.host_facts import HostFacts
 from engine.runtime.config.config_sources import from_arguments, merge
-from engine.runtime.resolve.host_facts import HostFacts
 
 from .conftest import FLAGS, GIB, GPU, cuda_torch, host, machine, torch
 

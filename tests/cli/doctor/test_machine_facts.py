@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine.cli.doctor.machine_facts import Process, find_orphans, gather_machine, server_error
-from engine.runtime.child.socket_dir import SocketDir
+from engine.launch.child.socket_dir import SocketDir
 from engine.runtime.config.server_config import ServerConfig
 
 

@@ -13,9 +13,9 @@ from engine.cli.exit_codes import ExitCode
 from engine.cli.fleet import run as run_module
 from engine.cli.fleet.run import FleetPlan, ready_text
 from engine.cli.fleet.serve_arguments import ServeArguments, parse_serve
+from engine.launch.resolve.gpus.driver_gpu import GpuFacts
+from engine.launch.resolve.host_facts import HostFacts
 from engine.runtime.errors import ConfigError
-from engine.runtime.resolve.gpus.driver_gpu import GpuFacts
-from engine.runtime.resolve.host_facts import HostFacts
 
 
 def host(num_gpus: int = 0) -> HostFacts:

@@ -19,9 +19,9 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.models.ps import uptime_text
-from engine.runtime.child import server_record
-from engine.runtime.child.server_record import ServerRecord, write_record
-from engine.runtime.child.socket_dir import SocketDir
+from engine.launch.child import server_record
+from engine.launch.child.server_record import ServerRecord, write_record
+from engine.launch.child.socket_dir import SocketDir
 from tests.fake_hub import TOKEN, FakeHub, blob_of, commit_of
 
 WEIGHTS = bytes(range(256)) * 8000
@@ -245,7 +245,7 @@ def served(
     """Pulls all models and notes a server of one of them."""
     from huggingface_hub import constants
 
-    from engine.runtime.model_files.source import resolve_source
+    from engine.models.source import resolve_source
 
     with FakeHub() as hub, SocketDir() as socket_dir:
         hub.repos["org/tiny"].commit(FILES)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.runtime.model_files.built_in.fetch import cached_model
+from engine.models.hub.built_in.fetch import cached_model
 
 from ..model import make_model
 from ..serving import EngineServe

@@ -17,9 +17,9 @@ import uvloop
 from engine.grammar.proving.messages import ProofSetup
 from engine.grammar.proving.prover import PROOF_MEMORY_BYTES
 from engine.grammar.proving.worker import ProofWorker, WorkerLostError
+from engine.models.source import ModelSource
+from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.real_process
 
@@ -154,7 +154,7 @@ def test_the_process_ends_with_its_parent(setup, tmp_path):
         "import asyncio, os, signal\n"
         "from engine.grammar.proving.messages import ProofSetup\n"
         "from engine.grammar.proving.worker import ProofWorker\n"
-        "from engine.runtime.model_files.source import ModelSource\n"
+        "from engine.models.source import ModelSource\n"
         "async def main():\n"
         f"    source = ModelSource('hf', {fields[0]!r}, 'tiny')\n"
         f"    worker = await ProofWorker.start(ProofSetup(source, {fields[1]}, (256,), 1 << 30))\n"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from engine.model_runner.adapters.adapter_slots import SlotSizes
-from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec, read_adapter
+from engine.models.adapters.read_adapter import read_adapter
+from engine.runtime.adapter_spec import AdapterSpec
 from tests.model_runner.adapters.peft_adapters import PeftAdapter, make_adapter
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from engine.model_runner.adapters import adapter_store, adapter_weights
 from engine.model_runner.adapters.adapter_layers import AdapterLayers
 from engine.model_runner.adapters.adapter_store import AdapterRead, AdapterStore
+from engine.models.adapters.read_adapter import read_adapter
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.adapters.adapter_spec import read_adapter
 
 FILE = "adapter_model.safetensors"
 

@@ -184,7 +184,7 @@ def test_a_gguf_adapter_is_equal_to_the_folder_it_was_made_of(
     import gguf
     from safetensors.torch import load_file
 
-    from engine.runtime.model_files.adapters.adapter_spec import read_adapter
+    from engine.models.adapters.read_adapter import read_adapter
 
     targets = {"q_proj", "k_proj", "v_proj", "down_proj", "embed_tokens", "lm_head"}
     adapted = make_adapted(1, target_modules=sorted(targets))

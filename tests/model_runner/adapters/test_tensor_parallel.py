@@ -11,10 +11,10 @@ from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK
 from engine.model_runner.load import load_model_runner
+from engine.models.adapters.read_adapter import read_adapter
+from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.adapters.adapter_spec import read_adapter
-from engine.runtime.model_files.source import ModelSource
 from tests.model_runner.conftest import Driver, SeeingExecutor, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 

@@ -7,9 +7,9 @@ import torch
 
 from engine.model_runner import assembly, load
 from engine.model_runner.attention.triton_paged import TritonAttention
+from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.source import ModelSource
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.conftest import Driver, engine_config
 from tests.triton_interpreter import repair_interpreter

@@ -18,8 +18,8 @@ import msgspec
 import torch
 
 from engine.model_runner.distributed.tp_group import Rendezvous, TorchGroup
+from engine.models.hf.hf_config import read_hf_spec
 from engine.runtime.errors import RankLostError
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import TinyModel
 from tests.model_runner.distributed.test_tensor_parallel import generate

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from engine.launch.resolve.rank_spec import check_tp
 from engine.runtime.errors import ConfigError
-from engine.runtime.resolve.rank_spec import check_tp
-from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
-from tests.model_runner.models.test_lfm2 import MOE, VARIANTS
-from tests.model_runner.models.test_mamba2 import DENSE, SPARSE
-from tests.model_runner.models.test_nemotron_h import EXPERTS
+from tests.model_runner.structures.test_delta_nets import VARIANTS as QWEN
+from tests.model_runner.structures.test_lfm2 import MOE, VARIANTS
+from tests.model_runner.structures.test_mamba2 import DENSE, SPARSE
+from tests.model_runner.structures.test_nemotron_h import EXPERTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks

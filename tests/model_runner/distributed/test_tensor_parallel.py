@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from msgspec.structs import replace
 
+from engine.launch.resolve.rank_spec import check_tp, rank_spec, reason_against_tp
 from engine.model_runner.assembly import LoadedModel
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
@@ -18,19 +19,18 @@ from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.layers.spans import equal_span, kv_head_span, padded_span
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.kv_pool import KVPool
+from engine.models.source import ModelSource
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.model_files.weight_memory import num_parameters
-from engine.runtime.resolve.rank_spec import check_tp, rank_spec, reason_against_tp
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel, engine_config, int32
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
-from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
+from tests.model_runner.structures.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 
 SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, seed=11, max_new_tokens=64, frequency_penalty=0.4, repetition_penalty=1.2

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.launch.resolve.rank_spec import check_tp
 from engine.runtime.errors import ConfigError
-from engine.runtime.resolve.rank_spec import check_tp
-from tests.model_runner.models.test_mixtures import ONE_OF_EACH, VARIANTS
+from tests.model_runner.structures.test_mixtures import ONE_OF_EACH, VARIANTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks

@@ -12,17 +12,17 @@ import msgspec
 import torch
 from torch import Tensor
 
+from engine.launch.resolve.stages.division import Stage, stages_of
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.staged_runner import StagedRunner, StageRank
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.model_runner import ModelRunner
+from engine.models.source import ModelSource
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.config.model_choice import Quantization
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.quantization import Quantization
-from engine.runtime.model_files.source import ModelSource
-from engine.runtime.resolve.stages.division import Stage, stages_of
 from engine.runtime.step_plan import LaunchStep, Runner
 from engine.runtime.transport.message_base import Message
 from tests.model_runner.conftest import TinyModel, engine_config

@@ -14,7 +14,7 @@ from engine.model_runner.hf_backend.swapping.attention_form import attention_for
 from engine.model_runner.hf_backend.swapping.calls import AttentionCall
 from engine.model_runner.hf_backend.swapping.mlp_form import mlp_form_of
 from engine.model_runner.hf_backend.swapping.norm_form import norm_form_of
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec
 
 SIZE = 24
 

@@ -14,9 +14,9 @@ from torch import nn
 
 from engine.model_runner.hf_backend.transformers_load import _import_transformers, load_transformers_model
 from engine.model_runner.hf_backend.transformers_model import ATTENTION_NAME
+from engine.models.source import ModelSource
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 
 ALL_HEADS = {"num_key_value_heads": 6}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.ops.linear import LinearWeight
-from engine.runtime.model_files.experts_spec import ClampedSwiGLU
+from engine.models.spec.experts_spec import ClampedSwiGLU
 
 
 def pack_linear_here(weight: Tensor) -> LinearWeight:

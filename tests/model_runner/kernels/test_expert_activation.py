@@ -18,7 +18,7 @@ from engine.model_runner.kernels.native_linear import pack_native_linear
 from engine.model_runner.kernels.triton import experts as triton_experts
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.runtime.model_files.experts_spec import ClampedSwiGLU, Routing
+from engine.models.spec.experts_spec import ClampedSwiGLU, Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts, pack_linear_here
 from tests.triton_interpreter import repair_interpreter
 

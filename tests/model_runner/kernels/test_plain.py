@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.model_runner.kernels import plain
-from engine.runtime.model_files.experts_spec import Routing
+from engine.models.spec.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 

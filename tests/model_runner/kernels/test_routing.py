@@ -16,7 +16,7 @@ from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.triton import route as triton_route
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.runtime.model_files.experts_spec import Routing
+from engine.models.spec.experts_spec import Routing
 from tests.triton_interpreter import repair_interpreter
 
 repair_interpreter()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.kernels import plain
 from engine.model_runner.kernels.triton import experts, route
-from engine.runtime.model_files.experts_spec import Routing
+from engine.models.spec.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter

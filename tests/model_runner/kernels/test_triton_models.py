@@ -20,11 +20,11 @@ from engine.model_runner.kernels.triton import activation, experts, norm, rotary
 from engine.model_runner.ops.ops import Ops
 from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
-from engine.runtime.model_files.attention_form import AttentionForm
-from engine.runtime.model_files.experts_spec import ExpertsSpec, Routing
-from engine.runtime.model_files.hf.families.llama4 import FORM, NAMES, TEMPERATURE, routing
-from engine.runtime.model_files.layer_form import FOUR_NORMS
-from engine.runtime.model_files.model_spec import ModelSpec
+from engine.models.hf.families.llama4 import FORM, NAMES, TEMPERATURE, routing
+from engine.models.spec.attention_form import AttentionForm
+from engine.models.spec.experts_spec import ExpertsSpec, Routing
+from engine.models.spec.layer_form import FOUR_NORMS
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.triton_interpreter import repair_interpreter

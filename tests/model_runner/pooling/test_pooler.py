@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runtime.model_files.pooling_spec import PoolingSpec, PoolingType
+from engine.models.spec.pooling_spec import PoolingSpec
+from engine.runtime.config.model_choice import PoolingType
 from engine.runtime.pooling import PoolingKind, PoolingParams
 
 from ..conftest import Driver, TinyModel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model_runner.models.test_delta_nets import VARIANTS as QWEN
-from tests.model_runner.models.test_lfm2 import VARIANTS
-from tests.model_runner.models.test_mamba2 import SPARSE
+from tests.model_runner.structures.test_delta_nets import VARIANTS as QWEN
+from tests.model_runner.structures.test_lfm2 import VARIANTS
+from tests.model_runner.structures.test_mamba2 import SPARSE
 from tests.triton_interpreter import repair_interpreter
 
 from .graphs.test_cuda_graph_executor import make

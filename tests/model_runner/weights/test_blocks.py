@@ -28,21 +28,21 @@ from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.source import ModelSource
+from engine.models.spec.block_forms import GGUF_FORMS
+from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.quantization_choice import with_quantization
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.block_forms import GGUF_FORMS
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.model_spec import ModelSpec
-from engine.runtime.model_files.quantization import QuantizationSpec
-from engine.runtime.model_files.quantization_choice import with_quantization
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 from tests.model_runner.weights.test_loading import write_gguf
-from tests.runtime.model_files.gguf.test_ggml_types import HALF_FIELDS, by_name, random_blocks
+from tests.models.gguf.test_ggml_types import HALF_FIELDS, by_name, random_blocks
 
 CPU = torch.device("cpu")
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 60)]

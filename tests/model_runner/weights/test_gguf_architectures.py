@@ -16,13 +16,13 @@ from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.plain import LoopedExperts
 from engine.model_runner.weights.gguf import GGUFStore
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.spec.stream_spec import LAYER_TABLE
+from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.stream_spec import LAYER_TABLE
-from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.models.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
+from tests.model_runner.structures.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
 LONGROPE = {

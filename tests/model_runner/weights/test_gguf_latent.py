@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import pytest
 
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.weight_files.check_weights import check_gguf_weights
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
-from engine.runtime.model_files.weight_memory import num_parameters
 
 from .test_gguf_architectures import PROMPT, _checkpoint
 

@@ -14,14 +14,14 @@ import torch
 
 from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.weight_files.check_weights import check_gguf_weights
+from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
-from engine.runtime.model_files.weight_files.check_weights import check_gguf_weights
-from engine.runtime.model_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.models.test_mixtures import LLAMA4, SCOUT_ROPE
-from tests.model_runner.models.test_mixtures import VARIANTS as OF_FOLDERS
+from tests.model_runner.structures.test_mixtures import LLAMA4, SCOUT_ROPE
+from tests.model_runner.structures.test_mixtures import VARIANTS as OF_FOLDERS
 
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 
 from engine.model_runner.kernels.quantized import reasons_against_blocks
 from engine.model_runner.weights.format_selection import make_linear_format, quant_target
-from engine.runtime.model_files.block_forms import GGUF_FORMS
-from engine.runtime.model_files.quantization import QuantizationSpec
-from engine.runtime.model_files.weight_memory import rounded_bytes
+from engine.models.spec.block_forms import GGUF_FORMS
+from engine.models.spec.quantization import QuantizationSpec
+from engine.models.weight_files.weight_memory import rounded_bytes
 
 from .test_blocks import SPEC
 

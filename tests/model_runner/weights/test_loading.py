@@ -18,9 +18,9 @@ from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.model_runner.weights.reader import Slice, TensorStore, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.gguf.gguf_config import read_gguf_spec
-from engine.runtime.model_files.gguf.gguf_file import GGUFFile
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 

@@ -30,13 +30,13 @@ from engine.model_runner.weights.gptq_format import GptqParts
 from engine.model_runner.weights.quantized_format import QuantizedFormat
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.source import ModelSource
+from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.quantization_choice import with_quantization
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.quantization import QuantizationSpec
-from engine.runtime.model_files.quantization_choice import with_quantization
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, engine_config
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from engine.model_runner.weights.safetensors import SafetensorsStore
+from engine.models.weight_files.safetensors_header import SINGLE_FILE
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.weight_files.safetensors_header import SINGLE_FILE
 from tests.selection import examples
 
 GOOD: dict[str, Any] = {

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.weight_files.check_weights import check_folder_weights
+from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.hf.hf_config import read_hf_spec
-from engine.runtime.model_files.weight_files.check_weights import check_folder_weights
-from engine.runtime.model_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.models.test_mixtures import VARIANTS
-from tests.model_runner.models.text_checks import tokens_of
+from tests.model_runner.structures.test_mixtures import VARIANTS
+from tests.model_runner.structures.text_checks import tokens_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

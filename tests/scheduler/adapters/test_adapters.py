@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import AdapterDone, AdapterRead, FinishKind, LoadAdapter, UnloadAdapter
-from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
 from engine.scheduler.adapters.adapter_slots import SlotError
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.records.verdict import Reason

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from engine.runtime.child.child import Child
-from engine.runtime.child.control import PeerDied, Stop
+from engine.launch.child.child import Child
+from engine.launch.child.control import PeerDied, Stop
 from engine.runtime.messages import (
     AbortRequest,
     BatchTextOutput,

@@ -1,3 +1,3 @@
-from engine.runtime.child.child import run_child
+from engine.launch.child.child import run_child
 
 run_child(__package__)

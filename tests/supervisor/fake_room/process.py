@@ -15,8 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from engine.runtime.child.child import Child
-from engine.runtime.child.control import PeerDied, PeersLost, PeersReady, Role, Stop
+from engine.launch.child.child import Child
+from engine.launch.child.control import PeerDied, PeersLost, PeersReady, Role, Stop
 from engine.runtime.errors import ConfigError, RankLostError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S

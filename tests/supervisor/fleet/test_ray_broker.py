@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.runtime.child.control import ControlChannel
+from engine.launch.child.control import ControlChannel
 from engine.runtime.config.log_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.supervisor.fleet.ray_actor import Seen

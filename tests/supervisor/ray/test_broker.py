@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.runtime.child.control import ControlChannel
+from engine.launch.child.control import ControlChannel
 from engine.supervisor.ray.broker import (
     FromBroker,
     MachineEnded,

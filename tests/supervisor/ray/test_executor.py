@@ -18,7 +18,7 @@ from engine.runtime.transport.cluster_key import derive_key, load_cluster_key
 from engine.supervisor.child_watch import ChildFailure
 from engine.supervisor.ray.broker import FindPlaces, MachineEnded, NoPlaces, Placed, RunMachines
 from engine.supervisor.ray.executor import Broker, RayNodes, actor_config, ray_machines
-from tests.runtime.child.test_child import SETTINGS
+from tests.launch.child.test_child import SETTINGS
 from tests.supervisor.fake_ray import HERE, THERE
 
 PLACED = Placed(HERE, {0: HERE, 1: THERE}, None)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.child.control import SetAdapters
+from engine.launch.child.control import SetAdapters
+from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import AdapterDone
-from engine.runtime.model_files.adapters.adapter_spec import AdapterSpec
 from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from tests.adapter_files import loaded, write_adapter

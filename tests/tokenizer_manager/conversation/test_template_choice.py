@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.runtime.errors import ConfigError
-from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
 from tests.tokenizer_manager.fake_engine import TEMPLATE, TOKENIZER, make_tokenizer
 

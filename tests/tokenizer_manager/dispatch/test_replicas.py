@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 
-from engine.runtime.child.control import Endpoints, Role, Settings
+from engine.launch.child.control import Endpoints, Role, Settings
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import EngineDeadError, RequestError

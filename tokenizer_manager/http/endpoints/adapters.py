@@ -7,8 +7,8 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
+from ....runtime.adapter_spec import LoadedAdapter
 from ....runtime.errors import RequestError
-from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ....runtime.request_checks import check_number
 from ...adapters.registry import UNLOAD_TIMEOUT_S
 from ..exchange import Exchange

@@ -14,10 +14,10 @@ from msgspec import UNSET, UnsetType
 from ....grammar.backend import GrammarError
 from ....grammar.proving.messages import ProofResult
 from ....grammar.schema.report import Finding
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarUse
-from ....runtime.model_files.tokenizer import Tokenizer
 from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import GRAMMAR_CODES, Constraint, constraint_of

@@ -10,11 +10,11 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET
 
+from ....runtime.adapter_spec import LoadedAdapter
 from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, SchedulerReport, base_rid
-from ....runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ...engine_state import EngineState
 from ...generation import GenerationRequest

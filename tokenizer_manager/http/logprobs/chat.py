@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....runtime.model_files.tokenizer import Tokenizer
+from ....models.tokenizer.tokenizer import Tokenizer
 from .placement import PlacedLogprob
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.messages import Finish
-from ....runtime.model_files.tokenizer import Tokenizer
 from .entries import TokenLogprob
 from .placement import AnswerPlacement, prompt_offsets
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from msgspec import UNSET
 
+from ....models.weight_files.weight_memory import num_parameters, weight_bytes
 from ....runtime.errors import RequestError
-from ....runtime.model_files.weight_memory import num_parameters, weight_bytes
 from ..exchange import Exchange
 from ..schema.json_body import convert
 from ..services import Services

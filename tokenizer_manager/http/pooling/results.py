@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from ....runtime.model_files.pooling_spec import PoolingSpec
+from ....models.spec.pooling_spec import PoolingSpec
 from ...pooling.scoring import ScoredInputs, scores_of
 
 NUMBERS_AT_ONCE: Final = 64 << 10

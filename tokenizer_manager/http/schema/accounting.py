@@ -6,7 +6,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated, merged
-from ....runtime.model_files.tokenizer import Tokenizer
+from ....models.tokenizer.tokenizer import Tokenizer
 from ...generation import Choice, Generation
 
 

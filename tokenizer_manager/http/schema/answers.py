@@ -10,10 +10,10 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ....models.spec.model_spec import ModelSpec
 from ....runtime.config.engine_config import DisaggregationMode
 from ....runtime.config.log_config import LogLevel
 from ....runtime.config.request_limits import RequestLimits
-from ....runtime.model_files.model_spec import ModelSpec
 
 Warnings = list[str] | UnsetType
 

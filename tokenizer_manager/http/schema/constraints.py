@@ -25,11 +25,11 @@ from ....grammar.lowering.structural_tags import StructuralTags
 from ....grammar.schema.check import check_schema
 from ....grammar.schema.report import Finding
 from ....grammar.schema.size import parse_schema
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
-from ....runtime.model_files.tokenizer import Tokenizer
 from .constraint_fields import ConstraintFields
 from .field_policy import NOTHING, first_warnings
 from .json_body import show, without_nulls

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from engine.launch.progress.steps import COMPILE_STEP
 from engine.model_runner.kernels.cpu import build, first_build
 from engine.model_runner.kernels.cpu.first_build import compile_ahead
 from engine.model_runner.kernels.cpu.isa import best_isa, compiler_options
-from engine.runtime.progress.steps import COMPILE_STEP
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_
 from engine.model_runner.kernels.native_matmul import NativeMatmul
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.runtime.model_files.experts_spec import Routing
+from engine.models.spec.experts_spec import Routing
 from tests.model_runner.kernels.stacked_experts import StackedExperts
 
 from .test_native_blocks import block_weight, guarded, paired

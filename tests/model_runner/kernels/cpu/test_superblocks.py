@@ -19,8 +19,8 @@ from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.runtime.model_files.gguf.ggml_types import dequantize
-from tests.runtime.model_files.gguf.test_ggml_types import by_name, random_blocks
+from engine.models.gguf.ggml_types import dequantize
+from tests.models.gguf.test_ggml_types import by_name, random_blocks
 
 from .conftest import UsedMemory
 from .test_native_blocks import guarded, quantized, tiles  # noqa: F401

@@ -24,10 +24,10 @@ from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.graphs.graph_sizes import GraphSizes, batch_sizes, sizes_to_record
 from engine.model_runner.sampling import native_backend, sampler
 from engine.model_runner.sampling.triton_backend import Geometry, TritonSamplerBackend
+from engine.models.source import ModelSource
 from engine.runtime.config.device_config import KernelConfig
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.model_files.source import ModelSource
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import Driver, Request, TinyModel, engine_config, int32

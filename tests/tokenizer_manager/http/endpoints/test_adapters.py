@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.child.control import SetAdapters
+from engine.launch.child.control import SetAdapters
+from engine.runtime.adapter_spec import LoadedAdapter
 from engine.runtime.messages import GenerateRequest
-from engine.runtime.model_files.adapters.loaded_adapter import LoadedAdapter
 from tests.adapter_files import loaded, write_adapter
 
 from ...conftest import Serve, Served

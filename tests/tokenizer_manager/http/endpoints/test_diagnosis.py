@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from engine.runtime.child.control import SetLogLevel, StartProfile, StopProfile
+from engine.launch.child.control import SetLogLevel, StartProfile, StopProfile
 from engine.tokenizer_manager import all_processes
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import FakeClock

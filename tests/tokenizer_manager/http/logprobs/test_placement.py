@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
 from engine.detokenizer.manager import Detokenizer
+from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.runtime.messages import BatchTokenOutput, Finish, FinishKind, TextOptions, TokenOutput, Usage
-from engine.runtime.model_files.tokenizer import Tokenizer
 from engine.tokenizer_manager.http.logprobs.entries import TokenLogprob
 from engine.tokenizer_manager.http.logprobs.placement import AnswerPlacement, PlacedLogprob, prompt_offsets
 

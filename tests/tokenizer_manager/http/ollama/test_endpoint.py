@@ -10,7 +10,7 @@ import msgspec
 import ollama
 import pytest
 
-from engine.runtime.model_files.quantization import QuantizationSpec
+from engine.models.spec.quantization import QuantizationSpec
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.routes import ROUTES
 

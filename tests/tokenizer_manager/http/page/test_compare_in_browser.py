@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from engine.models.spec.pooling_spec import PoolingSpec
 from engine.runtime.messages import GenerateRequest
-from engine.runtime.model_files.pooling_spec import PoolingSpec
 from tests.tokenizer_manager.fake_engine import ids_of, say_vectors
 
 EMBEDDER = PoolingSpec(task="embed", pooling="last", size=2, normalize=True)

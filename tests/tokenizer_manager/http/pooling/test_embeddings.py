@@ -10,8 +10,8 @@ import openai
 import pytest
 from msgspec import structs
 
+from engine.models.spec.pooling_spec import PoolingSpec
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
-from engine.runtime.model_files.pooling_spec import PoolingSpec
 
 from ...conftest import Serve
 from ...fake_engine import CAPACITY, TOKENIZER, WAIT_S, ids_of, say_all, say_vectors

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from engine.models.spec.pooling_spec import PoolingSpec
 from engine.runtime.messages import GenerateRequest
-from engine.runtime.model_files.pooling_spec import PoolingSpec
 from engine.runtime.pooling import PoolingKind
 
 from ...conftest import Serve

@@ -1,0 +1,144 @@
+"""`encoder_settings`: the settings that serve an encoder; the first part of `resolve`.
+
+A text is computed whole, in one step, and is answered by a vector or scores: there are no chunks, no decodes, and no KV
+that outlives a step, hence no prefix cache, no swapping and no drafts. Settings for those are refused if a user gave
+them and their absence would surprise; defaults are changed with a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ....models.weight_files.weight_memory import num_parameters
+from ....runtime.config.engine_config import EngineConfig, SchedulerConfig
+from ....runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ....models.spec.model_spec import ModelSpec
+
+CPU_STEP_TOKENS: Final = 2048
+"""Most tokens of a step on the CPU: intermediate results of a small model stay in the caches, and a query that arrives
+meanwhile waits for some 100 ms."""
+CPU_LEAST_STEP_TOKENS: Final = 512
+"""Fewer do not use the matmuls fully."""
+_CPU_STEP_FLOP: Final = 1e11
+"""Of each thread: half a second of bfloat16 matmuls."""
+
+
+def encoder_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, Mapping[str, str]]:
+    """The configuration with the values that an encoder needs, and setting -> reason for those that were changed.
+
+    Raises:
+        ConfigError: a setting asks for something that an encoder does not have.
+    """
+    assert spec.encoder is not None
+    for name, contradicts, why, way_out in _contradictions(config):
+        if contradicts:
+            raise ConfigError(f"{name}, but {spec.model_type} is an encoder: {why}; {way_out}")
+    notes = {
+        "chunked_prefill_size": "an encoder computes a text whole",
+        "decode_burst_ms": "an encoder does not decode",
+        "preemption_mode": "an encoder keeps nothing between steps",
+        "swap_space": "an encoder's requests are not swapped",
+    }
+    if config.cache.radix_cache:
+        notes["radix_cache"] = "an encoder's tokens depend on those after them, so no prefix can be reused"
+    cache = replace(config.cache, radix_cache=False, swap_space=0.0)
+    scheduler = replace(
+        config.scheduler,
+        chunked_prefill_size=-1,
+        decode_burst_ms=0.0,
+        in_batch_prefix_caching=False,
+        preemption_mode="recompute",
+    )
+    return replace(config, cache=cache, scheduler=scheduler), notes
+
+
+def encoder_step_tokens(config: EngineConfig, spec: ModelSpec, device: str, num_threads: int) -> int:
+    """`max_prefill_tokens`, if it has its default, for a device: on the CPU a step should not take long."""
+    asked = config.scheduler.max_prefill_tokens
+    if device != "cpu" or asked != SchedulerConfig().max_prefill_tokens:
+        return asked
+    assert spec.encoder is not None
+    tables = (spec.vocab_size + spec.encoder.position_rows) * spec.hidden_size
+    flop_per_token = 2 * max(1, num_parameters(spec) - tables)
+    tokens = int(_CPU_STEP_FLOP * num_threads / flop_per_token)
+    tokens = min(max(tokens, CPU_LEAST_STEP_TOKENS), CPU_STEP_TOKENS)
+    page_size = config.cache.page_size
+    return max(page_size, tokens // page_size * page_size)
+
+
+def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
+    """The setting as the user gave it, whether it contradicts, why, and the way out."""
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    chunk, swap, burst = scheduler.chunked_prefill_size, cache.swap_space, scheduler.decode_burst_ms
+    return [
+        (
+            f"chunked_prefill_size is {chunk}",
+            chunk not in ("auto", -1) and scheduler.preset is None,
+            "each token attends to all others, so a text is computed whole",
+            "omit --chunked-prefill-size",
+        ),
+        (
+            f"speculative is {scheduler.speculative}",
+            scheduler.speculative != "off",
+            "it generates no tokens that could be drafted",
+            "omit --speculative",
+        ),
+        (
+            f"swap_space is {swap}",
+            swap not in ("auto", 0.0),
+            "its keys and values do not outlive a step, so there is nothing to swap",
+            "omit --swap-space",
+        ),
+        (
+            "preemption_mode is swap",
+            scheduler.preemption_mode == "swap",
+            "its keys and values do not outlive a step, so there is nothing to swap",
+            "omit --preemption-mode",
+        ),
+        (
+            f"decode_burst_ms is {burst}",
+            burst not in ("auto", 0.0),
+            "it does not decode",
+            "omit --decode-burst-ms",
+        ),
+        (
+            f"kv_cache_dtype is {cache.kv_cache_dtype}",
+            cache.kv_cache_dtype not in ("auto", model.dtype),
+            "its keys and values take the memory of one layer, in the dtype of the model",
+            "omit --kv-cache-dtype",
+        ),
+        (
+            f"kv_events is {config.server.kv_events!r}",
+            config.server.kv_events is not None,
+            "it keeps no prefixes that could be published",
+            "omit --kv-events",
+        ),
+        (
+            "model_impl is transformers",
+            model.model_impl == "transformers",
+            "only decoders run in transformers",
+            "omit --model-impl",
+        ),
+        (
+            f"quantization is {model.quantization}",
+            model.quantization not in (None, "none"),
+            "its weights stay in bfloat16 or float32",
+            "omit --quantization",
+        ),
+        (
+            f"tp is {config.parallel.tp}",
+            config.parallel.tp > 1,
+            "it runs on one device",
+            "omit --tp, and start one server for each device",
+        ),
+        (
+            f"pp is {config.parallel.pp}",
+            config.parallel.pp > 1,
+            "it runs on one device",
+            "omit --pp, and start one server for each device",
+        ),
+    ]

@@ -1,1 +1,0 @@
-"""Architectures, one file per Hugging Face `model_type`, written against `layers`."""

@@ -1,0 +1,1 @@
+"""One module per structure: a decoder or encoder put together from layers."""

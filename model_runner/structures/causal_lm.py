@@ -1,0 +1,73 @@
+"""Maps a `model_type` to its implementation, which is imported on demand."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ...models.spec.model_spec import SUPPORTED_MODEL_TYPES
+from ...runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..adapter_runs import AdapterRuns
+    from ..forward_batch import ForwardBatch, StageStates
+    from ..model_context import ModelContext
+
+
+class CausalLM(Protocol):
+    """A decoder with a language-model head. The two are separate calls because few positions need logits.
+
+    Encoders have the same form, and no logits.
+
+    Attributes:
+        logits_dtype: see `OutputHead`.
+    """
+
+    @property
+    def logits_dtype(self) -> torch.dtype: ...
+
+    def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
+        """Run the batch's tokens through all layers: [W, hidden] of those that need logits, before the final norm.
+
+        Of a pipeline stage that is not the last one: all tokens after its own layers.
+        """
+        ...
+
+    def final_states(self, hidden: Tensor) -> Tensor:
+        """The model's output at rows of `forward`'s result, after the final norm; [n, hidden] -> [n, hidden]."""
+        ...
+
+    def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
+        """Turn rows of `forward`'s result into logits: [n, hidden] -> [n, vocab]. Not called for encoders.
+
+        Args:
+            adapters: of the n rows; None: all use the base model.
+        """
+        ...
+
+    def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
+        """The result of `logits`, into `out`: [n, vocab] in `logits_dtype`, contiguous."""
+        ...
+
+
+def logits_of(model: CausalLM, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
+    """See `CausalLM.logits`; models without adapters take no second argument."""
+    return model.logits(hidden) if adapters is None else model.logits(hidden, adapters)
+
+
+def build_model(context: ModelContext) -> CausalLM:
+    """Build the model with its weights.
+
+    Raises:
+        ConfigError: the architecture is unknown, or a weight is missing in the checkpoint.
+    """
+    spec = context.spec
+    if spec.model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"model_type {spec.model_type!r} is not supported; supported are: {supported}")
+    page: Any = import_module(f".{spec.model_type.replace('-', '_')}", __package__)
+    model: CausalLM = page.build(context)
+    return model

@@ -1,0 +1,31 @@
+"""DeepSeek-V2 (DeepSeek-AI 2024): Llama's layers with latent attention, and experts in most of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...models.weight_files.needed_tensors import is_unused
+from ..layers.decoder import PreNormLayer
+from ..layers.decoder_parts import DecoderParts
+from ..layers.latent_attention import LatentAttention
+
+if TYPE_CHECKING:
+    from ..layers.decoder import Decoder
+    from ..model_context import ModelContext
+
+
+def build(context: ModelContext) -> Decoder:
+    """Build the decoder; layers that predict further tokens are not read."""
+    context.weights.ignore_where(partial(is_unused, context.spec))
+    parts = DecoderParts(context)
+    layers = [
+        PreNormLayer(
+            parts.layer_norm(layer_id, 0),
+            LatentAttention(context, f"{context.spec.layer_name(layer_id)}.self_attn", layer_id),
+            parts.layer_norm(layer_id, 1),
+            parts.mlp(layer_id),
+        )
+        for layer_id in range(context.spec.num_layers)
+    ]
+    return parts.decoder(layers)

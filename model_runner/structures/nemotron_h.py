@@ -1,0 +1,32 @@
+"""Nemotron-H (NVIDIA 2025): layers of Mamba 2, of attention without rotary, and MLPs with squared ReLU, or experts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...models.weight_files.needed_tensors import is_unused
+from ..layers.decoder_parts import DecoderParts
+from ..layers.single_blocks import MixerLayer, MLPLayer
+from ..layers.state_layers.mamba2 import Mamba2
+
+if TYPE_CHECKING:
+    from ..layers.decoder import Decoder, Layer
+    from ..model_context import ModelContext
+
+
+def build(context: ModelContext) -> Decoder:
+    """Build a decoder in which each layer is a norm and one block."""
+    spec, parts = context.spec, DecoderParts(context)
+    context.weights.ignore_where(partial(is_unused, spec))
+
+    def layer(layer_id: int) -> Layer:
+        norm = parts.layer_norm(layer_id, 0)
+        if spec.has_mlp(layer_id):
+            dense = spec.experts is None
+            return MLPLayer(norm, parts.plain_mlp(layer_id, "relu2") if dense else parts.mlp(layer_id))
+        if spec.attends(layer_id):
+            return MixerLayer(norm, parts.attention(layer_id))
+        return MixerLayer(norm, Mamba2(context, f"{spec.layer_name(layer_id)}.mamba", layer_id))
+
+    return parts.decoder([layer(layer_id) for layer_id in range(spec.num_layers)])

@@ -1,0 +1,1 @@
+"""Model files without torch: families, their two file formats, weights on disk, tokenizers, the hub."""

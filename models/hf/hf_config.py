@@ -1,0 +1,165 @@
+"""Architecture facts from a folder in Hugging Face layout: config.json and generation_config.json.
+
+A feature that changes the computation and is not implemented is refused by name, never ignored: a model that loads and
+then produces wrong output is the worst failure. This module reads the common fields, `families` those of one
+architecture, and `hf_other` those of architectures that the engine has no model for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, cast
+
+from msgspec import structs
+
+from ...runtime.config.model_choice import NO_CHOICE, TaskChoice
+from ...runtime.errors import ConfigError
+from ..fields import Fields
+from ..json_file import read_json
+from ..spec.encoder_spec import ENCODER_MODEL_TYPES
+from ..spec.model_spec import DTypeName, ModelSpec
+from ..spec.pooling_spec import PoolingSpec
+from .families.family import Facts, Family
+from .families.registry import FAMILIES
+from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
+from .hf_other import other_family, with_common_names
+from .hf_quantization import read_quantization
+from .hf_rope import MAX_POSITIONS
+from .hf_sampling import read_hf_sampling
+from .language_part import LanguagePart, find_language_part
+from .multimodal_types import MULTIMODAL
+from .sentence_transformers import read_pooling, token_limit
+from .special_tokens import read_eos_ids
+from .task import FoundTask, find_task
+
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+def read_hf_spec(folder: Path, choice: TaskChoice = NO_CHOICE, name: str = "") -> ModelSpec:
+    """The architecture of the model in `folder`.
+
+    Args:
+        folder: the model's.
+        choice: the task that the user asks for.
+        name: of the model, which says whether a decoder is a reranker.
+
+    Raises:
+        ConfigError: a file or field is missing or wrong, or the model needs a feature that is not implemented.
+    """
+    path = folder / "config.json"
+    config = read_json(path)
+    fields = Fields(path, config)
+    found = find_task(folder, fields, choice, name)
+    part = find_language_part(path, config)
+    spec = _read_spec(folder, config, found) if part is None else _read_part(folder, part, found)
+    pooling = read_pooling(folder, fields, found, choice, spec.hidden_size, name)
+    return spec if pooling is None else _with_pooling(folder, spec, pooling)
+
+
+def _with_pooling(folder: Path, spec: ModelSpec, pooling: PoolingSpec) -> ModelSpec:
+    """The architecture of an embedder or a scorer, which has no output head unless scores are of its tokens."""
+    return structs.replace(
+        spec,
+        pooling=pooling,
+        max_position_embeddings=min(spec.max_position_embeddings, token_limit(folder) or MAX_POSITIONS),
+        tie_word_embeddings=spec.tie_word_embeddings or not pooling.label_tokens,
+    )
+
+
+def _read_part(folder: Path, part: LanguagePart, found: FoundTask) -> ModelSpec:
+    """The architecture of the language model in a multimodal folder, without pooling."""
+    spec = _read_spec(folder, part.config, found, part.prefix)
+    quantization = spec.quantization
+    if quantization is not None:
+        quantization = structs.replace(quantization, renamed=MULTIMODAL[part.outer].renamed)
+    return structs.replace(spec, language_of=part.outer, quantization=quantization)
+
+
+def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, prefix: str = "") -> ModelSpec:
+    """The architecture without pooling.
+
+    `prefix`: of the fields in messages, where the configuration is an object inside of config.json.
+    """
+    path = folder / "config.json"
+    fields = Fields(path, config, prefix)
+    model_type = fields.text("model_type")
+    if model_type in FAMILIES:
+        _check_family(fields, model_type, FAMILIES[model_type], found)
+        family = FAMILIES[model_type]
+        fields = Fields(path, family.with_common_names(config), prefix)
+    elif model_type in ENCODER_MODEL_TYPES:
+        fields, family = encoder_fields(fields, config, model_type)
+    elif model_type in UNSUPPORTED_ENCODERS:
+        supported = ", ".join(ENCODER_MODEL_TYPES)
+        raise fields.error(
+            "model_type", model_type, f"and {UNSUPPORTED_ENCODERS[model_type]}; encoders can be: {supported}"
+        )
+    else:
+        fields = Fields(path, with_common_names(config, fields), prefix)
+        family = other_family(fields)
+    vocab_size = fields.integer("vocab_size", 1, 1 << 24)
+    hidden_size = fields.integer("hidden_size", 1, 1 << 20)
+    num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
+    facts: Facts = {
+        # Models older than grouped-query attention do not have these two fields.
+        "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=num_heads),
+        "head_dim": fields.integer(
+            "head_dim", 1, 1 << 12, default=family.head_dim or hidden_size // num_heads
+        ),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        **family.read(fields),
+    }
+    spec = ModelSpec(
+        model_type=model_type,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=facts.pop("intermediate_size", None)
+        or fields.integer("intermediate_size", 1, 1 << 22),
+        num_layers=facts.pop("num_layers", None) or fields.integer("num_hidden_layers", 1, 1 << 12),
+        num_heads=num_heads,
+        rms_norm_eps=fields.number(family.norm_eps, 1e-30, 1.0),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", default=family.tied),
+        torch_dtype=_dtype(fields),
+        eos_token_ids=() if "encoder" in facts else _eos_token_ids(fields, folder, vocab_size),
+        bos_token_id=fields.known_token_id("bos_token_id", vocab_size),
+        quantization=read_quantization(folder, fields),
+        sampling_defaults=read_hf_sampling(folder),
+        **facts,
+    )
+    spec = structs.replace(spec, max_position_embeddings=spec.known_positions)
+    if contradiction := spec.contradiction():
+        raise ConfigError(f"{path}: {contradiction}")
+    return spec
+
+
+def _check_family(fields: Fields, model_type: str, family: Family, found: FoundTask) -> None:
+    architectures = fields.get("architectures")
+    supported = family.classes(found.task)
+    if architectures is not None and architectures not in [[name] for name in supported]:
+        raise fields.error(
+            "architectures", architectures, f"only ['{supported[0]}'] is supported for {model_type}"
+        )
+    # Gemma has it under two names; the newer one has precedence.
+    name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
+    activation = fields.text(name, default=family.activation)
+    if activation != family.activation:
+        raise fields.error(name, activation, f"only {family.activation!r} is supported for {model_type}")
+
+
+def _dtype(fields: Fields) -> DTypeName:
+    """The dtype of the saved weights: `dtype` in transformers 5; both fields default to float32."""
+    name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
+    value = fields.text(name, default="float32").removeprefix("torch.")
+    if value not in _DTYPES:
+        raise fields.error(name, value, f"which is not supported; supported are: {', '.join(_DTYPES)}")
+    return cast(DTypeName, value)
+
+
+def _eos_token_ids(fields: Fields, folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """End-of-text tokens of all files: the end-of-turn token is often in only one of them."""
+    ids = fields.token_ids("eos_token_id", vocab_size)
+    generation = folder / "generation_config.json"
+    if generation.exists():
+        ids += Fields(generation, read_json(generation)).token_ids("eos_token_id", vocab_size)
+    return tuple(dict.fromkeys(ids + read_eos_ids(folder, vocab_size)))

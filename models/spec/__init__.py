@@ -1,0 +1,1 @@
+"""Records of a model: what its files say about it, without tensors."""

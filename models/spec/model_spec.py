@@ -1,0 +1,359 @@
+"""ModelSpec: the facts about a model's architecture that the rest of the engine computes with.
+
+Read from a model's files by `hf_config` and `gguf_config` (see `load_spec`); sent to every process inside messages. It
+holds no tensors, no paths and no facts about devices: memory planning and model building derive those from it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+import msgspec
+
+from ...runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads, TemperatureTuning
+from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .experts_spec import ExpertsSpec
+from .latent_spec import LatentSpec
+from .layer_form import PRE_NORMS, LayerForm
+from .pooling_spec import PoolingSpec
+from .quantization import QuantizationSpec
+from .state_spec import StateSpec
+from .stream_spec import AltUpSpec, LayerInputsSpec
+
+SUPPORTED_MODEL_TYPES: Final = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "qwen2_moe",
+    "olmoe",
+    "phimoe",
+    "gpt_oss",
+    "gemma2",
+    "gemma3_text",
+    "gemma3n_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "phi3",
+    "lfm2",
+    "lfm2_moe",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "ministral",
+    "ministral3",
+    "glm",
+    "glm4",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "exaone4",
+    "seed_oss",
+    "ernie4_5",
+    "ernie4_5_moe",
+    "granite",
+    "granitemoe",
+    "granitemoeshared",
+    "granitemoehybrid",
+    "nemotron_h",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "glm4_moe",
+    "kimi_k2",
+    "llama4_text",
+    *ENCODER_MODEL_TYPES,
+)
+"""Hugging Face `model_type` values for which there is a model implementation."""
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """How rotary frequencies are scaled for longer contexts.
+
+    `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
+    original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
+    blends between; in Llama 4 the two factors are equal, so none is between. `yarn` (Peng et al. 2023) keeps those that
+    turn more than `beta_fast` times within the original context, divides those that turn less than `beta_slow` times,
+    and blends between by dimension. `longrope` (Ding et al. 2024) divides each frequency by its own factor: from
+    `long_factor` if the engine serves more positions than the original context, else from `short_factor`.
+    `proportional` divides the frequencies of the leading `turning_part` of the pairs by `factor`; the others do not
+    turn.
+
+    `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
+    """
+
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole dimensions
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    turning_part: float = 1.0
+
+
+class LayerView(NamedTuple):
+    """What attention must know of a layer: its window, see `ModelSpec.window_of`, and its heads.
+
+    `chunked`: see `AttentionForm`; False without a window.
+    """
+
+    window: int | None
+    heads: LayerHeads
+    chunked: bool = False
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Architecture of one decoder-only model or encoder; names follow Hugging Face's config.json where possible."""
+
+    model_type: str  # of Hugging Face; names the module in model_runner/models
+    vocab_size: int  # rows of the embedding: the width of the logits
+    hidden_size: int
+    intermediate_size: int  # the largest, if layers differ
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int  # of windowed layers, if layers differ
+    rms_norm_eps: float  # of all norms, also of those that are not RMS norms
+    rope_theta: float
+    rope_scaling: RopeScaling = RopeScaling()
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool = False  # of the q, k and v projections
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    torch_dtype: DTypeName  # dtype of the saved weights, or the best choice for a quantized file
+    eos_token_ids: tuple[int, ...] = ()  # sampling one of them ends a text
+    bos_token_id: int | None = None
+    rotary_dim: int | None = None  # leading elements of a head that rotate; None: all
+    rope_layers: tuple[bool, ...] = ()  # one for each layer: whether it rotates q and k; empty: all do
+    qk_norm: bool = False  # each head of q and k is normalized before rotary
+    query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
+    sliding_window: int | None = None  # tokens that a windowed layer attends to, see `window_of`
+    windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
+    local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
+    experts: ExpertsSpec | None = None
+    num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
+    state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
+    latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
+    form: LayerForm = PRE_NORMS
+    attention: AttentionForm = PLAIN_ATTENTION
+    temperature: TemperatureTuning | None = None
+    layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
+    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
+    intermediate_sizes: tuple[int, ...] = ()  # one for each layer, where layers differ; see `inner_size_of`
+    mlp_layers: tuple[bool, ...] = ()  # one for each layer: whether its only block is an MLP, see `has_mlp`
+    layer_inputs: LayerInputsSpec | None = None
+    altup: AltUpSpec | None = None
+    sparsity: tuple[float, ...] = ()  # of gates, one for each layer, see `GatedActivation`; empty: none
+    float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
+    stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
+    quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
+    sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
+    language_of: str = (
+        ""  # `model_type` of the multimodal folder around this language model, see `language_part`
+    )
+    pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
+    encoder: EncoderSpec | None = (
+        None  # of a model in which tokens attend to later ones, too; None: a decoder
+    )
+    first_layer: int = 0  # of a pipeline stage: the whole model's number of its layer 0, see `stage_spec`
+
+    def layer_name(self, layer_id: int) -> str:
+        """The module of a layer in the whole model."""
+        return f"model.layers.{self.first_layer + layer_id}"
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token attends only to itself and to those before it."""
+        return self.encoder is None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of `kv_layers`."""
+        return len(self.kv_layers)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers with KV memory of their own: all layers of an encoder share it, as none reads that of another."""
+        if self.encoder is not None:
+            return (0,)
+        return tuple(layer for layer in self.attention_layers if self.kv_source_of(layer) == layer)
+
+    def kv_source_of(self, layer_id: int) -> int:
+        """The layer whose keys and values this layer attends to; those that it computes itself, or an earlier one's."""
+        return self.kv_sources[layer_id] if self.kv_sources else layer_id
+
+    def heads_of(self, layer_id: int) -> LayerHeads:
+        """The heads of one layer."""
+        if self.layer_heads:
+            return self.layer_heads[layer_id]
+        return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+
+    def computes_kv(self, layer_id: int) -> bool:
+        """Whether an attention layer has keys and values of its own."""
+        return self.kv_source_of(layer_id) == layer_id
+
+    def keys_are_values(self, layer_id: int) -> bool:
+        """Whether the values of a layer are its keys before norm and rotary."""
+        return self.form.full_keys_are_values and self.window_of(layer_id) is None
+
+    def inner_size_of(self, layer_id: int) -> int:
+        """Width of the dense MLP of one layer."""
+        return self.intermediate_sizes[layer_id] if self.intermediate_sizes else self.intermediate_size
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend to keys and values."""
+        return tuple(layer for layer in range(self.num_layers) if self.attends(layer))
+
+    def attends(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values."""
+        return self.has_mixer(layer_id) and (self.state is None or not self.state.layers[layer_id])
+
+    def has_mixer(self, layer_id: int) -> bool:
+        """Whether this layer attends to keys and values, or keeps a state: all do, unless layers are single blocks."""
+        return not self.mlp_layers or not self.mlp_layers[layer_id]
+
+    def has_mlp(self, layer_id: int) -> bool:
+        """Whether this layer has an MLP: all have one, unless layers are single blocks."""
+        return not self.mlp_layers or self.mlp_layers[layer_id]
+
+    def window_of(self, layer_id: int) -> int | None:
+        """Tokens that this layer attends to, including the query's own; None: all that it may.
+
+        In an encoder the window is odd: as many tokens before the query as after it.
+        """
+        return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
+
+    @property
+    def head_dims(self) -> tuple[int, ...]:
+        """The distinct sizes of heads."""
+        return tuple(dict.fromkeys(heads.head_dim for heads in self.layer_heads)) or (self.head_dim,)
+
+    def view_of(self, layer_id: int) -> LayerView:
+        """What attention must know of one layer; layers with equal views share the plan of a step."""
+        window = self.window_of(layer_id)
+        return LayerView(window, self.heads_of(layer_id), self.attention.chunked and window is not None)
+
+    @property
+    def score_scale(self) -> float:
+        """The factor of the products of queries and keys."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def rotates(self, layer_id: int) -> bool:
+        """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
+        return not self.rope_layers or self.rope_layers[layer_id]
+
+    def qk_norm_sizes(self, layer_id: int) -> tuple[int, int]:
+        """Widths of the norms of q and of k of one layer, if there are any; 0 if the layer has no k."""
+        own = self.heads_of(layer_id)
+        heads = (self.num_heads, own.num_kv_heads) if self.form.qk_norm_over_heads else (1, 1)
+        return heads[0] * own.head_dim, heads[1] * own.head_dim * self.computes_kv(layer_id)
+
+    @property
+    def known_positions(self) -> int:
+        """Positions that the model can use: files with yarn added often still name the length before it."""
+        scaling = self.rope_scaling
+        if (
+            scaling.kind != "yarn" or self.pooling is not None
+        ):  # an embedder's files may allow less than the model
+            return self.max_position_embeddings
+        return max(self.max_position_embeddings, int(scaling.original_max_position * scaling.factor))
+
+    @property
+    def mlp_width(self) -> int:
+        """Activation elements of the widest MLP per token."""
+        if self.experts is None:
+            return 3 * self.intermediate_size
+        sparse = self.experts.num_active * (3 * self.experts.intermediate_size + 2 * self.hidden_size)
+        sparse += 3 * self.experts.shared_size
+        return max(sparse, 3 * self.intermediate_size if self.experts.dense_layers else 0)
+
+    @property
+    def stream_width(self) -> int:
+        """Activation elements per token of what there is beside the layers: their inputs, and further streams."""
+        inputs = 0 if self.layer_inputs is None else 3 * self.num_layers * self.layer_inputs.size
+        return inputs + (0 if self.altup is None else 3 * self.altup.num_streams * self.hidden_size)
+
+    def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
+        """Memory of one token's keys and values over all layers: each element, and one scale per head.
+
+        Windowed layers count like the others: they keep tokens that left their window, so that prefixes can be shared.
+        With latent attention the values are a part of the keys.
+        """
+        parts = 2 if self.latent is None else 1
+        heads = [self.heads_of(layer_id) for layer_id in self.kv_layers]
+        return parts * sum(each.num_kv_heads * (each.head_dim * dtype_bytes + scale_bytes) for each in heads)
+
+    def contradiction(self) -> str | None:
+        """The first contradiction between these facts, or None; the readers put the file's name before it."""
+        if self.num_heads % self.num_kv_heads:
+            return f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key/value heads evenly"
+        encoder = self.encoder
+        if encoder is not None and self.num_heads * self.head_dim != self.hidden_size:
+            return f"{self.num_heads} attention heads cannot divide the hidden size {self.hidden_size} evenly"
+        if encoder is not None and encoder.position_rows and self.max_position_embeddings > encoder.positions:
+            return f"{self.max_position_embeddings} positions, but there are only {encoder.positions}"
+        if self.head_dim % 2:
+            return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
+        rotary_dim = self.rotary_dim or self.head_dim
+        if self.altup is not None and self.altup.active >= self.altup.num_streams:
+            return f"stream {self.altup.active} is active, but there are only {self.altup.num_streams}"
+        if rotary_dim % 2:
+            return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
+        per_layer = (
+            ("layer types", self.windowed_layers),
+            ("rotary choices", self.rope_layers),
+            ("head sizes", self.layer_heads),
+            ("sources of keys and values", self.kv_sources),
+            ("intermediate sizes", self.intermediate_sizes),
+            ("activation sparsities", self.sparsity),
+            ("kinds of blocks", self.mlp_layers),
+        )
+        for name, layers in per_layer:
+            if layers and len(layers) != self.num_layers:
+                return f"{len(layers)} {name} for {self.num_layers} layers"
+        for heads in self.layer_heads:
+            if heads.head_dim % 2 or self.num_heads % heads.num_kv_heads:
+                return f"{self.num_heads} attention heads cannot share {heads}"
+        state = self.state
+        if state is not None and len(state.layers) != self.num_layers:
+            return f"{len(state.layers)} kinds of layers for {self.num_layers} layers"
+        if not self.attention_layers:
+            return "no layer attends to earlier tokens; a model needs at least one layer with attention"
+        if state is not None and (found := state.contradiction()):
+            return found
+        experts = self.experts
+        if experts is not None and (found := experts.routing.contradiction(experts.num_experts)):
+            return found
+        return self._rope_contradiction(rotary_dim // 2)
+
+    def _rope_contradiction(self, num_frequencies: int) -> str | None:
+        scaling = self.rope_scaling
+        if scaling.kind == "llama3" and scaling.high_freq_factor < scaling.low_freq_factor:
+            return (
+                f"llama3 rope scaling has high_freq_factor {scaling.high_freq_factor:g}, "
+                f"it must not be below low_freq_factor {scaling.low_freq_factor:g}"
+            )
+        if scaling.kind == "longrope":
+            for name, factors in (
+                ("short_factor", scaling.short_factor),
+                ("long_factor", scaling.long_factor),
+            ):
+                if len(factors) != num_frequencies:
+                    return f"longrope's {name} holds {len(factors)} numbers, expected {num_frequencies}"
+        return None

@@ -1,0 +1,134 @@
+"""Experts of a layer that are stored as one tensor: the parts that are the experts' own.
+
+    mlp.experts.gate_up_proj   [E, 2I, H], or transposed: [E, H, 2I]
+    mlp.experts.down_proj      [E, H, I], or transposed: [E, I, H]
+
+In the header each part becomes an entry of its own, `mlp.experts.3.up_proj.weight`, so that nothing else knows about
+stacks. As in transformers, a stack is transposed if it does not have the first shape. Some families have other names
+for the two (`ExpertNames`). Stacks of Llama 4 and gpt-oss are always transposed. Those of gpt-oss have gates and ups
+in turn, and a bias each, `<stack>_bias`. In MXFP4 these stacks are two tensors each, which are not transposed:
+
+    <stack>_blocks   [E, outputs, inputs / 32, 16] bytes   -> `mlp.experts.3.up_proj.weight_blocks`
+    <stack>_scales   [E, outputs, inputs / 32] bytes       -> `mlp.experts.3.up_proj.weight_scales`
+"""
+
+# E experts, I intermediate size of an expert, H hidden size.
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Set
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from ..spec.block_forms import BLOCK_LEN
+from .needed_tensors import needed_modules
+
+if TYPE_CHECKING:
+    from ..spec.experts_spec import ExpertsSpec
+    from ..spec.model_spec import ModelSpec
+    from .header_entry import HeaderEntry
+
+_ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Ends of the names of a weight's two tensors in MXFP4."""
+
+
+class _Stack(NamedTuple):
+    """The weights of all experts: the modules whose outputs it has, and their sizes.
+
+    `in_turn`, `transposed`: see `ExpertNames`.
+    """
+
+    modules: tuple[str, ...]
+    rows: int
+    columns: int
+    in_turn: bool
+    transposed: bool
+
+
+def unstacked(entries: Mapping[str, HeaderEntry], spec: ModelSpec) -> dict[str, HeaderEntry]:
+    """The entries of a file with those of the experts' parts instead of stacks, if the model takes such parts."""
+    if spec.experts is None:
+        return dict(entries)
+    stacks = _stacks(spec.experts, spec.hidden_size)
+    if not any(suffix in name for name in entries for suffix in stacks):
+        return dict(entries)
+    needed = {module.name for module in needed_modules(spec, one_expert=True)}
+    found: dict[str, HeaderEntry] = {}
+    for name, entry in entries.items():
+        parts = dict(_parts(name, entry, spec.experts, stacks, needed))
+        found |= parts or {name: entry}
+    return found
+
+
+def _stacks(experts: ExpertsSpec, size: int) -> dict[str, _Stack]:
+    """The stacks by the end of their names."""
+    names, inner = experts.names, experts.intermediate_size
+    form = names.stacks_in_turn, names.stacks_in_turn or names.stacks_transposed
+    gate_up = _Stack(experts.first_parts, inner, size, *form)
+    return {
+        f".{names.block}.{names.gate_up_stack}": gate_up,
+        f".{names.block}.{names.down_stack}": _Stack((names.down,), size, inner, *form),
+    }
+
+
+def _parts(
+    name: str, entry: HeaderEntry, experts: ExpertsSpec, stacks: Mapping[str, _Stack], needed: Set[str]
+) -> Iterator[tuple[str, HeaderEntry]]:
+    """The parts of a stack; nothing for any other tensor, or for a stack of another shape or dtype."""
+    for end in ("", "_bias", BLOCKS, SCALES):
+        for suffix, stack in stacks.items():
+            if not name.endswith(suffix + end) or entry.dtype_name not in _ITEM_BYTES:
+                continue
+            layout = _layout(entry, experts.num_experts, stack, end)
+            if layout is None:
+                return
+            block = f"{name.removesuffix(suffix + end)}.{experts.names.block}"
+            if f"{block}.experts.0.{stack.modules[0]}" not in needed:
+                return
+            kind = "bias" if end == "_bias" else f"weight{end}"
+            for expert in range(experts.num_experts):
+                for idx, module in enumerate(stack.modules):
+                    part = layout.entry(entry, expert, idx)
+                    yield f"{block}.experts.{expert}.{module}.{kind}", part
+            return
+
+
+class _Layout(NamedTuple):
+    """Shape and strides of a part, and its place in numbers: expert * `each` + module * `step`."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    each: int
+    step: int
+
+    def entry(self, stack: HeaderEntry, expert: int, module: int) -> HeaderEntry:
+        item_bytes = _ITEM_BYTES[stack.dtype_name]
+        return stack._replace(
+            shape=self.shape,
+            offset=stack.offset + (expert * self.each + module * self.step) * item_bytes,
+            num_bytes=math.prod(self.shape) * item_bytes,
+            strides=self.strides,
+        )
+
+
+def _layout(entry: HeaderEntry, num: int, stack: _Stack, end: str) -> _Layout | None:
+    """The parts of a tensor; None: it has another shape."""
+    rows, columns, num_modules = stack.rows, stack.columns, len(stack.modules)
+    height = rows * num_modules  # of one expert's matrix
+    if end == "" and entry.shape == (num, height, columns) and not stack.transposed:
+        return _Layout((rows, columns), (columns, 1), height * columns, rows * columns)
+    if end == "" and entry.shape == (num, columns, height):
+        across, step = (num_modules, 1) if stack.in_turn else (1, rows)
+        return _Layout((rows, columns), (across, height), height * columns, step)
+    inner = {
+        "_bias": (),
+        SCALES: (columns // BLOCK_LEN,),
+        BLOCKS: (columns // BLOCK_LEN, BLOCK_LEN // 2),
+    }.get(end)
+    if inner is None or entry.shape != (num, height, *inner):
+        return None
+    width = math.prod(inner)
+    across, step = (num_modules * width, width) if stack.in_turn else (width, rows * width)
+    strides = (across, *(math.prod(inner[n + 1 :]) for n in range(len(inner))))
+    return _Layout((rows, *inner), strides, height * width, step)

@@ -1,0 +1,29 @@
+"""What a user may choose about a model: its task, how it pools, how its weights are quantized."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, NamedTuple
+
+TaskName = Literal["auto", "generate", "embed", "score"]
+PoolingType = Literal["cls", "mean", "last"]
+"""Which hidden states become the vector: the first token's, the mean of all, or the last token's."""
+QuantMethod = Literal["fp8", "awq", "gptq", "gguf", "int8", "int4"]
+Quantization = Literal[QuantMethod, "none"]
+"""The values of `--quantization`."""
+
+
+class TaskChoice(NamedTuple):
+    """What the user asks of a model.
+
+    Attributes:
+        task: "auto": what the model's files say.
+        pooling: None: what the model's files say. For embed.
+        any_dimensions: vectors may be cut to any length. For embed.
+    """
+
+    task: TaskName = "auto"
+    pooling: PoolingType | None = None
+    any_dimensions: bool = False
+
+
+NO_CHOICE: Final = TaskChoice()

@@ -1,0 +1,49 @@
+"""What a model with latent attention can be served with, and the memory of its tokens."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.rank_spec import rank_spec
+from engine.launch.resolve.resolve import resolve
+from engine.models.spec.latent_spec import LatentSpec
+from engine.runtime.errors import ConfigError
+
+from .test_resolve import GPU_HOST, HOST, SPEC, config
+
+LATENT = LatentSpec(
+    q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+)
+LATENT_SPEC = msgspec.structs.replace(
+    SPEC,
+    model_type="deepseek_v2",
+    num_heads=16,
+    num_kv_heads=1,
+    head_dim=576,
+    rotary_dim=64,
+    latent=LATENT,
+    query_scale=192**-0.5,
+)
+
+
+def test_a_token_has_one_row_in_each_layer():
+    capacity = capacity_of(resolve(config(), LATENT_SPEC, HOST).config, LATENT_SPEC)
+
+    assert capacity.kv_token_bytes == 30 * 576 * 2
+    ranks = rank_spec(LATENT_SPEC, 4)
+    assert (ranks.num_heads, ranks.num_kv_heads, ranks.head_dim) == (4, 1, 576)
+
+
+@pytest.mark.parametrize(
+    ("settings", "host", "rule"),
+    [
+        ({"kv_cache_dtype": "int8"}, HOST, "kv_cache_dtype is int8, but deepseek_v2 has latent attention"),
+        ({"kv_cache_dtype": "fp8", "device": "cuda"}, GPU_HOST, "kv_cache_dtype is fp8, but deepseek_v2"),
+        ({"model_impl": "transformers"}, HOST, "model_impl is transformers, but deepseek_v2 has latent"),
+    ],
+)
+def test_other_pools_are_refused_by_name(settings, host, rule):
+    with pytest.raises(ConfigError, match=rule):
+        resolve(config(**settings), LATENT_SPEC, host)

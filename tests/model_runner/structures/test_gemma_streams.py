@@ -1,0 +1,252 @@
+"""Gemma 4 and Gemma 3n against transformers on tiny random models: each variant has several options at once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.kernels.cpu.library import reasons_against_library
+from engine.models.adapters.read_adapter import read_adapter
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.weight_files.check_weights import check_folder_weights
+from engine.runtime.errors import ConfigError
+from tests.model_runner.adapters.peft_adapters import ALL_LINEAR, make_adapter
+
+from .text_checks import (
+    check_bfloat16,
+    check_chunks_and_prefixes,
+    check_int8_cache,
+    check_memory,
+    check_prefill_and_decode,
+    check_recording,
+    tokens_of,
+)
+
+LOCAL, FULL = "sliding_attention", "full_attention"
+ROPES = {
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    LOCAL: {"rope_type": "default", "rope_theta": 100.0},
+}
+GEMMA4 = {
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "layer_types": [LOCAL, FULL, LOCAL, FULL],
+    "sliding_window": 19,
+    "rope_parameters": ROPES,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+    "tie_word_embeddings": True,
+}
+SHARING = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}
+UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer_input" not in name}
+GEMMA3N = {
+    "head_dim": 16,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+    "layer_types": [LOCAL, FULL, LOCAL, LOCAL, FULL],
+    "sliding_window": 19,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 90,
+    "laurel_rank": 12,
+    "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0, 0.3],
+    "tie_word_embeddings": True,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4, shared keys, wide MLPs": ("gemma4_text", {**GEMMA4, **SHARING}),
+    "gemma4, keys are values, own head, biases": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "vocab_size_per_layer_input": 110,
+        },
+    ),
+    "gemma4 without inputs of layers, all rotate": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "rope_parameters": ROPES | {FULL: {"rope_type": "default", "rope_theta": 1000.0}},
+        },
+    ),
+    "gemma4_unified": (
+        "gemma4_unified_text",
+        {**UNIFIED, **SHARING, "attention_k_eq_v": True, "num_key_value_heads": 4},
+    ),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n, three streams, own widths, own cap": (
+        "gemma3n_text",
+        {
+            **GEMMA3N,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "altup_correct_scale": False,
+            "intermediate_size": [80, 64, 80, 48, 96],
+            "num_kv_shared_layers": 0,
+            "activation_sparsity_pattern": None,
+            "final_logit_softcapping": 7.0,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
+families = pytest.mark.parametrize("name", ["gemma4, shared keys, wide MLPs", "gemma3n"])
+
+
+@pytest.mark.fast_cases(4)
+@variants
+def test_every_variant_is_that_of_transformers(make_tiny_model, make_driver, unpack, model_type, options):
+    tiny = make_tiny_model(model_type, **options)
+    check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
+    check_memory(tiny)
+
+
+@pytest.mark.fast_cases(1)
+@families
+def test_in_bfloat16_and_with_an_int8_cache(make_tiny_model, make_driver, unpack, name):
+    model_type, options = VARIANTS[name]
+    tiny = make_tiny_model(model_type, **options)
+    check_int8_cache(tiny, make_driver(tiny.spec, tiny.folder, kv_cache_dtype="int8"), unpack)
+    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
+    check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
+
+
+@pytest.mark.fast_cases(1)
+@families
+def test_steps_are_recorded(make_tiny_model, make_driver, name):
+    if reasons := reasons_against_library():
+        pytest.skip("; ".join(reasons))
+    model_type, options = VARIANTS[name]
+    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
+    check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
+
+
+@pytest.mark.fast_cases(1)
+@families
+def test_adapters_change_every_linear_layer(make_tiny_model, make_driver, tmp_path, name):
+    model_type, options = VARIANTS[name]
+    tiny = make_tiny_model(model_type, **options)
+    names = [*ALL_LINEAR, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
+    if model_type == "gemma3n_text":
+        names += ["linear_left", "linear_right"]
+    adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=names, seed=3)
+    spec = read_adapter(adapter.folder, "one", tiny.spec)
+    driver = make_driver(tiny.spec, tiny.folder, adapter_slots=SlotSizes(1, 4, set(names)))
+    driver.runner.adapters.store.read(5, spec)
+    req = driver.start(tokens_of(20), adapter_slot=1)
+    driver.step([(req, 20)], adapter_loads=[(1, 5)])
+    while len(req.output) < 6:
+        driver.step([(req, 1)])
+
+    assert adapter.logits(req.tokens)[19:-1].argmax(-1).tolist() == req.output
+    assert tiny.logprobs(req.tokens)[19:-1].argmax(-1).tolist() != req.output
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma4, shared keys, wide MLPs", {"enable_moe_block": True}, "enable_moe_block is True, a mixture"),
+        (
+            "gemma4, shared keys, wide MLPs",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention is 'all', only attention to earlier tokens",
+        ),
+        (
+            "gemma4, shared keys, wide MLPs",
+            {"num_kv_shared_layers": 3},
+            "num_kv_shared_layers is 3, each kind",
+        ),
+        (
+            "gemma4, shared keys, wide MLPs",
+            {"rope_scaling": {"factor": 2.0}},
+            "rope_scaling is .*ignores here",
+        ),
+        ("gemma4, shared keys, wide MLPs", {"global_head_dim": 64}, "but global_head_dim is 64"),
+        (
+            "gemma4, shared keys, wide MLPs",
+            {"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 64}}},
+            "per_layer_config is .*the same heads in all layers of a kind",
+        ),
+        (
+            "gemma4, shared keys, wide MLPs",
+            {"per_layer_config": {"1": {"intermediate_size": 32}}},
+            r"per_layer_config\.1\.intermediate_size is 32, which cannot differ",
+        ),
+        ("gemma4, shared keys, wide MLPs", {"vocab_size_per_layer_input": 90}, "at least vocab_size"),
+        (
+            "gemma3n",
+            {"activation_sparsity_pattern": [0.5]},
+            "activation_sparsity_pattern is .*each of 5 layers",
+        ),
+        ("gemma3n", {"altup_active_idx": 4}, "altup_active_idx is 4"),
+        ("gemma3n", {"intermediate_size": [80, 80]}, "intermediate_size is .*each of 5 layers"),
+        ("gemma3n", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which these models"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(tmp_path, name, changes, message):
+    from transformers import AutoConfig
+
+    model_type, options = VARIANTS[name]
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 2}
+    AutoConfig.for_model(model_type, **sizes | options).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    with pytest.raises(ConfigError, match=message):
+        read_hf_spec(tmp_path)
+
+
+def test_published_fields_and_the_keys_of_layers_that_share(make_tiny_model, make_driver, unpack):
+    """Published folders name the wide heads by `global_head_dim`, and may have tensors that no layer uses."""
+    model_type, options = VARIANTS["gemma4, shared keys, wide MLPs"]
+    tiny = make_tiny_model(model_type, **options)
+    path = tiny.folder / "config.json"
+    config = json.loads(path.read_text())
+    del config["per_layer_config"]
+    path.write_text(json.dumps(config | {"global_head_dim": 32}))
+    tensors = load_file(tiny.folder / "model.safetensors")
+    tensors["model.layers.3.self_attn.k_proj.weight"] = torch.zeros(64, 48)
+    tensors["model.layers.3.self_attn.k_norm.weight"] = torch.zeros(32)
+    save_file(tensors, tiny.folder / "model.safetensors")
+
+    assert read_hf_spec(tiny.folder) == tiny.spec
+    spec, _ = check_folder_weights(tiny.folder, tiny.spec)
+    check_prefill_and_decode(tiny, make_driver(spec, tiny.folder), unpack, length=40)
+
+
+def test_a_folder_of_gemma3n_with_towers(make_tiny_model, make_driver, unpack):
+    model_type, options = VARIANTS["gemma3n"]
+    tiny = make_tiny_model(model_type, **options)
+    path = tiny.folder / "config.json"
+    inner = json.loads(path.read_text())
+    del inner["architectures"]
+    outer = {
+        "architectures": ["Gemma3nForConditionalGeneration"],
+        "model_type": "gemma3n",
+        "text_config": inner,
+    }
+    path.write_text(json.dumps(outer))
+    tensors = load_file(tiny.folder / "model.safetensors")
+    named = {name.replace("model.", "model.language_model.", 1): one for name, one in tensors.items()}
+    towers = {"model.vision_tower.timm_model.stem.weight": torch.zeros(3)}
+    towers |= {"model.embed_audio.embedding.weight": torch.zeros(2)}
+    save_file(named | towers, tiny.folder / "model.safetensors")
+
+    spec, summary = check_folder_weights(tiny.folder, read_hf_spec(tiny.folder))
+
+    assert (spec.language_of, summary.num_ignored) == ("gemma3n", 2)
+    check_prefill_and_decode(tiny, make_driver(spec, tiny.folder), unpack, length=40)

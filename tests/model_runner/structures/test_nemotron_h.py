@@ -1,0 +1,243 @@
+"""Nemotron-H, whose layers are single blocks, against transformers: prompts, decodes, chunks, memory, GGUF files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.models.gguf.gguf_config import read_gguf_spec
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.hf.hf_config import read_hf_spec
+from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
+from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
+from engine.runtime.errors import ConfigError
+from engine.runtime.sampling_params import SamplingParams
+
+from .text_checks import check_prefill_and_decode, check_recording, tokens_of
+
+if TYPE_CHECKING:
+    from ..conftest import TinyModel
+
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 20,
+    "layer_norm_epsilon": 1e-4,
+    "time_step_min": 1e-9,  # transformers bounds the steps of prompts by it, but not those of decodes
+}
+
+
+EXPERTS: dict[str, Any] = {
+    **NEMOTRON,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
+    "num_hidden_layers": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "routed_scaling_factor": 1.7,
+}
+variants = pytest.mark.parametrize("options", [NEMOTRON, EXPERTS], ids=["dense", "experts"])
+
+
+@variants
+def test_logits_are_those_of_transformers(make_tiny_model, make_driver, unpack, options):
+    tiny = make_tiny_model("nemotron_h", **options)
+    check_folder_weights(tiny.folder, tiny.spec)
+    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, length=100)
+
+
+def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack):
+    """The last layer is an MLP, which computes only the tokens that need logits."""
+    kinds = ["full_attention", "linear_attention", "linear_attention", "mlp"]
+    options = {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}
+    tiny = make_tiny_model(
+        "nemotron_h", **NEMOTRON | options | {"layers_block_type": kinds, "num_hidden_layers": 4}
+    )
+    driver = make_driver(tiny.spec, tiny.folder)
+    decoding = [driver.start(tokens_of(length, seed=length)) for length in (1, 2, 40)]
+    driver.step([(req, len(req.tokens)) for req in decoding])
+    prompt = tokens_of(64, seed=7)
+    long = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
+    found: list[float] = []
+    for chunk in (37, 1, 2, 24):
+        result = driver.step([(long, chunk), *((req, 1) for req in decoding)])
+        found += unpack(result.prompt_logprobs[0])[0].tolist() if result.prompt_logprobs else []
+    driver.step([(long, 1), *((req, 1) for req in decoding)])
+    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(63), prompt[1:]], atol=2e-4)
+    for req in (*decoding, long):
+        predicted = tiny.logprobs(req.tokens)[req.prompt_len - 1 : -1].argmax(-1).tolist()
+        assert predicted == req.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(NEMOTRON, marks=pytest.mark.slow), EXPERTS],
+    ids=["dense", "experts"],
+)
+def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver, options):
+    tiny = make_tiny_model("nemotron_h", dtype="bfloat16", **options, hidden_size=96)
+    check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
+
+
+@variants
+def test_memory_is_what_the_checkpoint_has(make_tiny_model, options):
+    tiny = make_tiny_model("nemotron_h", **options)
+    sizes = {name: parameter.numel() for name, parameter in tiny.reference.named_parameters()}
+    sizes |= {name: buffer.numel() for name, buffer in tiny.reference.named_buffers() if "correction" in name}
+    assert num_parameters(tiny.spec) == sum(sizes.values())
+    vectors = ("A_log", "dt_bias", ".D", "mixer.norm.weight")
+    in_float32 = [size for name, size in sizes.items() if name.endswith(vectors)]
+    assert weight_bytes(tiny.spec, 2) == 2 * (num_parameters(tiny.spec) + sum(in_float32))
+    assert tiny.spec.num_kv_layers == 1 and tiny.spec.state.num_layers == 2
+
+
+def test_older_files_are_the_same_model(make_tiny_model, make_driver):
+    """With a pattern of letters, older names of fields and tensors, and layers that predict further tokens."""
+    tiny = make_tiny_model("nemotron_h", **NEMOTRON)
+    path, weights = tiny.folder / "config.json", tiny.folder / "model.safetensors"
+    config = json.loads(path.read_text())
+    for name in ("layers_block_type", "layer_types", "n_groups"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config | {"hybrid_override_pattern": "M-*-M", "mamba_n_groups": 2}))
+    body = {
+        "backbone." + name.removeprefix("model.").removeprefix("backbone."): tensor
+        for name, tensor in load_file(weights).items()
+        if not name.startswith("lm_head")
+    }
+    head = {"lm_head.weight": tiny.reference.lm_head.weight.detach()}
+    save_file(body | head | {"mtp.layers.0.norm.weight": torch.ones(48)}, weights)
+    assert read_hf_spec(tiny.folder) == tiny.spec
+    check_folder_weights(tiny.folder, tiny.spec)
+    prompt = tokens_of(9)
+    assert make_driver(tiny.spec, tiny.folder).generate([prompt], num=3) == [tiny.greedy(prompt, 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe_latent_size": 32}, "moe_latent_size is 32, only null is supported"),
+        ({"n_shared_experts": 2}, "n_shared_experts is 2, only 1 is supported"),
+        ({"layers_block_type": ["mamba", "conv", "attention"]}, "'conv' is no known kind of layer"),
+        (
+            {"layers_block_type": ["mamba", "mlp"], "num_hidden_layers": 2},
+            "at least one layer with attention",
+        ),
+        ({"layers_block_type": ["mlp"] * 5}, "at least one layer with attention"),
+        ({"num_hidden_layers": 7}, "num_hidden_layers is 7, but layers_block_type has 5 layers"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu', only relu2 is supported"),
+        ({"attention_bias": True}, "attention_bias is True, only false is supported"),
+        ({"residual_in_fp32": True}, "residual_in_fp32 is True, only false is supported"),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantization_config .* give the folder in bfloat16",
+        ),
+        ({"sliding_window": 64}, "sliding_window is 64, only null is supported"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is True, but use_bias, which decides"),
+    ],
+)
+def test_unknown_forms_are_refused_by_name(make_tiny_model, change, message):
+    folder = make_tiny_model("nemotron_h", **NEMOTRON).folder
+    config = json.loads((folder / "config.json").read_text()) | change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        read_hf_spec(folder)
+
+
+def write_gguf(path: Path, tiny: TinyModel) -> None:
+    """As llama.cpp's converter (conversion/nemotron.py) writes a model."""
+    import gguf
+
+    config, arch, sparse = tiny.reference.config, gguf.MODEL_ARCH.NEMOTRON_H, tiny.spec.experts is not None
+    kinds = config.layers_block_type
+    inner = config.intermediate_size
+    if sparse:
+        arch, inner = gguf.MODEL_ARCH.NEMOTRON_H_MOE, config.moe_intermediate_size
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(len(kinds))
+    writer.add_feed_forward_length([inner * (kind in ("mlp", "moe")) for kind in kinds])
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv([config.num_key_value_heads * (kind == "full_attention") for kind in kinds])
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_layer_norm_rms_eps(config.layer_norm_epsilon)
+    writer.add_ssm_conv_kernel(config.conv_kernel)
+    writer.add_ssm_state_size(config.ssm_state_size)
+    writer.add_ssm_group_count(config.n_groups)
+    writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+    writer.add_ssm_time_step_rank(config.mamba_num_heads)
+    writer.add_eos_token_id(2)
+    if sparse:
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_group_count(config.n_group)
+    names = gguf.get_tensor_name_map(arch, len(kinds))
+    for name, tensor in tiny.reference.state_dict().items():
+        name = name.replace("model.", "backbone.", 1)
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()[:, None]
+        elif name.endswith("mixer.D"):
+            tensor = tensor[:, None]
+        elif name.endswith("dt_bias"):
+            name = name.replace("dt_bias", "dt_proj.bias")
+        elif name.endswith("mixer.norm.weight"):
+            tensor = tensor.view(config.n_groups, -1)
+        elif ".mixer.experts." in name:
+            name = name.replace("backbone.", "model.").replace(".mixer.", ".mlp.") + ".weight"
+        elif name.endswith("e_score_correction_bias"):
+            name = name.replace("correction_bias", "correction.bias")
+        target = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert target is not None, name
+        writer.add_tensor(target, np.ascontiguousarray(tensor.squeeze(1) if "conv1d.w" in name else tensor))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(NEMOTRON, marks=pytest.mark.slow),
+        {
+            **EXPERTS,
+            "layers_block_type": EXPERTS["layers_block_type"][:3],
+            "num_hidden_layers": 3,
+            "n_group": 1,
+        },
+    ],
+    ids=["dense", "experts"],
+)
+def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, options):
+    tiny = make_tiny_model("nemotron_h", **options)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, tiny)
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+
+    driver = make_driver(spec, path, kind="gguf")
+
+    assert num_parameters(spec) == num_parameters(tiny.spec)
+    assert driver.generate([tokens_of(40)], num=8)[0] == tiny.greedy(tokens_of(40), 8)

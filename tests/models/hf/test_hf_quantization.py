@@ -1,0 +1,216 @@
+"""What a checkpoint says of how its weights are quantized: every form that is read, and every one that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.models.fields import Fields
+from engine.models.hf.hf_quantization import read_quantization
+from engine.models.spec.quantization import QuantizationSpec
+from engine.runtime.errors import ConfigError
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+FP8_CHANNEL: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
+        }
+    },
+    "ignore": ["lm_head", "re:.*mlp\\.gate$"],
+}
+
+
+def read(folder: Path, description: Any) -> QuantizationSpec | None:
+    return read_quantization(folder, Fields(folder / "config.json", {"quantization_config": description}))
+
+
+@pytest.mark.parametrize("activations", [None, {}], ids=["null", "missing"])
+def test_weights_may_be_all_that_is_quantized(tmp_path: Path, activations: Any) -> None:
+    group = dict(FP8_CHANNEL["config_groups"]["group_0"])
+    group["input_activations"] = activations
+    if activations is not None:
+        del group["input_activations"]
+
+    found = read(tmp_path, FP8_CHANNEL | {"config_groups": {"group_0": group}})
+
+    assert found is not None and found.weights_only
+    whole = read(tmp_path, FP8_CHANNEL)
+    assert whole is not None and not whole.weights_only
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        (AWQ, QuantizationSpec(method="awq", group_size=128)),
+        (
+            AWQ | {"version": "GEMM", "group_size": -1, "modules_to_not_convert": ["mlp.gate"]},
+            QuantizationSpec(method="awq", plain_modules=("mlp.gate",)),
+        ),
+        (GPTQ, QuantizationSpec(method="gptq", group_size=128, zeros_less_one=True)),
+        (
+            GPTQ | {"checkpoint_format": "gptq_v2", "desc_act": True, "group_size": 32},
+            QuantizationSpec(method="gptq", group_size=32, reordered=True),
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, QuantizationSpec(method="fp8")),
+        (
+            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+            QuantizationSpec(method="fp8", block=(128, 128)),
+        ),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["model.layers.0.mlp.down_proj"]},
+            QuantizationSpec(method="fp8", plain_modules=("model.layers.0.mlp.down_proj",)),
+        ),
+        (
+            {
+                "quant_method": "fbgemm_fp8",
+                "activation_scale_ub": 1200.0,
+                "modules_to_not_convert": ["q_proj"],
+            },
+            QuantizationSpec(method="fp8", activation_bound=1200.0, plain_modules=("q_proj",)),
+        ),
+        ({"quant_method": "fp8", "fmt": "float8_e4m3fn"}, QuantizationSpec(method="fp8")),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+            QuantizationSpec(method="fp8", plain_modules=("lm_head",)),
+        ),
+        *[
+            ({key: value for key, value in named.items() if key != "quant_method"}, expected)
+            for named, expected in (
+                (GPTQ, QuantizationSpec(method="gptq", group_size=128, zeros_less_one=True)),
+                (AWQ, QuantizationSpec(method="awq", group_size=128)),
+                (FP8_CHANNEL, QuantizationSpec(method="fp8", plain_modules=("lm_head", "re:.*mlp\\.gate$"))),
+                ({"weight_block_size": [128, 128]}, QuantizationSpec(method="fp8", block=(128, 128))),
+                ({"quant_algo": "FP8"}, QuantizationSpec(method="fp8")),
+            )
+        ],
+        (FP8_CHANNEL, QuantizationSpec(method="fp8", plain_modules=("lm_head", "re:.*mlp\\.gate$"))),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_forms_that_are_read(tmp_path: Path, description: Any, expected: QuantizationSpec | None) -> None:
+    assert read(tmp_path, description) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "description", "method"),
+    [
+        ("quantize_config.json", {"bits": 4, "group_size": 64, "desc_act": False}, "gptq"),
+        ("quant_config.json", {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}, "awq"),
+    ],
+)
+def test_older_exports_have_a_file_of_their_own(
+    tmp_path: Path, name: str, description: dict[str, Any], method: str
+) -> None:
+    (tmp_path / name).write_text(json.dumps(description))
+
+    found = read(tmp_path, None)
+
+    assert found is not None and (found.method, found.group_size) == (method, 64)
+
+
+def test_modelopt_has_a_file_of_its_own(tmp_path: Path) -> None:
+    description = {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": "FP8",
+        "exclude_modules": ["lm_head", "*.0.mlp*"],
+    }
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": description}))
+
+    found = read(tmp_path, None)
+
+    assert found is not None and found.method == "fp8" and found.block is None
+    names = [
+        "lm_head",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.10.mlp.up_proj",
+        "model.layers.0.self_attn.q_proj",
+    ]
+    assert [found.is_plain(name) for name in names] == [True, True, False, False]
+
+    path.write_text(json.dumps({"quantization": description | {"quant_algo": "NVFP4", "group_size": 16}}))
+    with pytest.raises(
+        ConfigError, match=r"hf_quant_config.json: quantization.quant_algo is 'NVFP4', only FP8"
+    ):
+        read(tmp_path, None)
+    path.write_text(json.dumps({"quantization": None}))
+    with pytest.raises(ConfigError, match="quantization is None, expected an object"):
+        read(tmp_path, None)
+
+
+def test_the_older_name_of_the_description_and_files_of_mlx(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    assert read_quantization(tmp_path, Fields(path, {"compression_config": FP8_CHANNEL})) == read(
+        tmp_path, FP8_CHANNEL
+    )
+    with pytest.raises(ConfigError, match="quantization_config is .*, but compression_config is"):
+        read_quantization(
+            tmp_path, Fields(path, {"compression_config": FP8_CHANNEL, "quantization_config": AWQ})
+        )
+    mlx = {"group_size": 64, "bits": 4}
+    with pytest.raises(ConfigError, match="the form of MLX is not supported"):
+        read_quantization(tmp_path, Fields(path, {"quantization": mlx, "quantization_config": mlx}))
+
+
+def weights_of_group(**changes: Any) -> dict[str, Any]:
+    group = FP8_CHANNEL["config_groups"]["group_0"]
+    return FP8_CHANNEL | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ("awq", "quantization_config is 'awq', expected an object"),
+        ({}, r"quantization_config.quant_method is missing"),
+        (
+            {"quant_method": "bitsandbytes"},
+            r"quant_method is 'bitsandbytes'.*supported are: fp8 .*awq .*gptq",
+        ),
+        ({"group_size": 64, "bits": 4}, "quant_method is missing"),
+        ({"load_in_4bit": True}, "quant_method is 'bitsandbytes', which is not supported"),
+        (MODELOPT | {"quant_algo": "NVFP4"}, "quant_algo is 'NVFP4', only FP8 of modelopt"),
+        (AWQ | {"w_bit": 8}, "bits is 4, but w_bit is 8, another name"),
+        (AWQ | {"q_group_size": 64}, "group_size is 128, but q_group_size is 64"),
+        (
+            GPTQ | {"checkpoint_format": "gptq", "format": "gptq_v2"},
+            "checkpoint_format is 'gptq', but format is",
+        ),
+        (
+            {"quant_method": "fp8", "ignored_layers": ["a"], "modules_to_not_convert": ["b"]},
+            "modules_to_not_convert is .*'b'.*, but ignored_layers is .*'a'",
+        ),
+        (MODELOPT | {"ignore": ["a"], "exclude_modules": ["b"]}, "ignore is .*, but exclude_modules is"),
+        (AWQ | {"bits": 8}, "bits is 8, only 4 bits"),
+        (AWQ | {"version": "gemv"}, "version is 'gemv', only gemm"),
+        (AWQ | {"zero_point": False}, "zero_point is False"),
+        (AWQ | {"group_size": 48}, "group_size is 48, supported are -1 and 32, 64"),
+        (AWQ | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head', expected a list"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin', only gptq and gptq_v2"),
+        (GPTQ | {"dynamic": {"-:.*down": {}}}, "dynamic is .*only one setting"),
+        (GPTQ | {"lm_head": True}, "lm_head is True"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt is 'e5m2', only e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size is .128., expected two"),
+        (FP8_CHANNEL | {"format": "pack-quantized"}, "format is 'pack-quantized', only float-quantized"),
+        (FP8_CHANNEL | {"config_groups": {}}, "config_groups is .*exactly one group"),
+        (weights_of_group(num_bits=4), "group_0.weights.num_bits is 4, only 8-bit"),
+        (weights_of_group(type="int"), "only 8-bit float weights"),
+        (weights_of_group(strategy="group"), "strategy is 'group', only tensor, channel and block"),
+        (FP8_CHANNEL | {"ignore": ["re:("]}, "ignore is .*regular expression that cannot be read"),
+        (FP8_CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_and_by_which_name(tmp_path: Path, description: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, description)
