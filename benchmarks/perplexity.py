@@ -164,7 +164,6 @@ class NoisyStore:
         raise ConfigError(f"{name} has noise and cannot be kept in the form of the file")
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`."""
         import torch
 
         self._store.read(name, out, part)

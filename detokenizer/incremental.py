@@ -34,11 +34,9 @@ class NoText:
     """The `TokenTable` of a model that generates no text."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """See `TokenTable`."""
         return b""
 
     def is_special(self, token_id: int) -> bool:
-        """See `TokenTable`."""
         return False
 
 

@@ -69,26 +69,22 @@ class CompletingMatcher:
 
     @property
     def ended(self) -> bool:
-        """See `Matcher`."""
         return self._inner.ended
 
     @property
     def error(self) -> str:
-        """See `Matcher`."""
         return self._inner.error
 
     @property
     def error_code(self) -> MatcherErrorCode | None:
-        """See `Matcher`."""
         return self._inner.error_code
 
     @property
     def num_forced(self) -> int:
-        """See `Matcher`."""
         return self._inner.num_forced
 
     def limit(self, num_tokens: int) -> None:
-        """See `Matcher`; the limit of this class is given to its constructor."""
+        """The limit of this class is given to its constructor."""
 
     def fill(self, mask: MaskRow) -> None:
         """Write the tokens that may come next; see `Matcher.fill`."""
@@ -138,7 +134,6 @@ class CompletingMatcher:
         return num_valid
 
     def forced(self) -> list[int]:
-        """See `Matcher`."""
         return self._inner.forced()
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:

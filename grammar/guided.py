@@ -108,7 +108,6 @@ class GuidedMatcher:
 
     @property
     def num_forced(self) -> int:
-        """See `Matcher`."""
         return self._num_forced_before + (0 if self._inner is None else self._inner.num_forced)
 
     def limit(self, num_tokens: int) -> None:

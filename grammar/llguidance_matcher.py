@@ -54,7 +54,7 @@ class LLGuidanceMatcher:
         self._check()
 
     def limit(self, num_tokens: int) -> None:
-        """See `Matcher`; `CompletingMatcher` does it for this class."""
+        """`CompletingMatcher` does it for this class."""
 
     def fill(self, mask: MaskRow) -> None:
         """Write the tokens that may come next; see `Matcher.fill`."""

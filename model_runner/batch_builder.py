@@ -153,7 +153,6 @@ class BatchBuilder:
         )
 
     def _adapter_slots(self, token_rows: Int64s) -> Int64s | None:
-        """See `InputBatch`."""
         slots = self._states.adapter_slot[token_rows]
         return slots if slots.any() else None
 
@@ -165,7 +164,6 @@ class BatchBuilder:
         extend_lens: Int64s,
         num_drafts: Int64s | None = None,
     ) -> Int64s | None:
-        """See `InputBatch`."""
         if self._states_of_layers is None:
             return None
         return self._states_of_layers.plan(plan, rows, prefix_lens, extend_lens, num_drafts)

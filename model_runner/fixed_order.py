@@ -47,7 +47,7 @@ def check_fixed_order(
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:
-    """See `PackLinear`: our matmul, also if another one is faster for many tokens.
+    """Our matmul, also if another one is faster for many tokens.
 
     Raises:
         ConfigError: our matmul does not support this weight.
@@ -63,7 +63,7 @@ def pack_linear(weight: Tensor) -> LinearWeight:
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`: our kernels.
+    """Our kernels.
 
     Raises:
         ConfigError: our kernels do not support these weights.
@@ -79,7 +79,7 @@ def pack_experts(experts: ExpertSource) -> ExpertWeights:
 
 
 def pack_heads(weight: Tensor) -> HeadMatmul:
-    """See `PackHeads`: our kernel.
+    """Our kernel.
 
     Raises:
         ConfigError: our kernel does not support these weights.

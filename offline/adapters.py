@@ -67,7 +67,6 @@ class LocalAdapters:
             raise self._disabled(error.message) from None
 
     def load(self, name: str, path: str | os.PathLike[str], *, replace: bool) -> Adapter:
-        """See `LLM.load_adapter`."""
         check_text("name", plain(name))
         if not isinstance(path, str | os.PathLike):
             raise wrong_type("path", path, "the path of a folder or a file", has_default=False)
@@ -92,7 +91,6 @@ class LocalAdapters:
         return _shown(spec)
 
     def unload(self, name: str, *, force: bool) -> None:
-        """See `LLM.unload_adapter`."""
         check_text("name", plain(name))
         check_flag("force", force)
         with self._lock:

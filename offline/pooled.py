@@ -89,7 +89,6 @@ class PooledCalls:
         truncate: bool,
         progress_bar: bool,
     ) -> Vectors:
-        """See `LLM.embed`."""
         pooling = self._pooling("embed")
         check_flag("truncate", truncate)
         check_flag("progress_bar", progress_bar)
@@ -122,7 +121,6 @@ class PooledCalls:
         truncate: bool,
         progress_bar: bool,
     ) -> list[RankedDocument]:
-        """See `LLM.rerank`."""
         if not isinstance(query, str):
             raise wrong_type("query", query, "a text", has_default=False)
         check_ranking(self._spec, "score()")
@@ -149,7 +147,6 @@ class PooledCalls:
         truncate: bool,
         progress_bar: bool,
     ) -> list[float] | list[list[float]]:
-        """See `LLM.score`."""
         ones, others = _texts("first", first), _texts("second", second)
         if len(ones) == 1:
             ones *= len(others)
@@ -164,7 +161,6 @@ class PooledCalls:
     def label_probabilities(
         self, prompts: object, labels: Sequence[str | int], scheduling: Scheduling, *, among_labels: bool
     ) -> list[list[float]]:
-        """See `LLM.label_probabilities`."""
         check_task(self._spec, "labels")
         check_flag("among_labels", among_labels)
         items, _ = as_prompts(prompts)

@@ -91,7 +91,6 @@ class EventLoop:
         self._pipeline.handle(message)
 
     def finish_reads(self) -> None:
-        """See `Pipeline`."""
         self._pipeline.finish_reads()
 
     def run(self) -> None:

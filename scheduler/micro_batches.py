@@ -34,7 +34,6 @@ class OneMicroBatch:
     """All requests decode in each step; their tokens are on the device before the step needs them."""
 
     def choose(self, rows: IntArray, reqs: list[Req], num_running: int) -> tuple[IntArray, list[Req]]:
-        """See `MicroBatches`."""
         return rows, reqs
 
 
@@ -51,7 +50,6 @@ class StageMicroBatches:
         self._turn_of_row = np.zeros(len(states.known_len), dtype=np.int64)  # when it was chosen last
 
     def choose(self, rows: IntArray, reqs: list[Req], num_running: int) -> tuple[IntArray, list[Req]]:
-        """See `MicroBatches`."""
         states, most = self._states, -(-num_running // self._num_stages)
         ready = np.flatnonzero(states.num_computed[rows] < states.known_len[rows])
         if len(ready) > most:

@@ -156,7 +156,6 @@ class Scheduler:
 
     @property
     def num_stages(self) -> int:
-        """See `Capacity`."""
         return self._capacity.num_stages
 
     def new_masks(self) -> MaskFiller:

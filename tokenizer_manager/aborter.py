@@ -56,11 +56,10 @@ class Aborter:
         self._time_limits = TimeLimits(log, queue_timeout_s, request_timeout_s)
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         self._time_limits.add(logged)
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`. Its time limits are dropped when they come up."""
+        """Its time limits are dropped when they come up."""
 
     # ------------------------------------------------------------ streams
 

@@ -60,14 +60,12 @@ class TrustingProver:
     """Takes every grammar as proved; for a caller that trusts its requests."""
 
     def is_proved(self, use: GrammarUse) -> bool:
-        """See `GrammarProver`."""
         return True
 
     async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
-        """See `GrammarProver`."""
+        pass
 
     async def measure(self, use: GrammarUse) -> list[ProofResult]:
-        """See `GrammarProver`."""
         return []
 
 
@@ -98,7 +96,6 @@ class GrammarProofs:
         return replace(use, proved=self._prover.is_proved(use))
 
     async def measure(self, use: GrammarUse) -> list[ProofResult]:
-        """See `GrammarProver`."""
         return await self._prover.measure(use)
 
     def begin(self, generation: Generation, request: GenerationRequest) -> None:
@@ -109,10 +106,9 @@ class GrammarProofs:
             self._tasks[generation.id] = task
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
+        pass
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         if self._tasks and not self._log.choices_of(logged.generation.id):
             task = self._tasks.pop(logged.generation.id, None)
             if task is not None:

@@ -242,16 +242,13 @@ class TokenizerManager:
     # ------------------------------------------------------------ for the registry of adapters
 
     def num_users(self, lora_id: str) -> int:
-        """See `AdapterUsers`."""
         return sum(logged.message.lora_id == lora_id for logged in self.request_log)
 
     async def wait_unused(self, lora_id: str) -> None:
-        """See `AdapterUsers`."""
         while self.num_users(lora_id):
             await self.request_log.wait_ended()
 
     def fail_users(self, lora_id: str, message: str) -> None:
-        """See `AdapterUsers`."""
         error = RequestError(message, code="adapter_unloaded", status=409)
         users = [logged.generation for logged in self.request_log if logged.message.lora_id == lora_id]
         for generation in users:

@@ -69,7 +69,7 @@ class Recovery:
             self._dispatcher.submit(logged)
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`. The end of a quarantined request may release the next group."""
+        """The end of a quarantined request may release the next group."""
         if logged.num_crashes:
             self._release(self._detector.next_group(logged, now_s, ended=True))
 

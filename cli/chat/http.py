@@ -65,7 +65,6 @@ class HttpBackend:
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
     ) -> Generator[AnswerChunk, None, None]:
-        """See `Backend`."""
         body = {
             **settings.body(),
             **self._form.body(),
@@ -90,7 +89,7 @@ class HttpBackend:
             raise ServerError(connection_problem(self._base, error, _START_ONE)) from None
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
-        """See `Backend`; servers without `/tokenize` are asked once."""
+        """Servers without `/tokenize` are asked once."""
         if not self._counts_tokens:
             return None
         body = {"model": self.model, "messages": list(messages)}

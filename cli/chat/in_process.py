@@ -53,7 +53,6 @@ class InProcessBackend:
     def answer(
         self, messages: Sequence[Message], settings: ChatSettings
     ) -> Generator[AnswerChunk, None, None]:
-        """See `Backend`."""
         options: ChatOptions = {}
         if (response_format := self._form.response_format()) is not None:
             options["response_format"] = response_format
@@ -72,7 +71,6 @@ class InProcessBackend:
             )
 
     def count_tokens(self, messages: Sequence[Message]) -> int | None:
-        """See `Backend`."""
         return len(self._llm.render_chat(messages))
 
     def close(self) -> None:

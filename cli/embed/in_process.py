@@ -59,7 +59,6 @@ class InProcessBackend:
         return cls(llm)
 
     def embed(self, texts: Sequence[str], options: EmbedOptions) -> Iterator[Vectors]:
-        """See `Backend`."""
         for part in parts_of(len(texts), _TEXTS_AT_ONCE):
             try:
                 yield self._llm.embed(
@@ -76,7 +75,6 @@ class InProcessBackend:
     def rerank(
         self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
     ) -> Iterator[list[Scored]]:
-        """See `Backend`."""
         for part in parts_of(len(documents), _TEXTS_AT_ONCE):
             try:
                 ranked = self._llm.rerank(

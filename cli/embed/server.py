@@ -69,7 +69,6 @@ class ServerBackend:
             raise
 
     def embed(self, texts: Sequence[str], options: EmbedOptions) -> Iterator[Vectors]:
-        """See `Backend`."""
         given = options.given()
 
         def ask(part: range) -> Vectors:
@@ -86,7 +85,6 @@ class ServerBackend:
     def rerank(
         self, query: str, documents: Sequence[str], *, instruction: str | None, truncate: bool
     ) -> Iterator[list[Scored]]:
-        """See `Backend`."""
         more: dict[str, Any] = {} if instruction is None else {"instruction": instruction}
         if truncate:
             more["truncate_prompt_tokens"] = -1

@@ -44,7 +44,6 @@ class NpyWriter:
         self._began = False
 
     def write(self, texts: Sequence[str], vectors: Vectors) -> None:
-        """See `VectorWriter`."""
         if not self._began:
             self._began = True
             header = io.BytesIO()
@@ -56,7 +55,6 @@ class NpyWriter:
         self._out.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
 
     def end(self) -> None:
-        """See `VectorWriter`."""
         self._out.flush()
 
 
@@ -67,14 +65,12 @@ class JsonLinesWriter:
         self._out = out
 
     def write(self, texts: Sequence[str], vectors: Vectors) -> None:
-        """See `VectorWriter`."""
         for text, vector in zip(texts, vectors, strict=True):
             numbers = ", ".join(map(_number, vector))
             line = f'{{"text": {json.dumps(text, ensure_ascii=False)}, "embedding": [{numbers}]}}\n'
             self._out.write(line.encode())
 
     def end(self) -> None:
-        """See `VectorWriter`."""
         self._out.flush()
 
 
@@ -85,12 +81,10 @@ class CsvWriter:
         self._out = out
 
     def write(self, texts: Sequence[str], vectors: Vectors) -> None:
-        """See `VectorWriter`."""
         for vector in vectors:
             self._out.write((",".join(map(_number, vector)) + "\n").encode())
 
     def end(self) -> None:
-        """See `VectorWriter`."""
         self._out.flush()
 
 
@@ -103,14 +97,12 @@ class TableWriter:
         self._total = 0
 
     def write(self, texts: Sequence[str], vectors: Vectors) -> None:
-        """See `VectorWriter`."""
         room = _ROWS_SHOWN - len(self._texts)
         self._texts += texts[:room]
         self._rows += list(vectors[: max(room, 0)])
         self._total += len(texts)
 
     def end(self) -> None:
-        """See `VectorWriter`."""
         console = output_console()
         size = len(self._rows[0])
         console.print(f"{counted(self._total, 'vector')} of {counted(size, 'number')}")

@@ -57,7 +57,6 @@ class DownloadBar:
         self._task: TaskID | None = None
 
     def show(self, state: DownloadState) -> None:
-        """See `DownloadView`."""
         if state.event == "note":
             self._console.print(state.note, style="dim", markup=False, highlight=False)
             return
@@ -69,7 +68,6 @@ class DownloadBar:
         progress.update(self._task, completed=state.done_bytes, total=state.total_bytes)
 
     def stop(self) -> None:
-        """See `DownloadView`."""
         if self._progress is not None:
             self._progress.stop()
             self._progress, self._task = None, None
@@ -106,7 +104,6 @@ class DownloadLines:
         self._before_bytes = -1
 
     def show(self, state: DownloadState) -> None:
-        """See `DownloadView`."""
         if state.event == "note":
             self._say(f"  {state.note}")
             return
@@ -122,7 +119,6 @@ class DownloadLines:
             self._say(f"downloaded {size_text(new)} in {seconds:.1f} s, {size_text(round(new / seconds))}/s")
 
     def stop(self) -> None:
-        """See `DownloadView`."""
         self._before_bytes = -1
 
     def _say(self, line: str) -> None:

@@ -44,7 +44,6 @@ class CpuNativeAttention(AttentionBackend):
     def reasons_against(
         spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """See `AttentionBackend`."""
         if device.type != "cpu":
             return [f"runs on CPUs only, not on {device.type}"]
         reasons = []
@@ -100,7 +99,7 @@ class CpuNativeAttention(AttentionBackend):
         self._repeatable: _Plans | None = None
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`. A plan's memory is reused when its step has been deleted."""
+        """A plan's memory is reused when its step has been deleted."""
         plans = self._spare.pop() if self._spare else self._make_plans()
         columns = layout.rows, layout.prefix_lens, layout.extend_lens, layout.decodes()
         numbers = tuple(map(_int64s, columns))
@@ -112,7 +111,6 @@ class CpuNativeAttention(AttentionBackend):
         return step
 
     def repeatable(self) -> RepeatableAttention:
-        """See `AttentionBackend`."""
         return self
 
     def repeatable_step(self, rows: Tensor, prefix_lens: Tensor, extend_lens: Tensor) -> StepAttention:
@@ -204,13 +202,12 @@ class _Step:
 
     @property
     def plan_addresses(self) -> list[int]:
-        """See `PlannedAttention`."""
         return self.plans.addresses
 
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`. The sinks are read again when a recorded step is repeated."""
+        """The sinks are read again when a recorded step is repeated."""
         is_right = q.dtype == self.kv_dtype or (self.kv_dtype == torch.int8 and q.dtype in _DTYPES)
         num_heads, head_dim = self.shape[1], self.head_dims[layer_id]
         assert is_right and q.shape == (*self.shape, head_dim), f"queries are {q.dtype} {tuple(q.shape)}"

@@ -58,7 +58,6 @@ class FlashAttention3(AttentionBackend):
     def reasons_against(
         spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """See `AttentionBackend`."""
         reasons = []
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
@@ -83,7 +82,6 @@ class FlashAttention3(AttentionBackend):
 
     @staticmethod
     def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
-        """See `AttentionBackend`."""
         return ["rounds queries to fp8 like the pool, so it must be requested"] if kv_dtype == _FP8 else []
 
     @staticmethod
@@ -126,7 +124,6 @@ class FlashAttention3(AttentionBackend):
         self._one_each = torch.arange(most_rows + 1, dtype=torch.int32, device=req_to_token.device)
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`."""
         seq_lens_np = (layout.prefix_lens + layout.extend_lens).astype(np.int32)
         cu_seqlens_np = np.zeros(len(layout.rows) + 1, dtype=np.int32)
         np.cumsum(layout.extend_lens, out=cu_seqlens_np[1:])
@@ -140,11 +137,9 @@ class FlashAttention3(AttentionBackend):
         return self._plan(rows, seq_lens, cu_seqlens, longest_query, longest, splits)
 
     def capturable(self) -> CapturableAttention:
-        """See `AttentionBackend`."""
         return self
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
-        """See `CapturableAttention`."""
         cu_seqlens = self._one_each[: len(rows) + 1]
         splits = dict.fromkeys(self._views, _ANY_SPLITS)
         return self._plan(rows, seq_lens, cu_seqlens, 1, self._req_to_token.shape[1], splits)
@@ -265,7 +260,7 @@ class _Step:
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`. The kernel takes sinks in bfloat16."""
+        """The kernel takes sinks in bfloat16."""
         if q.shape[0] == 0:
             return result_of(q)
         keys, values = self.pages[layer_id]

@@ -53,15 +53,13 @@ class Split(AttentionBackend):
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `AttentionBackend`; the larger of both, because prompts and decodes run one after the other."""
+        """The larger of both, because prompts and decodes run one after the other."""
         return max(self._prompts.gathered_token_bytes, self._decodes.gathered_token_bytes)
 
     def capturable(self) -> CapturableAttention | None:
-        """See `AttentionBackend`."""
         return self._decodes.capturable()
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`."""
         split = layout.num_extends
         if split == len(layout.rows):
             return self._prompts.plan_step(layout)
@@ -91,7 +89,6 @@ class _SplitStep:
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`."""
         split = self.num_prompt_tokens
         if out is None:
             out = result_of(q)

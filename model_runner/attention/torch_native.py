@@ -102,12 +102,11 @@ class TorchNativeAttention(AttentionBackend):
 
     @property
     def gathered_token_bytes(self) -> int:
-        """See `AttentionBackend`: keys and values of one layer, and their copies."""
+        """Keys and values of one layer, and their copies."""
         widest = max(pool.shape[1] * pool.shape[2] for pool in self._kv_pool.k)
         return 2 * widest * self._dtype.itemsize * GATHERED_COPIES
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`."""
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
         views = {view: self._view(layout, starts, view) for view in dict.fromkeys(self._views)}
         return _Step(
@@ -199,7 +198,6 @@ class _Step:
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`."""
         if q.dtype != self.dtype:
             rounded = self.forward(layer_id, q.to(self.dtype), sinks)
             return rounded.to(q.dtype) if out is None else out.copy_(rounded)

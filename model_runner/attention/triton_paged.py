@@ -47,7 +47,6 @@ class TritonAttention(AttentionBackend):
     def reasons_against(
         spec: ModelSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
     ) -> list[str]:
-        """See `AttentionBackend`."""
         reasons = []
         if device.type != "cuda":
             reasons.append(f"needs a CUDA device, not {device.type}")
@@ -95,7 +94,6 @@ class TritonAttention(AttentionBackend):
             self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
 
     def plan_step(self, layout: BatchLayout) -> StepAttention:
-        """See `AttentionBackend`."""
         split = layout.num_extends
         starts = np.cumsum(layout.extend_lens) - layout.extend_lens
         views = tuple(dict.fromkeys(self._views)) if split else ()
@@ -139,11 +137,9 @@ class TritonAttention(AttentionBackend):
         )
 
     def capturable(self) -> CapturableAttention:
-        """See `AttentionBackend`."""
         return self
 
     def decode_step(self, rows: Tensor, seq_lens: Tensor) -> StepAttention:
-        """See `CapturableAttention`."""
         return _Step(self, [None] * len(self._views), self._plan_decodes(rows, seq_lens), 0)
 
     def _plan_decodes(self, rows: Tensor, seq_lens: Tensor) -> list[DecodePlan | None]:
@@ -199,7 +195,6 @@ class _Step:
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`."""
         return self.backend.attend(
             layer_id, q, sinks, self.extends[layer_id], self.decodes[layer_id], self.split, out
         )

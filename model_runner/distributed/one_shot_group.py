@@ -55,7 +55,6 @@ class SymmetricSum:
         symmetric.rendezvous(self._buffer, self._name)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `OneShotSum`."""
         result: Tensor = self._op(self._buffer[: x.numel()], x, "sum", self._name)
         return result
 
@@ -75,11 +74,10 @@ class OneShotGroup:
         self._max_bytes = max_bytes
 
     def wait_for_others(self) -> AbstractContextManager[None]:
-        """See `TPGroup`."""
         return self._group.wait_for_others()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TPGroup`. Ranks call it with equal shapes, so all of them choose the same way."""
+        """Ranks call it with equal shapes, so all of them choose the same way."""
         num_bytes = x.nbytes
         if x.dtype != DTYPE or not 0 < num_bytes <= self._max_bytes or num_bytes % ALIGNMENT:
             return self._group.all_reduce(x)
@@ -89,19 +87,15 @@ class OneShotGroup:
         return self._one_shot(flat).view(x.shape)
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return self._group.all_gather(x)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return self._group.broadcast(x)
 
     def min_over_ranks(self, value: int) -> int:
-        """See `TPGroup`."""
         return self._group.min_over_ranks(value)
 
     def meet(self, place: str) -> None:
-        """See `TPGroup`."""
         self._group.meet(place)
 
 

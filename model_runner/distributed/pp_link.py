@@ -89,13 +89,12 @@ class NoLink:
     """The link of a model that is not divided into stages."""
 
     def incoming(self, num_tokens: int) -> StageStates | None:
-        """See `StageLink`."""
+        pass
 
     def receive(self, num_tokens: int) -> None:
-        """See `StageLink`."""
+        pass
 
     def send(self, states: StageStates) -> None:
-        """See `StageLink`."""
         raise AssertionError("there is no next stage")
 
 
@@ -118,14 +117,12 @@ class WiredLink:
         self._memory = torch.zeros((2, num, hidden_size), dtype=dtype, device=device)
 
     def incoming(self, num_tokens: int) -> StageStates | None:
-        """See `StageLink`."""
         if self._wire.stage.is_first:
             return None
         x, residual = self._memory[:, :num_tokens]
         return StageStates(x, residual)
 
     def receive(self, num_tokens: int) -> None:
-        """See `StageLink`."""
         if not self._wire.stage.is_first:
             memory = self._memory[:, :num_tokens]
             arrived = torch.empty_like(memory, memory_format=torch.contiguous_format)
@@ -133,7 +130,6 @@ class WiredLink:
             memory.copy_(arrived)
 
     def send(self, states: StageStates) -> None:
-        """See `StageLink`."""
         self._wire.send(torch.stack((states.x, states.residual)))
 
 
@@ -149,18 +145,15 @@ class TorchWire:
         self._sending: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, states: Tensor) -> None:
-        """See `StageWire`."""
         self._send_later(states, self._world.rank + self._stage_size)
 
     def receive(self, out: Tensor) -> None:
-        """See `StageWire`."""
         started_s = time.perf_counter()
         self._world.run(dist.recv, out, self._world.rank - self._stage_size)
         if out.device.type == "cpu":
             self.waited_s += time.perf_counter() - started_s
 
     def send_result(self, result: bytes) -> None:
-        """See `StageWire`."""
         data = torch.frombuffer(
             bytearray(len(result).to_bytes(_LEN_BYTES, "little") + result), dtype=torch.uint8
         )
@@ -171,7 +164,6 @@ class TorchWire:
             self._send_later(data[_FIRST_BYTES:].clone(), 0, _REST_TAG)
 
     def expect_results(self) -> GetResults:
-        """See `StageWire`."""
         waiting = []
         for stage in range(1, self.stage.count):
             rank = stage * self._stage_size

@@ -38,7 +38,6 @@ class RankedRunner:
         self._group = group
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
-        """See `Runner`."""
         assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
         self._others.send(LaunchStep(plan))
         return WaitingPending(self._runner.launch(plan, go_on, masks), self._group)
@@ -53,20 +52,17 @@ class RankedAdapters:
         self._others = others
 
     def read_later(self, store_id: int, spec: AdapterSpec) -> None:
-        """See `AdapterStore`."""
         self._others.send(ReadAdapter(store_id, spec))
         self._store.read_later(store_id, spec)
 
     def done(self) -> list[AdapterRead]:
-        """See `AdapterStore`; the other ranks wait for their own reads when a step needs them."""
+        """The other ranks wait for their own reads when a step needs them."""
         return self._store.done()
 
     def wait(self) -> AdapterRead:
-        """See `AdapterStore`."""
         return self._store.wait()
 
     def drop(self, store_id: int) -> None:
-        """See `AdapterStore`."""
         self._others.send(DropAdapter(store_id))
         self._store.drop(store_id)
 
@@ -79,7 +75,6 @@ class WaitingPending:
         self._group = group
 
     def wait(self) -> StepResult:
-        """See `Pending`."""
         with self._group.wait_for_others():
             return self._pending.wait()
 

@@ -37,29 +37,25 @@ class StageGroup:
         return self._group
 
     def wait_for_others(self) -> AbstractContextManager[None]:
-        """See `TPGroup`."""
         return self._world.wait_for_others()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         if self.size > 1:
             self._world.run(dist.all_reduce, x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return self._world.gather(x, self.size, group=self._group) if self.size > 1 else x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         if self.size > 1:
             self._world.run(dist.broadcast, x, self._first, group=self._group)
         return x
 
     def min_over_ranks(self, value: int) -> int:
-        """See `TPGroup`; over the ranks of all stages."""
+        """Over the ranks of all stages."""
         return self._world.min_over_ranks(value)
 
     def meet(self, place: str) -> None:
-        """See `TPGroup`; of the ranks of all stages."""
+        """Of the ranks of all stages."""
         self._world.meet(place)

@@ -54,7 +54,7 @@ class StagedRunner:
         self._settled: list[RowTokens] = []  # since the last launch
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
-        """See `Runner`; asks for all masks at once, and before the step."""
+        """Asks for all masks at once, and before the step."""
         assert plan.num_rounds == 1, "the other ranks cannot know when a multi-step decode ends"
         sampled = RowTokens(
             b"".join(each.rows for each in self._settled), b"".join(each.token_ids for each in self._settled)
@@ -157,19 +157,17 @@ class SentMasks:
         self.token_ids: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def __call__(self) -> TokenMasks:
-        """See `GetMasks`."""
         return self._masks
 
     def before(self) -> TokenMasks:
-        """See `GetMasks`; all of them."""
+        """All of them."""
         return self._masks
 
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
-        """See `GetMasks`."""
         self.token_ids = token_ids
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> None:
-        """See `GetMasks`; there are no others."""
+        """There are no others."""
 
 
 def _last_tokens(result: StepResult) -> bytes:

@@ -88,27 +88,22 @@ class SingleRank:
     size: Final = 1
 
     def wait_for_others(self) -> AbstractContextManager[None]:
-        """See `TPGroup`."""
         return nullcontext()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """See `TPGroup`."""
         return x
 
     def min_over_ranks(self, value: int) -> int:
-        """See `TPGroup`."""
         return value
 
     def meet(self, place: str) -> None:
-        """See `TPGroup`."""
+        pass
 
 
 SINGLE_RANK: Final = SingleRank()
@@ -256,7 +251,6 @@ class TorchGroup:
         return int(values.item())
 
     def meet(self, place: str) -> None:
-        """See `TPGroup`."""
         self._num_met[place] += 1
         name = place if self._num_met[place] == 1 else f"{place}/again{self._num_met[place]}"
         missing = [f"{name}/{rank}" for rank in range(self.size)]
@@ -279,7 +273,6 @@ class TorchGroup:
 
     @contextmanager
     def wait_for_others(self) -> Iterator[None]:
-        """See `TPGroup`."""
         self.waiting = True
         try:
             yield

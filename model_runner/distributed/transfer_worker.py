@@ -102,7 +102,6 @@ class _Waiting:
         self._work: Work | None = None
 
     def is_done(self) -> bool:
-        """See `Work`."""
         if self._work is None:
             if not self._is_computed():
                 return False
@@ -151,11 +150,9 @@ class TransferWorker:
         self._thread.start()
 
     def launched(self, step_id: int) -> None:
-        """See `RankTransfer`."""
         self._computed.launched(step_id)
 
     def check(self) -> None:
-        """See `RankTransfer`."""
         if self._failure is not None:
             raise self._failure
 

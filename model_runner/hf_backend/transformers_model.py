@@ -59,7 +59,7 @@ class TransformersModel:
         self._decoder.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`; here it includes the final norm, and all tokens pass through all layers."""
+        """Here it includes the final norm, and all tokens pass through all layers."""
         hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
         return hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
 
@@ -75,22 +75,19 @@ class TransformersModel:
         return hidden
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM`; `forward` has applied the final norm."""
+        """`forward` has applied the final norm."""
         return hidden
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """See `CausalLM`."""
         assert adapters is None, "`load_model_runner` makes no slots for this model"
         logits: Tensor = self._causal_lm(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits[0]
         return logits.float()
 
     def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
-        """See `CausalLM`."""
         out.copy_(self.logits(hidden, adapters))
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """See `CausalLM`."""
         return torch.float32
 
 

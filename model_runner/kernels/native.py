@@ -56,15 +56,13 @@ class NativeOps:
 
     @property
     def deltas(self) -> NativeDeltas:
-        """See `MakeDeltas`."""
         return NativeDeltas(self._library)
 
     def pack_linear(self, weight: Tensor) -> LinearWeight:
-        """See `PackLinear`."""
         return pack_native_linear(self._library, weight, compress=self._compress)
 
     def pack_experts(self, experts: ExpertSource) -> ExpertWeights:
-        """See `PackExperts`. Weights that the C++ kernels cannot take are computed expert by expert."""
+        """Weights that the C++ kernels cannot take are computed expert by expert."""
         gate_up, down = experts.linears()
         ours = [one for one in (*gate_up, *down) if isinstance(one, NativeMatmul)]
         if len(ours) == 2 * len(gate_up):
@@ -87,18 +85,15 @@ class NativeOps:
         return plain.LoopedExperts(gate_up, down, plain.ExpertForm.of(experts))
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See `Route`."""
         return native_experts.route(self._library, logits, routing, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `RMSNormOp`."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._norm(None, x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `AddRMSNormOp`."""
         assert x.dtype == residual.dtype and x.shape == residual.shape, (x.dtype, x.shape)
         x, residual = x.contiguous(), residual.contiguous()
         self._norm(
@@ -123,19 +118,17 @@ class NativeOps:
         )
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `GatedActivation`."""
         return _gated(self._library.silu_and_mul, gate_up)
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `GatedActivation`; gelu by the tanh approximation."""
+        """Gelu by the tanh approximation."""
         return _gated(self._library.gelu_and_mul, gate_up)
 
     def gelu_erf_and_mul(self, gate_up: Tensor) -> Tensor:
-        """See `GatedActivation`; gelu by the error function."""
+        """Gelu by the error function."""
         return _gated(self._library.gelu_erf_and_mul, gate_up)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """See `LayerNormOp`."""
         x = x.contiguous()
         out = torch.empty_like(x)
         self._layer_norm(None, x, weight, bias, eps, out)
@@ -144,7 +137,6 @@ class NativeOps:
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """See `AddLayerNormOp`."""
         assert x.dtype == residual.dtype and x.shape == residual.shape, (x.dtype, x.shape)
         x, residual = x.contiguous(), residual.contiguous()
         self._layer_norm(x.data_ptr(), residual, weight, bias, eps, x)  # in place, as in `add_rms_norm`
@@ -171,28 +163,24 @@ class NativeOps:
         )
 
     def activate(self, x: Tensor, kind: ActivationKind) -> Tensor:
-        """See `Activate`."""
         assert x.dtype in _DTYPES, x.dtype
         x = x.contiguous()
         self._library.activate(x.data_ptr(), x.numel(), ACTIVATIONS.index(kind), x.dtype == torch.bfloat16)
         return x
 
     def scale(self, x: Tensor, factor: float) -> Tensor:
-        """See `Scale`."""
         assert x.dtype in _DTYPES, x.dtype
         x = x.contiguous()
         self._library.scale(x.data_ptr(), x.numel(), factor, x.dtype == torch.bfloat16)
         return x
 
     def add(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `AddOp`."""
         assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
         x, y = x.contiguous(), y.contiguous()
         self._library.add(x.data_ptr(), y.data_ptr(), y.numel(), y.dtype == torch.bfloat16)
         return y
 
     def add_gated(self, y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
-        """See `AddGatedOp`."""
         assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape, (x.dtype, y.dtype, x.shape, y.shape)
         assert gate.dtype == torch.float32 and gate.shape == (len(x), 1), (gate.dtype, gate.shape)
         y, gate, x = y.contiguous(), gate.contiguous(), x.contiguous()
@@ -203,14 +191,12 @@ class NativeOps:
         return x
 
     def mul_sigmoid(self, gate: Tensor, x: Tensor) -> Tensor:
-        """See `MulSigmoidOp`."""
         assert x.dtype == gate.dtype in _DTYPES and x.shape == gate.shape, (x.dtype, gate.dtype, x.shape)
         x, gate = x.contiguous(), gate.contiguous()
         self._library.mul_sigmoid(gate.data_ptr(), x.data_ptr(), x.numel(), x.dtype == torch.bfloat16)
         return x
 
     def take_rows(self, table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
-        """See `TakeRows`."""
         assert table.dtype in _DTYPES and table.is_contiguous(), table.dtype
         assert indices.dtype == torch.int64 and indices.is_contiguous(), indices.dtype
         num_rows, size = len(indices), table.shape[1]
@@ -227,13 +213,11 @@ class NativeOps:
         return out
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """See `SoftCap`."""
         assert x.dtype == torch.float32 and x.is_contiguous(), x.dtype
         self._library.soft_cap(x.data_ptr(), x.numel(), cap)
         return x
 
     def to_float32(self, x: Tensor) -> Tensor:
-        """See `ToFloat32`."""
         if x.dtype == torch.float32:
             return x.contiguous()
         assert x.dtype == torch.bfloat16, x.dtype
@@ -255,7 +239,7 @@ class NativeOps:
         query_factors: Tensor | None = None,
         keys_are_values: bool = False,
     ) -> Tensor:
-        """See `RotateAndStore`. A pool whose floating-point dtype differs from the model's takes the torch path."""
+        """A pool whose floating-point dtype differs from the model's takes the torch path."""
         if kv is not None and kv.k.dtype != qkv.dtype and kv.k_scale is None:
             return plain.rotate_and_store(
                 qkv,

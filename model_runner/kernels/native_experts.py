@@ -43,7 +43,7 @@ _WEIGHT: Final = np.dtype(
 def route(
     library: ctypes.CDLL, logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `Route`. Among equals the expert with the smaller index comes first."""
+    """Among equals the expert with the smaller index comes first."""
     assert logits.dtype in (torch.bfloat16, torch.float32), logits.dtype
     num_tokens, num_experts = logits.shape
     num_active = routing.num_active
@@ -114,7 +114,6 @@ class NativeExperts:
         self._num_experts = len(gate_up)
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """See `ExpertWeights`."""
         num_tokens, num_active = expert_ids.shape
         size, num_rows, num_experts = self._gate_up.inputs, num_tokens * num_active, self._num_experts
         assert x.dtype == torch.bfloat16 and x.shape == (num_tokens, size), (x.dtype, x.shape)

@@ -31,7 +31,7 @@ def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> l
 
 
 def pack_native_linear(library: ctypes.CDLL, weight: Tensor, *, compress: bool) -> LinearWeight:
-    """See `PackLinear`. A weight with an odd number of inputs, or in float32, takes oneDNN or torch.
+    """A weight with an odd number of inputs, or in float32, takes oneDNN or torch.
 
     Args:
         compress: return a `CompressedLinear` for a bfloat16 weight if the library supports it and it saves enough.

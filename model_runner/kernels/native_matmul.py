@@ -42,11 +42,10 @@ class NativeMatmul(ABC):
         self._width = outputs
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         return self._checked(x, bias, torch.bfloat16)
 
     def fuse_silu_and_mul(self) -> bool:
-        """See `GateableWeight`. Needs N in whole vectors of gates; otherwise the weight stays unchanged."""
+        """Needs N in whole vectors of gates; otherwise the weight stays unchanged."""
         if self._form != _BF16:
             raise RuntimeError("the weight already fuses its activation; two layers must not share it")
         if self._outputs % (2 * _LANES):
@@ -56,7 +55,6 @@ class NativeMatmul(ABC):
         return True
 
     def ungated(self, x: Tensor) -> Tensor:
-        """See `UngateableWeight`."""
         assert self.fuses_silu_and_mul and x.dtype == torch.bfloat16 and x.shape[1] == self._inputs, x.shape
         out = x.new_empty((x.shape[0], self._outputs))
         self._form, form = _BF16, self._form  # outputs in the order of the packed weight
@@ -67,7 +65,6 @@ class NativeMatmul(ABC):
         return out
 
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearToFloat32`."""
         assert self._form == _BF16, "a gated matmul rounds to bfloat16"
         return self._checked(x, bias, torch.float32)
 

@@ -44,11 +44,9 @@ class PlainLinear:
         self.weight = weight
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         return F.linear(x, self.weight, bias)
 
     def write(self, x: Tensor, bias: Tensor | None, out: Tensor) -> None:
-        """See `LinearInto`."""
         if bias is None:
             torch.mm(x, self.weight.t(), out=out)
         else:
@@ -62,7 +60,6 @@ class OneDNNLinear:
         self._packed = _mkldnn._reorder_linear_weight(weight, None)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         out: Tensor = _mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return out
 
@@ -81,12 +78,10 @@ def reasons_against_onednn(device: torch.device, dtype: torch.dtype) -> list[str
 
 
 def pack_linear(weight: Tensor) -> LinearWeight:
-    """See `PackLinear`."""
     return PlainLinear(weight)
 
 
 def pack_linear_onednn(weight: Tensor) -> LinearWeight:
-    """See `PackLinear`."""
     return OneDNNLinear(weight)
 
 
@@ -94,52 +89,47 @@ def pack_linear_onednn(weight: Tensor) -> LinearWeight:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormOp`."""
     if weight.dtype != x.dtype:
         return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, eps).to(x.dtype)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `AddRMSNormOp`."""
     residual = residual.add_(x)
     return rms_norm(residual, weight, eps), residual
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `GatedActivation`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `GatedActivation`; gelu by the tanh approximation."""
+    """Gelu by the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def gelu_erf_and_mul(gate_up: Tensor) -> Tensor:
-    """See `GatedActivation`; gelu by the error function."""
+    """Gelu by the error function."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate).mul_(up)
 
 
 def clamped_swiglu(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
-    """See `ClampedSwiGLU`; computed in float32. [T, 2N], the gates in the first half -> [T, N]."""
+    """Computed in float32. [T, 2N], the gates in the first half -> [T, N]."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
     return ((up + 1) * gate * (clamp.alpha * gate).sigmoid()).to(gate_up.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """See `LayerNormOp`."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """See `AddLayerNormOp`."""
     residual = residual.add_(x)
     return layer_norm(residual, weight, bias, eps), residual
 
@@ -154,7 +144,6 @@ _ACTIVATIONS: Final[dict[ActivationKind, Callable[[Tensor], Tensor]]] = {
 
 
 def activate(x: Tensor, kind: ActivationKind) -> Tensor:
-    """See `Activate`."""
     return _ACTIVATIONS[kind](x)
 
 
@@ -189,7 +178,6 @@ def rotate_and_store(
     query_factors: Tensor | None = None,
     keys_are_values: bool = False,
 ) -> Tensor:
-    """See `RotateAndStore`."""
     num_kv_heads = 0 if kv is None else kv.k.shape[1]
     num_heads = qkv.shape[1] - (1 if keys_are_values else 2) * num_kv_heads
     values = qkv[:, qkv.shape[1] - num_kv_heads :]
@@ -256,7 +244,6 @@ def store(pool: Tensor, new: Tensor, loc: Tensor) -> None:
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `Route`."""
     logits = logits.to(torch.float32)
     if routing.scores == "mixer":
         return _mix(logits, routing.mixer_tolerance)
@@ -346,7 +333,7 @@ class GroupedExperts:
         self._form = form
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """See `ExpertWeights`. Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
+        """Tokens are sorted by expert: each expert multiplies all of its tokens at once."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
         rows = self._form.rows(x, shares, order)
         expert_range = torch.arange(self._gate_up.shape[0], device=x.device)
@@ -370,7 +357,6 @@ class LoopedExperts:
         self._form = form or ExpertForm()
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """See `ExpertWeights`."""
         sorted_ids, order = expert_ids.flatten().sort(stable=True)
         rows = self._form.rows(x, shares, order)
         counts = torch.bincount(sorted_ids, minlength=len(self._experts)).tolist()
@@ -385,12 +371,10 @@ class LoopedExperts:
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`."""
     return GroupedExperts(*experts.stacked(), ExpertForm.of(experts))
 
 
 def loop_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`."""
     return LoopedExperts(*experts.linears(), ExpertForm.of(experts))
 
 
@@ -415,36 +399,29 @@ def largest(x: Tensor, k: int) -> Tensor:
 
 
 def scale(x: Tensor, factor: float) -> Tensor:
-    """See `Scale`."""
     return x.mul_(factor)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """See `AddOp`."""
     return y.add_(x)
 
 
 def add_gated(y: Tensor, gate: Tensor, x: Tensor) -> Tensor:
-    """See `AddGatedOp`."""
     return x.copy_(x.to(torch.float32) + gate.sigmoid() * y.to(torch.float32))
 
 
 def mul_sigmoid(gate: Tensor, x: Tensor) -> Tensor:
-    """See `MulSigmoidOp`."""
     return x.copy_(x.to(torch.float32) * gate.to(torch.float32).sigmoid())
 
 
 def take_rows(table: Tensor, indices: Tensor, scale: float | None = None) -> Tensor:
-    """See `TakeRows`."""
     rows = table.index_select(0, indices)
     return rows if scale is None else rows.mul_(scale)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """See `SoftCap`."""
     return x.div_(cap).tanh_().mul_(cap)
 
 
 def to_float32(x: Tensor) -> Tensor:
-    """See `ToFloat32`."""
     return x.to(torch.float32).contiguous()

@@ -37,7 +37,6 @@ class Fp8Linear:
         self._product = product
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         from .triton.fp8_gemm import quantize_rows
 
         if x.shape[0] == 0:  # a launch with an empty grid is an error
@@ -62,7 +61,6 @@ class SglMatmul:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """See `Fp8Product`."""
         out: Tensor = self._product(x, weight.t(), x_scales, scales.view(-1, 1), dtype, bias)
         return out
 
@@ -85,7 +83,6 @@ class Fp8WeightLinear:
         self._group_size, self._num_sms = weight.group_size, num_sms
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         from .triton.fp8_gemm import fp8_weight_gemm
 
         return fp8_weight_gemm(x, self._weight, self._scales, bias, self._group_size, self._num_sms)
@@ -111,7 +108,6 @@ class Int4Linear:
         self._num_sms = num_sms
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         from .triton.dequant_gemm import dequantize_int4, int4_gemm
 
         if self._order is not None:
@@ -135,6 +131,5 @@ class SideBySide:
         self.weights, self._widths = list(weights), list(widths)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         biases = [None] * len(self.weights) if bias is None else bias.split(self._widths)
         return torch.cat([one(x, part) for one, part in zip(self.weights, biases, strict=True)], dim=1)

@@ -58,7 +58,6 @@ class Norms:
         self._overlap_launch = capability >= (9, 0)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `RMSNormOp`."""
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if out.numel():  # a launch with an empty grid is an error
             size = x.shape[-1]
@@ -67,7 +66,7 @@ class Norms:
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """See `AddRMSNormOp`; overwrites both."""
+        """Overwrites both."""
         x, residual = x.contiguous(), residual.contiguous()
         if x.numel():
             self._add_norm(x, residual, weight, eps, self._overlap_launch)
@@ -82,7 +81,6 @@ class SglGatedActivation:
         self._operator = operator
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """See `GatedActivation`."""
         out = torch.empty(
             (gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype, device=gate_up.device
         )

@@ -92,7 +92,6 @@ class PreNormLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
@@ -140,7 +139,7 @@ class Decoder:
         self.take_rows = take_rows
 
     def forward(self, batch: ForwardBatch) -> Tensor | StageStates:
-        """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed.
+        """After the last layer's attention only the tokens that need logits are computed.
 
         A pipeline stage starts from `batch.incoming`, and all but the last one return what the next one starts from.
         """
@@ -161,23 +160,19 @@ class Decoder:
         return None, self.embedding(batch.input_ids, None if adapters is None else adapters.tokens)
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM`."""
         assert self.norm is not None, "only the last pipeline stage has a norm after its layers"
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """See `CausalLM`."""
         assert self.head is not None, "only the last pipeline stage has a head"
         return self.head(self.final_states(hidden), adapters)
 
     def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
-        """See `CausalLM`."""
         assert self.head is not None, "only the last pipeline stage has a head"
         self.head.write(self.final_states(hidden), adapters, out)
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """See `CausalLM`."""
         return torch.float32 if self.head is None else self.head.dtype
 
 

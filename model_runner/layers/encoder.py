@@ -72,7 +72,7 @@ class Encoder:
         self._model_type = context.spec.model_type
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`. After the last layer's attention only the tokens that need hidden states are computed."""
+        """After the last layer's attention only the tokens that need hidden states are computed."""
         residual = self._embed(batch)
         row_selections = chain(repeat(all_rows, len(self._layers) - 1), [self._select_rows(batch)])
         x: Tensor | None = None
@@ -87,7 +87,6 @@ class Encoder:
         return all_rows if wanted is None else lambda x: self._ops.take_rows(x.contiguous(), wanted)
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM`."""
         return hidden if self._final_norm is None else self._final_norm(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -100,7 +99,6 @@ class Encoder:
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """See `CausalLM`."""
         return torch.float32
 
 

@@ -148,7 +148,6 @@ class _CheckpointExperts:
         self._span = equal_span(self._inner, context.group)
 
     def stacked(self) -> tuple[Tensor, Tensor]:
-        """See `ExpertSource`."""
         num_experts, width = len(self._modules), len(self._span)
         gate_up = self._format.dense(self._weights, *self._gate_up(self._modules))
         down = self._format.dense(self._weights, *self._down(self._modules))
@@ -157,13 +156,12 @@ class _CheckpointExperts:
         )
 
     def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
-        """See `ExpertSource`."""
         load, weights = self._format.load, self._weights
         gate_up = [load(weights, *self._gate_up([module])) for module in self._modules]
         return gate_up, [load(weights, *self._down([module])) for module in self._modules]
 
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """See `ExpertSource`; those of down are zeros except on one rank, because the ranks' results are summed."""
+        """Those of down are zeros except on one rank, because the ranks' results are summed."""
         if not self._has_bias:
             return None
         num_experts, stacked = len(self._modules), self._weights.stacked

@@ -37,7 +37,6 @@ class PostNormLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`."""
         if x is not None:
             residual = self._add(x, residual)
         x = self.attention_norm(self.attention(residual, cos, sin, batch, select_rows))
@@ -73,7 +72,6 @@ class SandwichLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`."""
         if x is None:
             x = self.attention_norm(residual)
         else:
@@ -101,7 +99,6 @@ class ParallelLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`."""
         if x is None:
             x = self.norm(residual)
         else:

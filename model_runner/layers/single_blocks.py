@@ -33,7 +33,6 @@ class MixerLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`."""
         x, residual = _normalized(self.norm, x, residual)
         return self.mixer(x, cos, sin, batch, select_rows), select_rows(residual)
 
@@ -54,7 +53,7 @@ class MLPLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> tuple[Tensor, Tensor]:
-        """See `Layer`; only the kept rows are computed."""
+        """Only the kept rows are computed."""
         x, residual = _normalized(self.norm, None if x is None else select_rows(x), select_rows(residual))
         return self.mlp(x, kept_adapters(batch, select_rows)), residual
 

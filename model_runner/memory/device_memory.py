@@ -32,12 +32,10 @@ class CudaMemory:
         self._device = device
 
     def free_bytes(self) -> int:
-        """See `DeviceMemory`."""
         self._give_back()
         return torch.cuda.mem_get_info(self._device)[0]
 
     def watch_peak(self) -> Callable[[], int]:
-        """See `DeviceMemory`."""
         self._give_back()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_reserved(self._device)

@@ -66,12 +66,10 @@ class EmbeddingDelta(Protocol):
     """The changes of an embedding by adapters: B times the token's column of A."""
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `LowRankDelta`: one part, A [rank, tokens] and B [K, rank]."""
+        """One part, A [rank, tokens] and B [K, rank]."""
         ...
 
-    def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `LowRankDelta`."""
-        ...
+    def put(self, slot: int, packed: PackedDelta | None) -> None: ...
 
     def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
         """[T] int64, y [T, K], contiguous -> [T, K]; `y` may be overwritten."""

@@ -70,7 +70,7 @@ class EagerExecutor:
         self.link = link
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Uploads are retried once if the device has no memory for them; the rest is not."""
+        """Uploads are retried once if the device has no memory for them; the rest is not."""
         inputs, rows = retry_after_oom(self._buffers.device, partial(self._upload, batch))
         self.link.receive(batch.num_tokens)
         hidden, adapters = self.forward(inputs), inputs.adapters

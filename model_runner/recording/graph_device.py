@@ -65,12 +65,11 @@ class CudaGraphDevice:
         self._stream = torch.cuda.Stream(device)
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """See `GraphDevice`."""
         (replay,) = self.capture_pieces(lambda _cut: run())
         return replay
 
     def capture_pieces(self, run: Callable[[Cut], None]) -> list[Replay]:
-        """See `GraphDevice`. The warm-up uses the stream of the recording, because workspaces belong to streams.
+        """The warm-up uses the stream of the recording, because workspaces belong to streams.
 
         A tensor that lives from one piece to a later one keeps its place in the pool, as it does within a piece; the
         places of others are used again. This is right because the pieces are replayed in the order of the recording.
@@ -103,18 +102,16 @@ class CudaGraphDevice:
         return replays
 
     def staging(self, num_bytes: int) -> Tensor:
-        """See `GraphDevice`."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, target: Tensor, staged: Tensor) -> Callable[[], None]:
-        """See `GraphDevice`."""
         target.copy_(staged, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event.synchronize
 
     def free_bytes(self) -> int:
-        """See `GraphDevice`; memory cached by torch counts as taken."""
+        """Memory cached by torch counts as taken."""
         torch.cuda.synchronize(self._device)
         return torch.cuda.mem_get_info(self._device)[0]
 

@@ -79,7 +79,6 @@ class NativeSamplerBackend:
         self._layout = _Layout(0, 0, 0, 0)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """See `SamplerBackend.sample`."""
         layout = self._layout_of(logits)
         num_rows, vocab_size = layout.num_rows, layout.vocab_size
         # Allocated by numpy: with cold caches, as between two steps, torch's first operation takes some 40 us.
@@ -125,11 +124,10 @@ class NativeSamplerBackend:
         return self._layout
 
     def capturable(self) -> None:
-        """See `SamplerBackend.capturable`."""
         return
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `SamplerBackend.logprobs`. Equally likely tokens are ordered by id."""
+        """Equally likely tokens are ordered by id."""
         _check(logits)
         vocab_size = logits.shape[1]
         assert 0 <= top_k <= vocab_size, f"the {top_k} likeliest of {vocab_size} tokens"

@@ -43,12 +43,11 @@ class LeadingSampler:
         self.recorded_bytes = sampler.recorded_bytes
 
     def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
-        """See `Sampler.sample`."""
         sampled = self._sampler.sample(logits, batch, refused)
         return sampled._replace(token_ids=self._group.broadcast(sampled.token_ids.contiguous()))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `Sampler.token_logprobs`; the other ranks need no log-probabilities."""
+        """The other ranks need no log-probabilities."""
         return self._sampler.token_logprobs(logits, token_ids, top_k)
 
 
@@ -61,7 +60,7 @@ class FollowingSampler:
         self._group = group
 
     def sample(self, logits: Tensor, batch: SamplingBatch, refused: Refused | None = None) -> Sampled:
-        """See `Sampler.sample`. Grammars are known to rank 0 only."""
+        """Grammars are known to rank 0 only."""
         num_rows = logits.shape[0]
         token_ids = torch.zeros(num_rows, dtype=torch.int64, device=logits.device)
         finite = torch.ones(num_rows, dtype=torch.bool, device=logits.device)

@@ -39,7 +39,6 @@ class TorchSamplerBackend:
         self._buffers = counts.buffers
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """See `SamplerBackend.sample`."""
         logits = logits.float()
         # A sum with a NaN or inf is not finite: one pass, a quarter of the cost of isfinite().all().
         finite = logits.sum(dim=-1).isfinite()
@@ -51,11 +50,9 @@ class TorchSamplerBackend:
         return SampledTokens(token_ids, finite)
 
     def capturable(self) -> None:
-        """See `SamplerBackend.capturable`."""
         return
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `SamplerBackend.logprobs`."""
         logits = logits.float()
         if len(indices) == len(logits) and np.array_equal(indices, np.arange(len(logits))):
             return token_logprobs(logits, token_ids, top_k)  # without a copy of the logits

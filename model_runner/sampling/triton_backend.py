@@ -79,7 +79,6 @@ class TritonSamplerBackend:
             self.logprobs(logits, row, token_ids, top_k)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """See `SamplerBackend.sample`."""
         (num_rows, vocab_size), device = logits.shape, logits.device
         results = self.results(num_rows)
         if num_rows == 0:
@@ -101,12 +100,10 @@ class TritonSamplerBackend:
         return results
 
     def capturable(self) -> CapturableSampler:
-        """See `SamplerBackend.capturable`."""
         return self
 
     @property
     def table_width(self) -> int:
-        """See `CapturableSampler`."""
         return int(lines.WIDTH.value)
 
     def results(self, num_rows: int) -> SampledTokens:
@@ -120,11 +117,9 @@ class TritonSamplerBackend:
         return SampledTokens(memory[:ids_bytes].view(torch.int64), memory[flags_start:].view(torch.bool))
 
     def write_table(self, table: Int32s, batch: SamplingBatch) -> None:
-        """See `CapturableSampler`."""
         _write_rows(table, batch.draw)
 
     def sample_rows(self, logits: Tensor, table: Tensor | None, results: SampledTokens) -> None:
-        """See `CapturableSampler`."""
         num_rows, vocab_size = logits.shape
         kinds = _Kinds(table=table is not None)
         scratch = _Scratch(num_rows, vocab_size, kinds, self._geometry, logits.device)
@@ -191,7 +186,7 @@ class TritonSamplerBackend:
         )
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `SamplerBackend.logprobs`. Equally likely tokens are ordered by id."""
+        """Equally likely tokens are ordered by id."""
         assert logits.stride(1) == 1
         num_rows, vocab_size = len(indices), logits.shape[1]
         device, chunk = logits.device, self._geometry.chunk

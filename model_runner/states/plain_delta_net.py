@@ -44,7 +44,6 @@ class DeltaInputs(NamedTuple):
 def gated_delta(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, runs: StateRuns
 ) -> Tensor:
-    """See `GatedDeltaOp`."""
     assert states.recurrent is not None
     _, num_heads, key_dim, value_dim = states.recurrent.shape
     conv_size = weights.taps.shape[1]

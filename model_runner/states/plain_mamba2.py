@@ -38,7 +38,6 @@ class MambaInputs(NamedTuple):
 
 
 def mamba2(zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
-    """See `Mamba2Op`."""
     assert states.recurrent is not None
     _, num_heads, state_dim, head_dim = states.recurrent.shape
     inner, groups = num_heads * head_dim, weights.num_groups * state_dim

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns) -> Tensor:
-    """See `ShortConvOp`."""
     gate_in, gate_out, x = bcx.chunk(3, dim=-1)
     inputs = gate_in * x
     out = torch.empty_like(inputs)

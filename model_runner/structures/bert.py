@@ -43,7 +43,7 @@ class PostNormLayer:
     def __call__(
         self, x: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows
     ) -> tuple[Tensor | None, Tensor]:
-        """See `EncoderLayer`; nothing is left to add."""
+        """Nothing is left to add."""
         assert x is None
         attended = self.attention(residual, angles, batch, select_rows)
         residual, _ = self.attention_norm.add(attended, select_rows(residual))

@@ -54,7 +54,7 @@ class CausalLM(Protocol):
 
 
 def logits_of(model: CausalLM, hidden: Tensor, adapters: AdapterRuns | None) -> Tensor:
-    """See `CausalLM.logits`; models without adapters take no second argument."""
+    """Models without adapters take no second argument."""
     return model.logits(hidden) if adapters is None else model.logits(hidden, adapters)
 
 

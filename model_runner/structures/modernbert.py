@@ -49,7 +49,6 @@ class PreNormLayer:
     def __call__(
         self, x: Tensor | None, residual: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows
     ) -> tuple[Tensor | None, Tensor]:
-        """See `EncoderLayer`."""
         if self.attention_norm is None:
             assert x is None
             normed = residual

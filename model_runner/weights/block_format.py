@@ -100,7 +100,6 @@ class BlockFormat(QuantizedFormat):
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> LinearWeight:
-        """See `LinearFormat`."""
         return self._pack(names, self._read(weights, names, shapes, slices))
 
     def dense(
@@ -110,7 +109,7 @@ class BlockFormat(QuantizedFormat):
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> Tensor:
-        """See `LinearFormat`; the store converts the weights to the serving dtype."""
+        """The store converts the weights to the serving dtype."""
         return weights.stacked([f"{name}.weight" for name in names], shapes, slices=slices)
 
     def head(
@@ -121,14 +120,12 @@ class BlockFormat(QuantizedFormat):
         rows: range,
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
-        """See `LinearFormat`."""
         part = self._rows(weights, name, shape, rows, plain_rows)
         return self._pack([name], [plain_rows() if part is None else part])
 
     def table(
         self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
     ) -> LinearWithRows | None:
-        """See `LinearFormat`."""
         part = self._rows(weights, name, shape, rows)
         packed = self._pack([name], [part]) if isinstance(part, BlockWeight | StoredRows) else None
         return packed if isinstance(packed, LinearWithRows) else None

@@ -29,16 +29,14 @@ class DummyStore:
         self._shapes: dict[str, tuple[int, ...]] = {}  # of the tensors that were requested
 
     def names(self) -> set[str]:
-        """See `TensorStore`; empty, so no tensor is left over."""
+        """Empty, so no tensor is left over."""
         return set()
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """See `TensorStore`."""
         self._shapes[name] = wanted
         return wanted
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`."""
         if part is not None:
             cut_from_whole(partial(self.read, name), self._shapes[name], out, part)
             return
@@ -54,8 +52,7 @@ class DummyStore:
             place.copy_(values[: len(place)])
 
     def blocks(self, name: str, part: Slice | None = None) -> None:
-        """See `TensorStore`; always None."""
+        """Always None."""
 
     def describe(self, name: str) -> str:
-        """See `TensorStore`."""
         return "dummy weights"

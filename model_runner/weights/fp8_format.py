@@ -35,7 +35,6 @@ class Fp8Parts:
         self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `PartReader`."""
         scale_names = (f"{name}.{suffix}" for suffix in _SCALES)
         scale_name = next((one for one in scale_names if weights.shape(one, shape) is not None), None)
         if scale_name is None or self._quantization.is_plain(name):
@@ -88,7 +87,7 @@ class MadeFp8Parts:
         self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `PartReader`. A rank with a part of the inputs takes the largest magnitude of its part."""
+        """A rank with a part of the inputs takes the largest magnitude of its part."""
         plain = read_plain(weights, name, shape, part)
         return plain if self._quantization.is_plain(name) else quantize_to_fp8(plain)
 

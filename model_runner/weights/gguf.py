@@ -86,18 +86,17 @@ class GGUFStore:
             )
 
     def names(self) -> set[str]:
-        """See `TensorStore`; tensors without a Hugging Face name keep the file's name."""
+        """Tensors without a Hugging Face name keep the file's name."""
         known = {stored.info.name for stored in self._stored.values()}
         known |= {part.name for split in self._split_kv.values() for part in split}
         return set(self._stored) | set(self._split_kv) | (set(self._file.tensors) - known - self._not_read)
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """See `TensorStore`."""
         stored = self._split_kv.get(name) or self._stored.get(name)
         return None if stored is None else full_shape(stored.shape, wanted)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`. A part is cut from the whole tensor, because rows may be stored in another order."""
+        """A part is cut from the whole tensor, because rows may be stored in another order."""
         if part is not None:
             stored = self._split_kv.get(name) or self._stored[name]
             shape = stored.shape
@@ -142,7 +141,7 @@ class GGUFStore:
             out.copy_(out[:, inputs])
 
     def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
-        """See `TensorStore`. Nothing is read here, and later only what belongs to the part."""
+        """Nothing is read here, and later only what belongs to the part."""
         if name in self._split_kv:
             return None
         stored = self._stored[name]
@@ -171,5 +170,4 @@ class GGUFStore:
         return partial(self._file.release, info, expert * num_bytes, (expert + 1) * num_bytes)
 
     def describe(self, name: str) -> str:
-        """See `TensorStore`."""
         return str(self._file.path)

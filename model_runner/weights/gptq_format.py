@@ -36,7 +36,6 @@ class GptqParts:
         self._quantization = quantization
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `PartReader`."""
         if self._quantization.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
             return read_plain(weights, name, shape, part)
         rows, columns = shape

@@ -88,7 +88,6 @@ class PlainFormat:
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> LinearWeight:
-        """See `LinearFormat`."""
         return self._pack(self.dense(weights, names, shapes, slices))
 
     def dense(
@@ -98,7 +97,6 @@ class PlainFormat:
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> Tensor:
-        """See `LinearFormat`."""
         return weights.stacked([f"{name}.weight" for name in names], shapes, slices=slices)
 
     def head(
@@ -109,11 +107,9 @@ class PlainFormat:
         rows: range,
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
-        """See `LinearFormat`."""
         return self._pack(plain_rows())
 
     def table(
         self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
     ) -> LinearWithRows | None:
-        """See `LinearFormat`."""
         return None

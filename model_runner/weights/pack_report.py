@@ -27,7 +27,6 @@ class PackReport:
         self._has_plain = False  # whether some native weights keep 16 bits per value
 
     def __call__(self, weight: Tensor) -> LinearWeight:
-        """See `PackLinear`."""
         plain_bytes = weight.nbytes
         packed = self._pack(weight)
         if isinstance(packed, CompressedLinear):

@@ -37,15 +37,13 @@ class PlainMemory:
     """New memory for each tensor; on the CPU it is the tensor's own."""
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Staging`."""
         return torch.empty(shape, dtype=dtype)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """See `Staging`."""
         return tensor.to(device)
 
     def close(self) -> None:
-        """See `Staging`."""
+        pass
 
 
 class PinnedStaging:
@@ -71,7 +69,7 @@ class PinnedStaging:
         self._is_staged = False
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See `Staging`. A tensor that is larger than a buffer gets memory of its own."""
+        """A tensor that is larger than a buffer gets memory of its own."""
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
         self._is_staged = 0 < num_bytes <= self._num_bytes
         if not self._is_staged:
@@ -88,14 +86,12 @@ class PinnedStaging:
         return buffer.memory[:num_bytes].view(dtype).view(shape)
 
     def send(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """See `Staging`."""
         result = tensor.to(device, non_blocking=self._is_staged, copy=True)
         if self._is_staged:
             self._buffers[-1].wait_until_sent = self._record()
         return result
 
     def close(self) -> None:
-        """See `Staging`."""
         if self._buffers:
             self._release()
 

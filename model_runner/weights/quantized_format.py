@@ -23,7 +23,7 @@ class PartReader(Protocol):
     """Reads the weight of one module, or a rank's part of it."""
 
     def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        """See `LinearFormat.load`; a tensor in the serving dtype if this module is plain in the checkpoint.
+        """A tensor in the serving dtype if this module is plain in the checkpoint.
 
         Raises:
             ConfigError: a tensor is missing or has another shape or meaning, or cannot be cut there.
@@ -45,7 +45,6 @@ class QuantizedFormat:
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> LinearWeight:
-        """See `LinearFormat`."""
         return self._linears.pack(self._read(weights, names, shapes, slices))
 
     def dense(
@@ -55,7 +54,6 @@ class QuantizedFormat:
         shapes: Sequence[tuple[int, int]],
         slices: Sequence[Slice] | None,
     ) -> Tensor:
-        """See `LinearFormat`."""
         return torch.cat(
             [dequantized(part, weights.dtype) for part in self._read(weights, names, shapes, slices)]
         )
@@ -68,13 +66,13 @@ class QuantizedFormat:
         rows: range,
         plain_rows: Callable[[], Tensor],
     ) -> LinearWeight:
-        """See `LinearFormat`; the head is plain in every checkpoint."""
+        """The head is plain in every checkpoint."""
         return self._linears.pack([plain_rows()])
 
     def table(
         self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
     ) -> LinearWithRows | None:
-        """See `LinearFormat`; tables are plain in every checkpoint."""
+        """Tables are plain in every checkpoint."""
         return None
 
     def _read(

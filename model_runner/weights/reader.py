@@ -73,7 +73,7 @@ class WeightReader:
         self._left = store.names()
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """See `TensorStore`; for weights with optional tensors, or with tensors of one of several shapes."""
+        """For weights with optional tensors, or with tensors of one of several shapes."""
         return self._store.shape(name, wanted)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -124,7 +124,7 @@ class WeightReader:
         return self._staging.send(result, self._device)
 
     def blocks(self, name: str, shape: tuple[int, int], part: Slice | None = None) -> StoredRows | None:
-        """See `TensorStore`; the result is on the host.
+        """The result is on the host.
 
         Raises:
             ConfigError: the tensor is missing or has another shape.

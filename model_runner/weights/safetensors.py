@@ -82,12 +82,10 @@ class SafetensorsStore:
             self._entries |= {name: _Entry(file, entry) for name, entry in header.entries.items()}
 
     def names(self) -> set[str]:
-        """See `TensorStore`."""
         names = (name.removesuffix(BLOCKS) for name in self._entries if not name.endswith(SCALES))
         return {name for name in names if not name.endswith(SAFE_TO_IGNORE)}
 
     def shape(self, name: str, wanted: tuple[int, ...]) -> tuple[int, ...] | None:
-        """See `TensorStore`."""
         entry = self._entries.get(name)
         if entry is not None:
             return entry.header.shape
@@ -98,7 +96,7 @@ class SafetensorsStore:
         return rows, 2 * math.prod(columns)
 
     def read(self, name: str, out: Tensor, part: Slice | None = None) -> None:
-        """See `TensorStore`. For a part, only the file pages that hold it are read."""
+        """For a part, only the file pages that hold it are read."""
         if name + BLOCKS in self._entries:
             tensor, where = torch.from_numpy(dequantize(self._mxfp4(name), MXFP4)), self._where(name + BLOCKS)
         else:
@@ -140,7 +138,7 @@ class SafetensorsStore:
         return f"{self._entries[name].file.path}: tensor {name!r}"
 
     def blocks(self, name: str, part: Slice | None = None) -> StoredRows | None:
-        """See `TensorStore`; only the experts of gpt-oss are stored in blocks, in MXFP4."""
+        """Only the experts of gpt-oss are stored in blocks, in MXFP4."""
         if name + BLOCKS not in self._entries:
             return None
         outputs = slice(part.start, part.stop) if part is not None and part.axis == 0 else slice(None)
@@ -155,7 +153,6 @@ class SafetensorsStore:
         return mxfp4_rows(numbers, scales)
 
     def describe(self, name: str) -> str:
-        """See `TensorStore`."""
         entry = self._entries.get(name)
         return str(self._whole if entry is None else entry.file.path)
 

@@ -160,7 +160,7 @@ class EndBytes(NamedTuple):
 
 
 def end_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False) -> EndBytes:
-    """See `EndBytes`."""
+    """Memory of the embedding table and of the output head, with the form that each has."""
     table = head = spec.vocab_size * spec.hidden_size * dtype_bytes
     if spec.quantization is not None and not dequantized:
         head = _head_bytes(spec, "model.embed_tokens" if spec.tie_word_embeddings else "lm_head", dtype_bytes)

@@ -157,7 +157,6 @@ class SettingName:
 
     @property
     def switch(self) -> Mapping[bool, object] | None:
-        """See `Alias`."""
         return None if self.alias is None else self.alias.switch
 
     def check(self, value: object) -> object:

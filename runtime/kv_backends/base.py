@@ -70,7 +70,6 @@ class Done:
     """`Work` that is complete."""
 
     def is_done(self) -> bool:
-        """See `Work`."""
         return True
 
 

@@ -103,30 +103,26 @@ class NoGrammars:
 
     @property
     def figures(self) -> BuildFigures:
-        """See `GrammarQueue`."""
         return BuildFigures()
 
     @property
     def is_building(self) -> bool:
-        """See `GrammarQueue`."""
         return False
 
     def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
-        """See `GrammarQueue`."""
         return message
 
     def take_ready(self) -> list[GrammarReady]:
-        """See `GrammarQueue`."""
         return []
 
     def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
-        """See `GrammarQueue`."""
+        pass
 
     def clear(self) -> None:
-        """See `GrammarQueue`."""
+        pass
 
     def close(self) -> None:
-        """See `GrammarQueue`."""
+        pass
 
 
 class GrammarBuilder:
@@ -162,11 +158,9 @@ class GrammarBuilder:
 
     @property
     def is_building(self) -> bool:
-        """See `GrammarQueue`."""
         return self._num_building > 0
 
     def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
-        """See `GrammarQueue`."""
         match message:
             case GenerateRequest(grammar=GrammarUse() as use):
                 compiled = self._cache.get(use)
@@ -185,7 +179,6 @@ class GrammarBuilder:
                 return message
 
     def take_ready(self) -> list[GrammarReady]:
-        """See `GrammarQueue`."""
         ready: list[GrammarReady] = []
         while self._num_building and not self._done.empty():
             message, compiled = self._done.get()
@@ -196,23 +189,19 @@ class GrammarBuilder:
         return ready
 
     def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
-        """See `GrammarQueue`."""
         compiled, use = self._compiled.pop(ready.rid, None), use_of(ready.rid)
         if compiled is not None and use is not None and not ready.error:  # None: it was compiled twice
             self._stage(ready.rid, use, compiled)
 
     def clear(self) -> None:
-        """See `GrammarQueue`."""
         self._staged = None
 
     def take(self, rid: str) -> Matcher:
-        """See `MatcherSource`."""
         if self._staged is None or self._staged[0] != rid:
             raise LookupError(f"there is no matcher for {rid}")
         return self._staged[1]
 
     def close(self) -> None:
-        """See `GrammarQueue`."""
         if self._thread is not None:
             self._work.put(None)
 

@@ -34,34 +34,27 @@ class FailedMatcher:
     wants_mask = False
 
     def limit(self, num_tokens: int) -> None:
-        """See `Matcher`."""
+        pass
 
     def fill(self, mask: MaskRow) -> None:
-        """See `Matcher`."""
         mask.fill(-1)
 
     def allows(self, token_id: int) -> bool:
-        """See `Matcher`."""
         return True
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         return 0
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         return 0
 
     def forced(self) -> list[int]:
-        """See `Matcher`."""
         return []
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """See `Matcher`."""
         masks.fill(-1)
 
     def copy(self) -> Matcher:
-        """See `Matcher`."""
         return self
 
 
@@ -77,7 +70,6 @@ class GuardedMatcher:
 
     @property
     def ended(self) -> bool:
-        """See `Matcher`."""
         try:
             return self._matcher.ended
         except BaseException as error:
@@ -85,7 +77,6 @@ class GuardedMatcher:
 
     @property
     def error(self) -> str:
-        """See `Matcher`."""
         try:
             return self._matcher.error
         except BaseException as error:
@@ -93,7 +84,6 @@ class GuardedMatcher:
 
     @property
     def error_code(self) -> MatcherErrorCode | None:
-        """See `Matcher`."""
         try:
             return self._matcher.error_code
         except BaseException as error:
@@ -101,7 +91,6 @@ class GuardedMatcher:
 
     @property
     def is_cut(self) -> bool:
-        """See `Matcher`."""
         try:
             return self._matcher.is_cut
         except BaseException as error:
@@ -109,7 +98,6 @@ class GuardedMatcher:
 
     @property
     def num_forced(self) -> int:
-        """See `Matcher`."""
         try:
             return self._matcher.num_forced
         except BaseException as error:
@@ -117,63 +105,54 @@ class GuardedMatcher:
 
     @property
     def wants_mask(self) -> bool:
-        """See `Matcher`."""
         try:
             return self._matcher.wants_mask
         except BaseException as error:
             return self._fail(error).wants_mask
 
     def limit(self, num_tokens: int) -> None:
-        """See `Matcher`."""
         try:
             self._matcher.limit(num_tokens)
         except BaseException as error:
             self._fail(error)
 
     def fill(self, mask: MaskRow) -> None:
-        """See `Matcher`."""
         try:
             self._matcher.fill(mask)
         except BaseException as error:
             self._fail(error).fill(mask)
 
     def allows(self, token_id: int) -> bool:
-        """See `Matcher`."""
         try:
             return self._matcher.allows(token_id)
         except BaseException as error:
             return self._fail(error).allows(token_id)
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         try:
             return self._matcher.accept(token_ids)
         except BaseException as error:
             return self._fail(error).accept(token_ids)
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         try:
             return self._matcher.validate(token_ids)
         except BaseException as error:
             return self._fail(error).validate(token_ids)
 
     def forced(self) -> list[int]:
-        """See `Matcher`."""
         try:
             return self._matcher.forced()
         except BaseException as error:
             return self._fail(error).forced()
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """See `Matcher`."""
         try:
             self._matcher.fill_drafts(draft_ids, masks)
         except BaseException as error:
             self._fail(error).fill_drafts(draft_ids, masks)
 
     def copy(self) -> Matcher:
-        """See `Matcher`."""
         try:
             return GuardedMatcher(self._matcher.copy(), self._rid)
         except BaseException as error:

@@ -43,7 +43,6 @@ class LoggedMatchers:
         self.drafts: Mapping[str, MatcherDrafts] = {}
 
     def take(self, rid: str) -> Matcher:
-        """See `MatcherSource`."""
         return LoggedMatcher(self, rid)
 
 
@@ -61,60 +60,52 @@ class LoggedMatcher:
 
     @property
     def ended(self) -> bool:
-        """See `Matcher`."""
         end = self._end
         return end is not None and not end.error
 
     @property
     def error(self) -> str:
-        """See `Matcher`."""
         end = self._end
         return "" if end is None else end.error
 
     @property
     def error_code(self) -> MatcherErrorCode | None:
-        """See `Matcher`. The log does not have it, and no decision depends on it."""
+        """The log does not have it, and no decision depends on it."""
         return MatcherErrorCode.BUG if self.error else None
 
     @property
     def is_cut(self) -> bool:
-        """See `Matcher`."""
         end = self._end
         return end is not None and end.is_cut
 
     @property
     def wants_mask(self) -> bool:
-        """See `Matcher`. A replay has no logits."""
+        """A replay has no logits."""
         return False
 
     def limit(self, num_tokens: int) -> None:
-        """See `Matcher`."""
+        pass
 
     def fill(self, mask: MaskRow) -> None:
-        """See `Matcher`."""
+        pass
 
     def allows(self, token_id: int) -> bool:
-        """See `Matcher`."""
         return True
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         self._num_accepted += len(token_ids)
         return len(token_ids)
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """See `Matcher`."""
         return self._source.drafts.get(self._rid, _NO_DRAFTS).num_valid
 
     def forced(self) -> list[int]:
-        """See `Matcher`."""
         return list(self._source.drafts.get(self._rid, _NO_DRAFTS).forced)
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
-        """See `Matcher`."""
+        pass
 
     def copy(self) -> Matcher:
-        """See `Matcher`."""
         return LoggedMatcher(self._source, self._rid, self._num_accepted)
 
     @property

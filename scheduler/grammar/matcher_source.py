@@ -28,5 +28,5 @@ class NoMatchers:
     __slots__ = ()
 
     def take(self, rid: str) -> Matcher:
-        """See `MatcherSource`. A request with a grammar is a bug of the caller."""
+        """A request with a grammar is a bug of the caller."""
         raise LookupError(f"{rid} has a grammar, but this scheduler has no grammars")

@@ -63,25 +63,21 @@ class StepMasks:
         self.refused: list[RefusedToken] = []
 
     def __call__(self) -> TokenMasks | None:
-        """See `GetMasks`."""
         self._settle_earlier()
         self._num_rounds += 1
         return self._meter.measured(lambda clock: self._filler.fill(self._batch, clock))
 
     def before(self) -> TokenMasks | None:
-        """See `GetMasks`."""
         self._settle_earlier()
         self._num_rounds += 1
         return self._meter.measured(lambda clock: self._filler.fill_unchecked(self._batch, clock))
 
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
-        """See `GetMasks`."""
         found: list[RefusedToken] = []
         self._filler.find_refused(token_ids.tolist(), found)
         self._add(found)
 
     def after(self, token_ids: npt.NDArray[np.int64]) -> TokenMasks | None:
-        """See `GetMasks`."""
         found: list[RefusedToken] = []
         masks = self._meter.measured(
             lambda clock: self._filler.fill_refused(self._batch, token_ids, found, clock)

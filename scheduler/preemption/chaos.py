@@ -79,7 +79,6 @@ class ChaosRunner:
         self._random = random.Random(seed)
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
-        """See `Runner`."""
         pending = self._runner.launch(plan, go_on, masks)
         is_small = len(plan.samples) < 2 and plan.total_num_scheduled_tokens <= self._page_size
         if is_small or not self._left or self._random.random() >= self._probability:
@@ -92,7 +91,6 @@ class _WithoutMemory(NamedTuple):
     pending: Pending
 
     def wait(self) -> StepResult:
-        """See `Pending`."""
         result = self.pending.wait()
         return StepResult(
             result.step_id,
@@ -112,7 +110,6 @@ class SlowRunner:
         self._min_step_s = min_step_s
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
-        """See `Runner`."""
         started_s = time.monotonic()
         return _NotBefore(
             self._runner.launch(plan, go_on, masks), started_s, self._min_step_s, plan.num_rounds > 1
@@ -126,7 +123,7 @@ class _NotBefore(NamedTuple):
     is_multi_step: bool
 
     def wait(self) -> StepResult:
-        """See `Pending`. Each round of a multi-step decode counts as a step."""
+        """Each round of a multi-step decode counts as a step."""
         result = self.pending.wait()
         counts = memoryview(result.num_next_tokens).cast("i") if self.is_multi_step else ()
         min_s = self.min_step_s * max(counts, default=1)
@@ -144,7 +141,6 @@ class DeadlyRunner:
         self._token_id = token_id
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending:
-        """See `Runner`."""
         prompts = (memoryview(new.input_ids).cast("i")[: new.prompt_len] for new in plan.new_reqs)
         if any(self._token_id in prompt for prompt in prompts):
             os.kill(os.getpid(), signal.SIGKILL)

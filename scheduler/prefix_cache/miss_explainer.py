@@ -30,7 +30,6 @@ class MissExplainer:
         self._page_size = page_size
 
     def explain(self, extra_key: str, token_ids: bytes, match: PrefixMatch, rid: str) -> CacheMiss:
-        """See `PrefixCache.explain`."""
         page_size = self._page_size
         prompt_len = len(token_ids) // TOKEN_ID_BYTES
         prefix_len = match.num_pages * page_size

@@ -48,7 +48,7 @@ class ForcedSpeculation:
         self._grammar_drafts = grammar_drafts
 
     def plan(self, work: Work) -> Drafts:
-        """See `Speculation`. A step without a grammar costs one array look-up."""
+        """A step without a grammar costs one array look-up."""
         reqs = work.decode_reqs
         left = self._max_step_tokens - len(reqs)
         if work.chunks or not reqs or left <= 0 or self._caps.are_lowered:
@@ -69,14 +69,13 @@ class ForcedSpeculation:
         return drafts_of([token_ids[:count] for token_ids, count in zip(proposed, counts, strict=True)])
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
-        """See `Speculation`."""
         return batch.num_drafts > 0
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """See `Speculation`."""
+        pass
 
     def started(self, req: Req) -> None:
-        """See `RowObserver`."""
+        pass
 
     def stopped(self, req: Req) -> None:
-        """See `RowObserver`."""
+        pass

@@ -84,13 +84,9 @@ class Speculation(Protocol):
         """A step of decodes alone took `seconds`."""
         ...
 
-    def started(self, req: Req) -> None:
-        """See `RowObserver`."""
-        ...
+    def started(self, req: Req) -> None: ...
 
-    def stopped(self, req: Req) -> None:
-        """See `RowObserver`."""
-        ...
+    def stopped(self, req: Req) -> None: ...
 
 
 class NoSpeculation:
@@ -159,7 +155,6 @@ class NgramSpeculation:
         self._proposers: dict[Req, NgramProposer | None] = {}  # None: it has failed
 
     def plan(self, work: Work) -> Drafts:
-        """See `Speculation`."""
         num_reqs = len(work.decode_reqs)
         if work.chunks or not 0 < num_reqs < self._max_step_tokens or self._caps.are_lowered:
             return NO_DRAFTS
@@ -179,11 +174,10 @@ class NgramSpeculation:
         )
 
     def needs_result(self, batch: ScheduleBatch) -> bool:
-        """See `Speculation`. Forced tokens follow the tokens that a grammar has accepted."""
+        """Forced tokens follow the tokens that a grammar has accepted."""
         return batch.num_drafts > 0 or batch.has_grammar
 
     def measured(self, num_reqs: int, num_drafts: int, seconds: float) -> None:
-        """See `Speculation`."""
         self._costs.measured(num_reqs + num_drafts, seconds, plain=not num_drafts)
 
     def started(self, req: Req) -> None:

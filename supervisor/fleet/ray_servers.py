@@ -55,11 +55,9 @@ class RayServer:
         self._channel = channel
 
     def terminate(self) -> None:
-        """See `Server`."""
         self._channel.send(StopServer(self._key))
 
     def kill(self) -> None:
-        """See `Server`."""
         self._channel.send(KillServer(self._key))
 
     def seen(self, message: ServerSeen) -> None:
@@ -101,7 +99,6 @@ class RayServers:
         self._num_started = 0
 
     def start(self, number: int, share: int) -> RayServer:
-        """See `Servers`."""
         self._num_started += 1
         key, command = self._num_started, self._command
         server = self._servers[key] = RayServer(key, self._channel)
@@ -118,7 +115,6 @@ class RayServers:
         return server
 
     def look(self) -> str:
-        """See `Servers`."""
         for message in self._channel.receive():
             match message:
                 case ServerSeen(key=key) if key in self._servers:

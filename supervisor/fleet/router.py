@@ -91,7 +91,6 @@ class FleetRouter:
 
     @property
     def state(self) -> str:
-        """See `Router`."""
         if self.failure:
             return "failed"
         if self._is_stopped:
@@ -100,16 +99,13 @@ class FleetRouter:
 
     @property
     def pid(self) -> int | None:
-        """See `Router`."""
         return None if self._process is None else self._process.pid
 
     @property
     def is_gone(self) -> bool:
-        """See `Router`."""
         return self._process is None or self._process.exit_code is not None
 
     def look(self, now_s: float) -> None:
-        """See `Router`."""
         if self._is_stopped or self.failure:
             return
         if self._process is not None and self._process.exit_code is not None:
@@ -121,13 +117,11 @@ class FleetRouter:
                 logger.info("started router pid=%d", self._process.pid)
 
     def stop(self) -> None:
-        """See `Router`."""
         self._is_stopped = True
         if self._process is not None:
             self._process.terminate()
 
     def kill(self) -> None:
-        """See `Router`."""
         self._is_stopped = True
         if self._process is not None:
             self._process.kill()

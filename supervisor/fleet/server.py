@@ -110,33 +110,27 @@ class LocalServer:
 
     @property
     def pid(self) -> int:
-        """See `Server`."""
         return self._process.pid
 
     @property
     def url(self) -> str | None:
-        """See `Server`."""
         if self._url is None:
             self._find()
         return self._url
 
     @property
     def model(self) -> str | None:
-        """See `Server`."""
         return self._model
 
     @property
     def end(self) -> ServerEnd | None:
-        """See `Server`."""
         code = self._process.exit_code
         return None if code is None else ServerEnd(code, self._process.describe_end())
 
     def terminate(self) -> None:
-        """See `Server`."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """See `Server`."""
         self._process.kill()
 
     def _find(self) -> None:
@@ -153,10 +147,8 @@ class LocalServers:
         self._command = command
 
     def start(self, number: int, share: int) -> LocalServer:
-        """See `Servers`."""
         command = self._command
         return LocalServer(command.module, command.arguments(number, share), command.env(number))
 
     def look(self) -> str:
-        """See `Servers`."""
         return ""

@@ -137,7 +137,6 @@ class RayNodes:
 
     @property
     def late(self) -> list[str]:
-        """See `Nodes`."""
         return self._hub.late
 
     def look(self) -> None:
@@ -158,11 +157,9 @@ class RayNodes:
             )
 
     def pass_on(self, order: ForAll) -> None:
-        """See `Nodes`."""
         self._hub.pass_on(order)
 
     def stop(self, cause: str) -> None:
-        """See `Nodes`."""
         self._hub.stop(cause)
 
 

@@ -137,10 +137,9 @@ class OverloadControl:
             )
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
+        pass
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         self._wake_next()
 
     def reported(self) -> None:

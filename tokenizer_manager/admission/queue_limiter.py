@@ -136,11 +136,9 @@ class QueueLimiter:
     # ------------------------------------------------------------ events
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         self.sent(now_s, len(logged.choice.prompt_ids))
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         if logged.choice.first_token_s is None:
             self.started(len(logged.choice.prompt_ids))
         self.finished(now_s)

@@ -90,10 +90,9 @@ class Dispatcher:
         self._policy.restarted(replica)
 
     def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`. `Recovery` submits it, if a replica runs."""
+        """`Recovery` submits it, if a replica runs."""
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """See `RequestObserver`."""
         self.withdraw(logged)
 
     def _replica_for(self, message: GenerateRequest) -> int:

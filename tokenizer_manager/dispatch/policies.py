@@ -90,8 +90,6 @@ class ByLoad:
         self._by_tokens = by_tokens
 
     def choose(self, message: GenerateRequest, loads: Sequence[ReplicaLoad], running: Collection[int]) -> int:
-        """See `DispatchPolicy`."""
-
         def load(replica: int) -> tuple[int, int, int]:
             requests, tokens = loads[replica].num_requests, loads[replica].num_tokens
             return (tokens, requests, replica) if self._by_tokens else (requests, tokens, replica)
@@ -99,16 +97,16 @@ class ByLoad:
         return min(running, key=load)
 
     def sent(self, message: GenerateRequest, replica: int) -> None:
-        """See `DispatchPolicy`."""
+        pass
 
     def started(self, message: GenerateRequest, replica: int, cached_tokens: int) -> None:
-        """See `DispatchPolicy`."""
+        pass
 
     def ended(self, message: GenerateRequest) -> None:
-        """See `DispatchPolicy`."""
+        pass
 
     def restarted(self, replica: int) -> None:
-        """See `DispatchPolicy`."""
+        pass
 
 
 class RoundRobin(ByLoad):
@@ -121,7 +119,6 @@ class RoundRobin(ByLoad):
         self._next = 0
 
     def choose(self, message: GenerateRequest, loads: Sequence[ReplicaLoad], running: Collection[int]) -> int:
-        """See `DispatchPolicy`."""
         chosen = min(running, key=lambda replica: (replica - self._next) % self._num_replicas)
         self._next = (chosen + 1) % self._num_replicas
         return chosen
@@ -152,7 +149,6 @@ class PrefixAffinity:
         return min((each for each in running if loads[each].num_requests <= limit), key=preference)
 
     def sent(self, message: GenerateRequest, replica: int) -> None:
-        """See `DispatchPolicy`."""
         names = self._names_of(message)
         known = self._maps[replica]
         if expected := known.match(names):
@@ -160,7 +156,6 @@ class PrefixAffinity:
         known.add(names)
 
     def started(self, message: GenerateRequest, replica: int, cached_tokens: int) -> None:
-        """See `DispatchPolicy`."""
         expected = self._expected.pop(message.rid, 0)
         # The last token of a prompt is always computed, and with it up to a page; a block is larger than both.
         missing = expected - 1 - cached_tokens // BLOCK
@@ -168,11 +163,9 @@ class PrefixAffinity:
             self._maps[replica].missed(missing)
 
     def ended(self, message: GenerateRequest) -> None:
-        """See `DispatchPolicy`."""
         self._expected.pop(message.rid, None)
 
     def restarted(self, replica: int) -> None:
-        """See `DispatchPolicy`."""
         self._maps[replica].clear()
 
     def _names_of(self, message: GenerateRequest) -> list[int]:

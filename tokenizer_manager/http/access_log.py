@@ -40,7 +40,6 @@ class AccessLog(NoAccessLog):
     """Logs every request but GETs."""
 
     def ended(self, exchange: Exchange, ended_s: float) -> None:
-        """See `NoAccessLog`."""
         if exchange.method in ("GET", "HEAD", "OPTIONS"):
             return
         duration_ms = (ended_s - exchange.started_s) * 1e3

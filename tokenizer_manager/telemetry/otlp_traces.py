@@ -91,7 +91,6 @@ class OtlpTraces:
         logger.info("traces=on url=%s", url or "(from OTEL_ variables)")
 
     def ended(self, exchange: TracedExchange, now_s: float) -> None:
-        """See `Traces`."""
         if exchange.path not in OPERATIONS:
             return
         try:
@@ -100,7 +99,6 @@ class OtlpTraces:
             self._num_lost += 1
 
     def close(self) -> None:
-        """See `Traces`."""
         try:
             self._records.put_nowait(None)
         except queue.Full:

@@ -86,10 +86,10 @@ class NoTraces:
     """Without `--otlp-endpoint`."""
 
     def ended(self, exchange: TracedExchange, now_s: float) -> None:
-        """See `Traces`."""
+        pass
 
     def close(self) -> None:
-        """See `Traces`."""
+        pass
 
 
 def record_of(exchange: TracedExchange, now_s: float) -> RequestRecord:

@@ -93,7 +93,6 @@ class _Recognition:
         self._half_cos, self._half_sin, self._angles = _random_angles(angles)
 
     def form(self) -> AttentionForm | None:
-        """See `attention_form_of`."""
         if has_other_weights(self._call.module, [*self._linears, *self._norms]):
             return None
         if len(self._norms) not in (0, 2) or not all(map(self._is_head_norm, self._norms.values())):
@@ -178,7 +177,7 @@ class _Recognition:
                     )
 
     def _num_results(self, form: AttentionForm, scale: float) -> int | None:
-        """See `AttentionForm`; None: the module does not compute what the form says, at this size of numbers."""
+        """None: the module does not compute what the form says, at this size of numbers."""
         probes: dict[Any, Any] = {linear: Probe(linear.out_features) for linear in self._linears}
         for probe in probes.values():
             probe.begin(scale)

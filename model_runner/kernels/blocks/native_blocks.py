@@ -110,7 +110,6 @@ class NativeBlockLinear(NativeMatmul):
         )
 
     def as_expert(self) -> tuple[int, int, int, int, int, int, float, int]:
-        """See `NativeMatmul`."""
         scales = self._has_minima, self._has_paired_scales
         return (
             self._address,
@@ -152,11 +151,9 @@ class BlocksSideBySide:
         assert len({weight.shape[1] for weight in weights}) == 1, "inputs differ"
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearWeight`."""
         return self._multiplied(x, bias, torch.bfloat16)
 
     def to_float32(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """See `LinearToFloat32`."""
         return self._multiplied(x, bias, torch.float32)
 
     def _multiplied(self, x: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

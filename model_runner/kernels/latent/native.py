@@ -35,7 +35,6 @@ class NativeHeadMatmul:
             library.pack_linear(head.data_ptr(), self._outputs, self._inputs, packed.data_ptr())
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """See `HeadMatmul`."""
         assert x.dtype == out.dtype == torch.bfloat16, (x.dtype, out.dtype)
         assert x.shape == (len(x), self._num_heads, self._inputs) and x.stride(2) == 1, x.shape
         assert out.shape == (len(x), self._num_heads, self._outputs) and out.stride(2) == 1, out.shape
@@ -62,7 +61,7 @@ class NativeLatentOps:
         self._library = library
 
     def pack_heads(self, weight: Tensor) -> HeadMatmul:
-        """See `PackHeads`. Matrices with an odd number of inputs, or in float32, take torch."""
+        """Matrices with an odd number of inputs, or in float32, take torch."""
         if weight.dtype == torch.bfloat16 and weight.shape[2] % 2 == 0:
             return NativeHeadMatmul(self._library, weight)
         return plain.pack_heads(weight)
@@ -80,7 +79,6 @@ class NativeLatentOps:
         *,
         interleaved: bool,
     ) -> None:
-        """See `StoreLatent`."""
         weight, eps = norm
         num_tokens, num_heads, rotary_dim = q.shape
         row, cos, sin = row.contiguous(), cos.contiguous(), sin.contiguous()

@@ -19,12 +19,10 @@ class PlainHeadMatmul:
         self._weight = weight.transpose(1, 2).contiguous()  # [Hq, K, N]
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
-        """See `HeadMatmul`."""
         out.copy_(torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1))
 
 
 def pack_heads(weight: Tensor) -> HeadMatmul:
-    """See `PackHeads`."""
     return PlainHeadMatmul(weight)
 
 
@@ -40,7 +38,6 @@ def store_latent(
     *,
     interleaved: bool,
 ) -> None:
-    """See `StoreLatent`."""
     weight, eps = norm
     latent, key = row.split((len(weight), cos.shape[-1]), dim=-1)
     heads, cos, sin = torch.cat((q, key.unsqueeze(1)), dim=1), cos.to(q.dtype), sin.to(q.dtype)

@@ -53,21 +53,18 @@ class NativeDelta:
         self._b = _resident((num_slots, sum(map(_padded, outputs)) * rank), dtype)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `LowRankDelta`."""
         rank, filled = filled_up(parts, self._outputs.tolist(), self._inputs, self._columns)
         a = torch.cat([a for a, _ in filled])
         b = [_panels(b, self._columns).to(self._dtype).view(-1) for _, b in filled]
         return PackedDelta(rank, _panels(a, self._columns).to(self._dtype).view(-1), torch.cat(b))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `LowRankDelta`."""
         self._ranks[slot] = 0 if packed is None else packed.rank
         if packed is not None:
             self._a[slot, : len(packed.a)] = packed.a
             self._b[slot, : len(packed.b)] = packed.b
 
     def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `LowRankDelta`."""
         num_tokens = self._check(x, runs)
         assert y.shape == (num_tokens, self._width) and y.is_contiguous(), (y.shape, y.stride())
         assert y.dtype in (x.dtype, torch.float32), y.dtype
@@ -89,7 +86,6 @@ class NativeDelta:
         return y
 
     def add_gated(self, x: Tensor, paired: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `GatedDelta`."""
         num_tokens = self._check(x, runs)
         gates, ups = self._outputs.tolist()
         assert gates == ups and gates % _LANES == 0 and x.dtype == torch.bfloat16, (gates, ups, x.dtype)
@@ -134,7 +130,6 @@ class NativeDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `LowRankDelta`."""
         return self._a.nbytes + self._b.nbytes
 
 
@@ -161,21 +156,18 @@ class NativeEmbeddingDelta:
         self._b = torch.zeros((num_slots, _padded(size) * self._max_rank), dtype=dtype)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `EmbeddingDelta`."""
         rank, [(a, b)] = filled_up(parts, [self._size], self._vocab_size, self._columns)
         return PackedDelta(
             rank, a.T.to(self._dtype).contiguous(), _panels(b, self._columns).to(self._dtype).view(-1)
         )
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `EmbeddingDelta`."""
         self._ranks[slot] = 0 if packed is None else packed.rank
         if packed is not None:
             self._table[slot, :, : packed.rank] = packed.a
             self._b[slot, : len(packed.b)] = packed.b
 
     def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `EmbeddingDelta`."""
         assert token_ids.dtype == torch.int64 and token_ids.is_contiguous(), token_ids.dtype
         assert y.shape == (len(token_ids), self._size) and y.is_contiguous() and y.dtype == self._dtype, (
             y.shape
@@ -198,7 +190,6 @@ class NativeEmbeddingDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `EmbeddingDelta`."""
         return self._table.nbytes + self._b.nbytes
 
 
@@ -217,7 +208,6 @@ class NativeDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LowRankDelta:
-        """See `MakeDeltas`."""
         if dtype not in _DTYPES or inputs % _columns(dtype):
             return PlainDelta(inputs, outputs, num_slots, max_rank, dtype, device)
         return NativeDelta(self._library, inputs, outputs, num_slots, max_rank, dtype)
@@ -231,7 +221,6 @@ class NativeDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> EmbeddingDelta:
-        """See `MakeDeltas`."""
         if dtype not in _DTYPES:
             return PlainEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
         return NativeEmbeddingDelta(self._library, vocab_size, size, num_slots, max_rank, dtype)

@@ -40,20 +40,17 @@ class PlainDelta:
         self._b = torch.zeros((num_slots, sum(outputs), max_rank), dtype=dtype, device=device)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `LowRankDelta`."""
         rank, filled = filled_up(parts, self._outputs, self._inputs)
         a = torch.stack([a for a, _ in filled]).to(self._a.dtype)
         return PackedDelta(rank, a, torch.cat([b for _, b in filled]).to(self._b.dtype))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `LowRankDelta`."""
         self._ranks[slot] = 0 if packed is None else packed.rank
         if packed is not None:
             self._a[slot, :, : packed.rank] = packed.a.to(self._a.device)
             self._b[slot, :, : packed.rank] = packed.b.to(self._b.device)
 
     def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `LowRankDelta`."""
         _refuse_recording(y, runs)
         for slot, first, last in runs.on_host():
             if rank := self._ranks[slot]:
@@ -70,7 +67,6 @@ class PlainDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `LowRankDelta`."""
         return self._a.nbytes + self._b.nbytes
 
 
@@ -92,21 +88,18 @@ class PlainEmbeddingDelta:
         self._b = torch.zeros((num_slots, size, max_rank), dtype=dtype, device=device)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `EmbeddingDelta`."""
         (part,) = parts
         assert part is not None
         a, b = part
         return PackedDelta(len(a), a.T.contiguous().to(self._a.dtype), b.to(self._b.dtype))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `EmbeddingDelta`."""
         self._ranks[slot] = 0 if packed is None else packed.rank
         if packed is not None:
             self._a[slot, :, : packed.rank] = packed.a.to(self._a.device)
             self._b[slot, :, : packed.rank] = packed.b.to(self._b.device)
 
     def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `EmbeddingDelta`."""
         _refuse_recording(y, runs)
         for slot, first, last in runs.on_host():
             if rank := self._ranks[slot]:
@@ -117,7 +110,6 @@ class PlainEmbeddingDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `EmbeddingDelta`."""
         return self._a.nbytes + self._b.nbytes
 
 
@@ -139,7 +131,6 @@ class PlainDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LowRankDelta:
-        """See `MakeDeltas`."""
         return PlainDelta(inputs, outputs, num_slots, max_rank, dtype, device)
 
     def embedding(
@@ -151,7 +142,6 @@ class PlainDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> EmbeddingDelta:
-        """See `MakeDeltas`."""
         return PlainEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
 
 

@@ -33,7 +33,6 @@ class NativeStateOps:
     def short_conv(
         self, bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns
     ) -> Tensor:
-        """See `ShortConvOp`."""
         bcx = bcx.contiguous()
         (num_taps, size), dtype = weight.shape, bcx.dtype
         assert dtype in _DTYPES and weight.dtype == slots.dtype == dtype, (dtype, weight.dtype, slots.dtype)
@@ -59,7 +58,6 @@ class NativeStateOps:
     def gated_delta(
         self, qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, runs: StateRuns
     ) -> Tensor:
-        """See `GatedDeltaOp`."""
         qkvz, ba, recurrent = qkvz.contiguous(), ba.contiguous(), states.recurrent
         assert recurrent is not None and recurrent.dtype == torch.float32 and recurrent.is_contiguous()
         num_tokens, dtype, conv = len(qkvz), qkvz.dtype, states.conv
@@ -100,7 +98,6 @@ class NativeStateOps:
         return out
 
     def mamba2(self, zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
-        """See `Mamba2Op`."""
         zxbcdt, recurrent, conv = zxbcdt.contiguous(), states.recurrent, states.conv
         assert recurrent is not None and recurrent.dtype == torch.float32 and recurrent.is_contiguous()
         num_tokens, dtype, norm, bias = len(zxbcdt), zxbcdt.dtype, weights.norm, weights.bias

@@ -28,11 +28,9 @@ class NativeStreamOps:
 
     @property
     def altup(self) -> NativeStreamOps:
-        """See `AltUpOps`."""
         return self
 
     def gelu_times(self, x: Tensor, y: Tensor) -> Tensor:
-        """See `GeluTimes`."""
         assert x.dtype == y.dtype in _DTYPES and x.shape == y.shape and y.stride(1) == 1, (x.dtype, y.dtype)
         x = x.contiguous()
         rows, size = x.shape
@@ -42,7 +40,6 @@ class NativeStreamOps:
         return x
 
     def sparse_gelu_and_mul(self, gate_up: Tensor, multiplier: float) -> Tensor:
-        """See `SparseGatedActivation`."""
         assert gate_up.dtype in _DTYPES, gate_up.dtype
         gate_up = gate_up.contiguous()
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -53,14 +50,12 @@ class NativeStreamOps:
         return out
 
     def ids_below(self, ids: Tensor, bound: int) -> Tensor:
-        """See `IdsBelow`."""
         assert ids.dtype == torch.int64 and ids.is_contiguous(), ids.dtype
         out = torch.empty_like(ids)
         self._library.ids_below(ids.data_ptr(), out.data_ptr(), bound, len(ids))
         return out
 
     def stack(self, x: Tensor, projected: Tensor) -> Tensor:
-        """See `AltUpOps`."""
         x, projected = x.contiguous(), projected.contiguous()
         num_tokens, size = x.shape
         streams = 1 + projected.shape[1] // size
@@ -79,7 +74,6 @@ class NativeStreamOps:
         return out
 
     def predict(self, streams: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
-        """See `AltUpOps`."""
         streams = streams.contiguous()
         num_tokens, num_streams, size = _check(streams, weights)
         out = streams.new_empty(streams.shape)
@@ -100,7 +94,6 @@ class NativeStreamOps:
         return out, active
 
     def correct(self, predictions: Tensor, activated: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
-        """See `AltUpOps`."""
         predictions, activated = predictions.contiguous(), activated.contiguous()
         num_tokens, num_streams, size = _check(predictions, weights)
         assert activated.dtype == predictions.dtype and activated.shape == (num_tokens, size), activated.shape
@@ -120,7 +113,6 @@ class NativeStreamOps:
         return predictions, activated
 
     def spread(self, x: Tensor, streams: Tensor) -> Tensor:
-        """See `AltUpOps`."""
         x, streams = x.contiguous(), streams.contiguous()
         num_tokens, num_streams, size = streams.shape
         assert x.dtype == streams.dtype in _DTYPES and x.shape == (num_tokens, size), (x.dtype, x.shape)
@@ -130,7 +122,6 @@ class NativeStreamOps:
         return streams
 
     def add_matched(self, streams: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
-        """See `AltUpOps`."""
         streams, x = streams.contiguous(), x.contiguous()
         num_tokens, num_streams, size = streams.shape
         assert x.dtype == streams.dtype in _DTYPES and x.shape == (num_tokens, size), (x.dtype, x.shape)

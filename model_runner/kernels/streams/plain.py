@@ -17,12 +17,10 @@ LEAST_MEAN_SQUARE: Final = 1e-5
 
 
 def gelu_times(x: Tensor, y: Tensor) -> Tensor:
-    """See `GeluTimes`."""
     return (F.gelu(x.to(torch.float32), approximate="tanh") * y).to(x.dtype)
 
 
 def sparse_gelu_and_mul(gate_up: Tensor, multiplier: float) -> Tensor:
-    """See `SparseGatedActivation`."""
     gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
     deviation, mean = torch.std_mean(gate, dim=-1, correction=0, keepdim=True)
     return gelu_above(gate, mean + multiplier * deviation, up).to(gate_up.dtype)
@@ -34,7 +32,6 @@ def gelu_above(gate: Tensor, cutoff: Tensor, up: Tensor) -> Tensor:
 
 
 def ids_below(ids: Tensor, bound: int) -> Tensor:
-    """See `IdsBelow`."""
     return ids.masked_fill(ids >= bound, 0)
 
 
@@ -42,19 +39,16 @@ class PlainAltUp:
     """See `AltUpOps`."""
 
     def stack(self, x: Tensor, projected: Tensor) -> Tensor:
-        """See `AltUpOps`."""
         others = projected.view(len(x), -1, x.shape[1])
         return torch.cat((x.unsqueeze(1), _matched(others, x.unsqueeze(1)).to(x.dtype)), dim=1)
 
     def predict(self, streams: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
-        """See `AltUpOps`."""
         wide, num_streams = streams.to(torch.float32), streams.shape[1]
         coefs = F.linear(_numbers(wide[:, weights.active], weights), weights.predictions)
         predicted = torch.bmm(coefs.view(-1, num_streams, num_streams), wide).add_(wide).to(streams.dtype)
         return predicted, predicted[:, weights.active].contiguous()
 
     def correct(self, predictions: Tensor, activated: Tensor, weights: AltUpWeights) -> tuple[Tensor, Tensor]:
-        """See `AltUpOps`."""
         wide, new = predictions.to(torch.float32), activated.to(torch.float32)
         coefs = F.linear(_numbers(new, weights), weights.corrections) + 1.0
         innovation = new - wide[:, weights.active]
@@ -63,12 +57,10 @@ class PlainAltUp:
         return corrected, scaled.to(predictions.dtype)
 
     def spread(self, x: Tensor, streams: Tensor) -> Tensor:
-        """See `AltUpOps`."""
         streams[:, 1:] += x.unsqueeze(1)
         return streams
 
     def add_matched(self, streams: Tensor, x: Tensor, total: Tensor | None) -> Tensor:
-        """See `AltUpOps`."""
         first = streams[:, 0]
         return ((first if total is None else total) + _matched(x, first)).to(x.dtype)
 

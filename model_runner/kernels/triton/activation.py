@@ -37,12 +37,11 @@ def _gate_and_mul_kernel(x_ptr, out_ptr, x_stride, width, GELU: tl.constexpr, BL
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `GatedActivation`."""
     return _gate_and_mul(gate_up, gelu=False)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `GatedActivation`; gelu by the tanh approximation."""
+    """Gelu by the tanh approximation."""
     return _gate_and_mul(gate_up, gelu=True)
 
 
@@ -60,7 +59,6 @@ def _gate_and_mul(gate_up: Tensor, *, gelu: bool) -> Tensor:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     signature = {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_stride": "i32:16", "width": "i32:16"}
     return [
         KernelVariant(

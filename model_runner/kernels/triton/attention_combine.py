@@ -105,7 +105,6 @@ def combine(partial: Tensor, lse: Tensor, spans: Tensor, out: Tensor, sinks: Ten
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     pointers = {
         "partial_ptr": "*fp32",
         "lse_ptr": "*fp32",

@@ -342,7 +342,6 @@ def attend_decode(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = [
         KernelVariant(
             "plan_decodes",

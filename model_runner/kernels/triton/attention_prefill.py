@@ -357,7 +357,6 @@ def attend_extend(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = []
     for variant in VARIANTS:
         shape, dtype, kv_dtype = variant.shape, variant.dtype, variant.kv_dtype

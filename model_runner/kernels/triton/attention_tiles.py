@@ -175,7 +175,6 @@ class Variant(NamedTuple):
 
     @property
     def min_arch(self) -> int:
-        """See `KernelVariant`."""
         is_native = self.kv_dtype == torch.float8_e4m3fn and not self.by_hand
         return FIRST_WITH_FP8 if is_native else 0
 

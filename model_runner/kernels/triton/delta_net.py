@@ -118,7 +118,7 @@ def _finish_kernel(
 def gated_delta(
     qkvz: Tensor, ba: Tensor, weights: DeltaWeights, states: LayerStates, runs: StateRuns
 ) -> Tensor:
-    """See `GatedDeltaOp`. The grids depend on shapes only where the runs are not on the host."""
+    """The grids depend on shapes only where the runs are not on the host."""
     recurrent = states.recurrent
     assert recurrent is not None
     qkvz, ba = qkvz.contiguous(), ba.contiguous()
@@ -167,7 +167,6 @@ def gated_delta(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     return [
         KernelVariant(
             "delta_net correction bf16 128x128",

@@ -202,7 +202,6 @@ def dequantize_int4(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = []
     packed = {"words_ptr": "*i32", "scales_ptr": "*fp16", "zeros_ptr": "*u8"}
     sizes = {"num_inputs": "i32:16", "width": "i32:16"}

@@ -244,7 +244,6 @@ class TritonExperts:
             _align(expert_ids, len(self._down), tile.rows, counted=True)
 
     def __call__(self, x: Tensor, shares: Tensor, expert_ids: Tensor) -> Tensor:
-        """See `ExpertWeights`."""
         num_tokens, width = x.shape
         num_active = expert_ids.shape[1]
         out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
@@ -388,7 +387,7 @@ def _tiles(item_bytes: int) -> tuple[_Tile, _Tile, _Tile]:
 
 
 def pack_experts(experts: ExpertSource) -> ExpertWeights:
-    """See `PackExperts`. Later layers of the same shapes find the kernels compiled."""
+    """Later layers of the same shapes find the kernels compiled."""
     packed = TritonExperts(
         *experts.stacked(), experts.clamp, experts.biases(), scales_inputs=experts.scales_inputs
     )
@@ -397,7 +396,7 @@ def pack_experts(experts: ExpertSource) -> ExpertWeights:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`. Shapes of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
+    """Shapes of Qwen3-30B-A3B: 128 experts, 8 active, 2048 and 768 wide."""
     count = {"expert_ids_ptr": "*i64", "counts_ptr": "*i32", "num_rows": "i32"}
     align = {**count, "sorted_rows_ptr": "*i32", "block_expert_ptr": "*i32", "num_blocks_ptr": "*i32"}
     constants: dict[str, Any] = {"NUM_EXPERTS": 128, "BINS": 256, "CHUNK": _CHUNK}

@@ -289,7 +289,6 @@ def _quantize_warps(block: int) -> int:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = []
     for block in (GROUP, _NUMBERS_AT_A_TIME):
         signature = {"x_ptr": "*bf16", "numbers_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "x_stride": "i32:16"}

@@ -216,20 +216,17 @@ class TritonDelta:
         self._tiles = torch.tensor(tiles, dtype=torch.int32, device=device)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `LowRankDelta`."""
         rank, filled = filled_up(parts, self._outputs, self._inputs)
         a = torch.stack([a for a, _ in filled]).to(self._a.dtype)
         return PackedDelta(rank, a, torch.cat([b for _, b in filled]).to(self._b.dtype))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `LowRankDelta`."""
         self._ranks[slot].fill_(0 if packed is None else packed.rank)
         if packed is not None:
             self._a[slot, :, : packed.rank].copy_(packed.a)
             self._b[slot, :, : packed.rank].copy_(packed.b)
 
     def add(self, x: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `LowRankDelta`."""
         num_tokens, num_modules = len(x), len(self._outputs)
         num_runs = (len(runs.plan) - 1) // 3
         assert x.dtype == self._a.dtype and x.shape[1] == self._inputs, (x.dtype, x.shape)
@@ -276,7 +273,6 @@ class TritonDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `LowRankDelta`."""
         return self._a.nbytes + self._b.nbytes
 
 
@@ -299,21 +295,18 @@ class TritonEmbeddingDelta:
         self._b = torch.zeros((num_slots, size, self._rank), dtype=dtype, device=device)
 
     def pack(self, parts: Sequence[tuple[Tensor, Tensor] | None]) -> PackedDelta:
-        """See `EmbeddingDelta`."""
         (part,) = parts
         assert part is not None
         a, b = part
         return PackedDelta(len(a), a.T.contiguous().to(self._b.dtype), b.to(self._b.dtype))
 
     def put(self, slot: int, packed: PackedDelta | None) -> None:
-        """See `EmbeddingDelta`."""
         self._ranks[slot].fill_(0 if packed is None else packed.rank)
         if packed is not None:
             self._table[slot, :, : packed.rank].copy_(packed.a)
             self._b[slot, :, : packed.rank].copy_(packed.b)
 
     def add(self, token_ids: Tensor, y: Tensor, runs: AdapterRuns) -> Tensor:
-        """See `EmbeddingDelta`."""
         num_tokens, size = y.shape
         assert y.is_contiguous() and len(token_ids) == num_tokens, y.shape
         _embed_kernel[((len(runs.plan) - 1) // 3, triton.cdiv(size, _TILE_OUTPUTS))](
@@ -333,7 +326,6 @@ class TritonEmbeddingDelta:
 
     @property
     def num_bytes(self) -> int:
-        """See `EmbeddingDelta`."""
         return self._table.nbytes + self._b.nbytes
 
 
@@ -349,7 +341,6 @@ class TritonDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> LowRankDelta:
-        """See `MakeDeltas`."""
         return TritonDelta(inputs, outputs, num_slots, max_rank, dtype, device)
 
     def embedding(
@@ -361,7 +352,6 @@ class TritonDeltas:
         dtype: torch.dtype,
         device: torch.device,
     ) -> EmbeddingDelta:
-        """See `MakeDeltas`."""
         return TritonEmbeddingDelta(vocab_size, size, num_slots, max_rank, dtype, device)
 
 
@@ -382,7 +372,6 @@ def _tile_inputs(rank: int) -> int:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = []
     for rank, num_modules, splits, tokens in (
         (16, 3, 4, 16),

@@ -120,7 +120,7 @@ def _finish_kernel(
 
 
 def mamba2(zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: StateRuns) -> Tensor:
-    """See `Mamba2Op`. The grids depend on shapes only where the runs are not on the host."""
+    """The grids depend on shapes only where the runs are not on the host."""
     recurrent, norm = states.recurrent, weights.norm
     assert recurrent is not None
     zxbcdt = zxbcdt.contiguous()
@@ -174,7 +174,6 @@ def mamba2(zxbcdt: Tensor, weights: MambaWeights, states: LayerStates, runs: Sta
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     sizes = ("size", "inner", "group_size", "state_dim", "head_dim", "num_heads")
     return [
         KernelVariant(

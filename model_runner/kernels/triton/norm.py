@@ -69,7 +69,7 @@ def _add_rms_norm_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `RMSNormOp`. Rows may have any stride; leading axes that cannot be merged into one are copied."""
+    """Rows may have any stride; leading axes that cannot be merged into one are copied."""
     size = x.shape[-1]
     rows = _rows(x.reshape(-1, size))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -93,7 +93,7 @@ def norm_rows_in_place(rows: Tensor, weight: Tensor, eps: float) -> None:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `AddRMSNormOp`; the residual stream is overwritten, x is not."""
+    """The residual stream is overwritten, x is not."""
     num_rows, size = x.shape
     x, residual = _rows(x), _rows(residual)
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
@@ -127,7 +127,6 @@ def _launch(size: int) -> tuple[int, int]:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     found = []
     for size, dtype, weight in (
         (128, "bf16", "fp32"),

@@ -188,7 +188,7 @@ def rotate_and_store(
     query_factors: Tensor | None = None,
     keys_are_values: bool = False,
 ) -> Tensor:
-    """See `RotateAndStore`. `qkv` is modified only by norms over all heads; the result is contiguous.
+    """`qkv` is modified only by norms over all heads; the result is contiguous.
 
     Raises:
         ValueError: shapes disagree, which would cause out-of-bounds writes.
@@ -282,7 +282,6 @@ def _conversion(dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[bool, floa
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     cases = (
         # name, heads of q, of k, head dim, rotary dim, dtype of norm weights, pool
         ("Qwen3-8B", 32, 8, 128, 128, "bf16", "bf16"),

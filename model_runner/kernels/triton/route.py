@@ -121,7 +121,7 @@ def _in_best_groups(
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """See `Route`. Among equals the expert with the smaller index comes first."""
+    """Among equals the expert with the smaller index comes first."""
     num_tokens, num_experts = logits.shape
     num_active = routing.num_active
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -159,7 +159,6 @@ def _constants(routing: Routing, num_experts: int) -> dict[str, Any]:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     signature = {"logits_ptr": "*bf16", "bias_ptr": "*bf16", "shares_ptr": "*fp32", "ids_ptr": "*i64"}
     signature |= {"logits_stride": "i32:16", "num_experts": "i32:16"}
     in_groups = Routing(

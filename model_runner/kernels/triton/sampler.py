@@ -268,7 +268,6 @@ def shortlist_kernel(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     surveys = [
         row_variant(survey_kernel, kind, SURVEY_WARPS, logits)
         for kind in ("greedy", "draw", "edited")

@@ -257,7 +257,6 @@ def _filtered_draw(source, table_ptr, row, vocab_size, bound, largest, total, BL
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     return [
         row_variant(choose_kernel, kind, CHOOSE_WARPS, logits)
         for kind in ("greedy", "filtered", "edited")

@@ -103,7 +103,7 @@ def _short_conv_kernel(
 
 
 def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, runs: StateRuns) -> Tensor:
-    """See `ShortConvOp`. The grid depends on shapes only where the runs are not on the host."""
+    """The grid depends on shapes only where the runs are not on the host."""
     num_taps, size = weight.shape
     bcx = bcx.contiguous()
     out = torch.empty((bcx.shape[0], size), dtype=bcx.dtype, device=bcx.device)
@@ -127,7 +127,6 @@ def short_conv(bcx: Tensor, weight: Tensor, bias: Tensor | None, slots: Tensor, 
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     signature = {
         **dict.fromkeys(("bcx_ptr", "weight_ptr", "bias_ptr", "slots_ptr"), "*bf16"),
         "plan_ptr": "*i64",

@@ -114,7 +114,6 @@ def num_sms_of(device: torch.device) -> int:
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     signature = {"partial_ptr": "*fp32", "out_ptr": "*bf16", "num_numbers": "i32", "width": "i32"}
     found = []
     for splits, has_bias in ((2, True), (MAX_SPLITS, False)):

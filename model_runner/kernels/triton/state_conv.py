@@ -124,7 +124,6 @@ def convolve(
 
 
 def variants() -> list[KernelVariant]:
-    """See `compile_report`."""
     signature = {
         **dict.fromkeys(("inputs_ptr", "taps_ptr", "bias_ptr", "slots_ptr"), "*bf16"),
         "plan_ptr": "*i64",

@@ -180,7 +180,6 @@ class _SparseOverRanks:
         self._num_gates, self._multiplier = num_gates, multiplier
 
     def __call__(self, gate_up: Tensor) -> Tensor:
-        """See `GatedActivation`."""
         gate, up = gate_up.to(torch.float32).chunk(2, dim=-1)
         mean = self._all_reduce(gate.sum(dim=-1, keepdim=True)) / self._num_gates
         squares = self._all_reduce((gate - mean).square().sum(dim=-1, keepdim=True)) / self._num_gates

@@ -63,11 +63,9 @@ class OneStream:
     """The residual stream of most models."""
 
     def begin(self, embedded: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        """See `Streams`."""
         return embedded
 
     def end(self, streams: Tensor, adapters: AdapterRuns | None) -> Tensor:
-        """See `Streams`."""
         return streams
 
 
@@ -91,7 +89,6 @@ class ScaledLayer:
         batch: ForwardBatch,
         select_rows: SelectRows,
     ) -> Tensor:
-        """See `StreamLayer`."""
         x, residual = self.inner(None, streams, cos, sin, batch, select_rows)
         residual = self._add(x, residual)
         if self.gate is not None and inputs is not None:
@@ -124,7 +121,7 @@ class StreamDecoder:
         self._take_rows = take_rows
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """See `CausalLM`. After the last layer's attention only the tokens that need logits are computed."""
+        """After the last layer's attention only the tokens that need logits are computed."""
         tokens = None if batch.adapters is None else batch.adapters.tokens
         embedded = self.embedding(batch.input_ids, tokens)
         inputs = None if self.inputs is None else self.inputs(batch.input_ids, embedded, tokens)
@@ -136,18 +133,14 @@ class StreamDecoder:
         return self.streams.end(streams, kept_adapters(batch, row_selections[-1]))
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """See `CausalLM`."""
         return self.norm(hidden)
 
     def logits(self, hidden: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """See `CausalLM`."""
         return self.head(self.norm(hidden), adapters)
 
     def write_logits(self, hidden: Tensor, adapters: AdapterRuns | None, out: Tensor) -> None:
-        """See `CausalLM`."""
         self.head.write(self.norm(hidden), adapters, out)
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """See `CausalLM`."""
         return self.head.dtype

@@ -108,7 +108,7 @@ class CudaGraphExecutor:
             self.recorded_decodes = RecordedDecodes(result, self._sizes, device)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. State layers are recorded for one token per request, so they verify drafts eagerly."""
+        """State layers are recorded for one token per request, so they verify drafts eagerly."""
         num = batch.num_tokens
         if not batch.samples_all or (batch.drafts is not None and self._has_states):
             return self.others.run(batch)

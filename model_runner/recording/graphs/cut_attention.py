@@ -80,7 +80,7 @@ class CutAttention:
     def forward(
         self, layer_id: int, q: Tensor, sinks: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `StepAttention`: the result of each layer is in the same memory, valid until the next one."""
+        """The result of each layer is in the same memory, valid until the next one."""
         assert out is None, "models do not say where"
         queries, attended = self._memory.of(q)
         queries[: len(q)].copy_(q)

@@ -102,7 +102,7 @@ class PromptGraphExecutor:
         self.recorded_bytes = RecordedBytes(prompts=prompt_bytes)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Memory for inputs and plan is asked for twice, if the device has none."""
+        """Memory for inputs and plan is asked for twice, if the device has none."""
         num, has_adapters = batch.num_tokens, batch.adapter_slots is not None
         if num > self._sizes[-1] or (has_adapters and not self._records_adapters):
             return self.eager.run(batch)

@@ -67,7 +67,7 @@ class RecordedSampler:
         self._graphs, self.recorded_bytes = self._record()
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """See `SamplerBackend`. What a recording writes is valid until the next step's sampling."""
+        """What a recording writes is valid until the next step's sampling."""
         is_decode = logits.data_ptr() == self._logits.data_ptr()
         if not is_decode or batch.processes_logits or (batch.draw is not None and batch.draw.filtered):
             return self._others.sample(logits, batch)
@@ -83,11 +83,9 @@ class RecordedSampler:
         return SampledTokens(graph.results.token_ids[:num], graph.results.finite[:num])
 
     def logprobs(self, logits: Tensor, indices: Int64s, token_ids: Tensor, top_k: int) -> TokenLogprobs:
-        """See `SamplerBackend`."""
         return self._others.logprobs(logits, indices, token_ids, top_k)
 
     def capturable(self) -> None:
-        """See `SamplerBackend.capturable`."""
         return
 
     def _upload(self, size: int, batch: SamplingBatch) -> None:

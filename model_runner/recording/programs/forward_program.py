@@ -85,7 +85,6 @@ class ProgrammedForward:
         self._model = model
 
     def __call__(self, batch: ForwardBatch) -> Tensor | StageStates:
-        """See `CausalLM.forward`."""
         attention = batch.attention
         num_tokens = len(batch.input_ids)
         size = StepSize(num_tokens, num_tokens if batch.logits_indices is None else len(batch.logits_indices))
@@ -189,7 +188,6 @@ class _Blocks:
         self.reason = ""
 
     def like(self, tensor: Tensor) -> Tensor:
-        """See `Memory`."""
         if not tensor.numel():
             return tensor
         if not tensor.is_contiguous():

@@ -98,7 +98,7 @@ class NativeExecutor:
         return sorted(size for size, has_adapters in self._recordings if not has_adapters)
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """See `StepExecutor`. Recording the first step of a size computes it."""
+        """Recording the first step of a size computes it."""
         has_adapters = batch.adapter_slots is not None
         reason_against = self.reason_against_adapters if has_adapters else self.reason_against
         if not batch.samples_all or batch.num_tokens > self._max_tokens or reason_against:

@@ -39,7 +39,6 @@ class BodyBudget:
             self.num_bytes -= reservation.num_bytes
 
     def grow(self, reservation: BodyReservation, size: int) -> None:
-        """See `BodyReservation.grow_to`."""
         more = size - reservation.num_bytes
         if size <= SMALL_BYTES or more <= 0:
             return

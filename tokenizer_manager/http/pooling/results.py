@@ -40,7 +40,7 @@ async def json_in_parts(vectors: Sequence[bytes], form: Callable[[int, bytes], o
 async def scores_in_parts(
     pooling: PoolingSpec, inputs: ScoredInputs, vectors: Sequence[bytes]
 ) -> list[list[float]]:
-    """See `scores_of`."""
+    """Turn the classifier's outputs into scores, input by input; other tasks run in between."""
     num_pairs = max(1, NUMBERS_AT_ONCE // max(1, pooling.size))
     scores: list[list[float]] = []
     for start in range(0, len(inputs.pairs), num_pairs):

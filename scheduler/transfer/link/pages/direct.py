@@ -26,7 +26,6 @@ class AllOf:
         self._error = error
 
     def is_done(self) -> bool:
-        """See `Work`."""
         left = []
         for part in self._open:
             try:
@@ -42,7 +41,7 @@ class AllOf:
         return True
 
     def stop(self) -> bool:
-        """See `Sending`. A library cannot take back what it has begun."""
+        """A library cannot take back what it has begun."""
         return not self._open
 
 
@@ -57,7 +56,6 @@ class DirectSender:
         self._ranks = ranks
 
     def add_peer(self, peer: str, targets: Sequence[bytes]) -> AllOf:
-        """See `PageSender`."""
         if len(targets) != 1 + len(self._ranks):
             raise TransferError(f"it names {len(targets)} ranks, but there are {1 + len(self._ranks)}")
         self._writer.add_peer(peer, targets[0])
@@ -65,12 +63,11 @@ class DirectSender:
         return AllOf([self._ranks.order(rank, AddPeer(0, peer, target)) for rank, target in others])
 
     def drop_peer(self, peer: str) -> None:
-        """See `PageSender`."""
         self._writer.drop_peer(peer)
         self._ranks.tell(DropPeer(peer))
 
     def write(self, command: WritePages, send: SendFrames) -> AllOf:
-        """See `PageSender`. Rank 0 has settled the step that computed the pages; the others wait for it."""
+        """Rank 0 has settled the step that computed the pages; the others wait for it."""
         own = WriteOwnPages(0, command.peer, command.sources, command.targets, command.step_id)
         parts: list[Work] = [self._ranks.order(rank, own) for rank in range(1, 1 + len(self._ranks))]
         sources, targets = (
@@ -83,10 +80,9 @@ class DirectSender:
         return AllOf(parts)
 
     def taken(self, peer: str, number: int) -> None:
-        """See `PageSender`."""
+        pass
 
     def close(self) -> None:
-        """See `PageSender`."""
         self._writer.close()
         self._ranks.close()
 
@@ -104,15 +100,12 @@ class DirectReceiver:
         self.polls = target.polls
 
     def targets(self) -> tuple[bytes, ...]:
-        """See `PageReceiver`."""
         return (self._target.target(), *(worker.target for worker in self._ranks.workers))
 
     def store(self, rank: int, pages: Pages, frames: Frames) -> Work:
-        """See `PageReceiver`."""
         raise ValueError("the backend writes pages itself")
 
     def progress(self) -> None:
-        """See `PageReceiver`."""
         self._target.progress()
         now_s = time.monotonic()
         if now_s - self._told_s > _PROGRESS_AGAIN_S:
@@ -120,6 +113,5 @@ class DirectReceiver:
             self._ranks.tell(MakeProgress())
 
     def close(self) -> None:
-        """See `PageReceiver`."""
         self._target.close()
         self._ranks.close()

@@ -47,7 +47,7 @@ class _Sending:
         self._error = ""
 
     def is_done(self) -> bool:
-        """See `Work`. Reads and sends what the window allows."""
+        """Reads and sends what the window allows."""
         try:
             if not self._error:
                 self._advance()
@@ -58,7 +58,7 @@ class _Sending:
         return not (self._pieces or self._reading or self._sent)
 
     def stop(self) -> bool:
-        """See `Sending`. The decode engine drops pages of claims that it has given up."""
+        """The decode engine drops pages of claims that it has given up."""
         self._end(f"{self._command.peer} is lost")
         return True
 
@@ -108,26 +108,21 @@ class LocalSender:
         self._last_number = 0
 
     def add_peer(self, peer: str, targets: Sequence[bytes]) -> Done:
-        """See `PageSender`."""
         self._windows[peer] = {}
         return Done()
 
     def drop_peer(self, peer: str) -> None:
-        """See `PageSender`."""
         self._windows.pop(peer, None)
 
     def write(self, command: WritePages, send: SendFrames) -> _Sending:
-        """See `PageSender`."""
         return _Sending(self, command, send)
 
     def taken(self, peer: str, number: int) -> None:
-        """See `PageSender`."""
         sending = self._windows.get(peer, {}).pop(number, None)
         if sending is not None:
             sending.taken(number)
 
     def close(self) -> None:
-        """See `PageSender`."""
         self.ranks.close()
 
     # ------------------------------------------------------------ for `_Sending`
@@ -166,11 +161,9 @@ class LocalReceiver:
         self._ranks = ranks
 
     def targets(self) -> tuple[bytes, ...]:
-        """See `PageReceiver`."""
         return (b"",) * (1 + len(self._ranks))
 
     def store(self, rank: int, pages: Pages, frames: Frames) -> Work:
-        """See `PageReceiver`."""
         if not 0 <= rank <= len(self._ranks):
             raise ValueError(f"there is no rank {rank}")
         if rank:
@@ -179,8 +172,7 @@ class LocalReceiver:
         return Done()
 
     def progress(self) -> None:
-        """See `PageReceiver`."""
+        pass
 
     def close(self) -> None:
-        """See `PageReceiver`."""
         self._ranks.close()

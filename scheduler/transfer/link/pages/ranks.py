@@ -49,7 +49,6 @@ class Ordered:
         self.frames: Frames = ()
 
     def is_done(self) -> bool:
-        """See `Work`."""
         if not self._is_over:
             self._ranks.take_answers()
         if self._error:
