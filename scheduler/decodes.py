@@ -27,19 +27,6 @@ logger = logging.getLogger(__name__)
 class Decodes:
     """Finds a page for the next token of each running request; retracts requests when there are too few pages."""
 
-    __slots__ = (
-        "_answers",
-        "_chaos",
-        "_estimator",
-        "_incoming",
-        "_kv",
-        "_micro_batches",
-        "_policy",
-        "_preemption",
-        "_requests",
-        "_states",
-    )
-
     def __init__(
         self,
         requests: Requests,

@@ -40,8 +40,6 @@ class OneMicroBatch:
 class StageMicroBatches:
     """See the module."""
 
-    __slots__ = ("_num_chosen", "_num_stages", "_states", "_turn_of_row")
-
     def __init__(self, states: RowStates, num_stages: int) -> None:
         """Take the number of stages, 2 or more."""
         self._states = states

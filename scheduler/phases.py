@@ -39,8 +39,6 @@ class MixedBatching:
     step) work like this. They differ in the budget that `Admission` makes.
     """
 
-    __slots__ = ("_admission", "_decodes")
-
     def __init__(self, admission: Admission, decodes: Decodes) -> None:
         self._admission = admission
         self._decodes = decodes
@@ -60,16 +58,6 @@ class PrefillFirst:
     Two bounds limit how long running requests wait. `max_in_a_row` limits consecutive prefill steps. `decode_interval`
     is the least number of decode steps between two prefill steps (SGLang's `--prefill-decode-interval`).
     """
-
-    __slots__ = (
-        "_admission",
-        "_decode_interval",
-        "_decode_steps",
-        "_decodes",
-        "_max_in_a_row",
-        "_prefill_steps",
-        "_requests",
-    )
 
     def __init__(
         self,
@@ -111,8 +99,6 @@ class PrefillFirst:
 
 class HoldOnOutOfMemory:
     """Decorator of a mode: while the device has no memory even for the smallest step, nothing is computed."""
-
-    __slots__ = ("_admission", "_out_of_memory", "_phases")
 
     def __init__(self, phases: StepPhases, admission: Admission, out_of_memory: OutOfMemory) -> None:
         self._phases = phases

@@ -30,24 +30,6 @@ from .step_size.step_target import StepTarget
 class ResultSettler:
     """Appends tokens, finishes requests, fills the prefix cache, makes the rows for the detokenizer."""
 
-    __slots__ = (
-        "_caps",
-        "_estimator",
-        "_kv",
-        "_mode",
-        "_multi_step",
-        "_out_of_memory",
-        "_policy",
-        "_pool",
-        "_requests",
-        "_speculation",
-        "_states",
-        "_stats",
-        "_stop_rules",
-        "_streams",
-        "_target",
-    )
-
     def __init__(
         self,
         requests: Requests,

@@ -34,8 +34,6 @@ class StallSentinel:
         stalled: why no request can be admitted, for `/health`; "" while there is no stall.
     """
 
-    __slots__ = ("_num_passes", "stalled")
-
     def __init__(self) -> None:
         self._num_passes = 0
         self.stalled = ""

@@ -30,18 +30,6 @@ class Roofline:
     batch; attention, the other part, does not.)
     """
 
-    __slots__ = (
-        "_head_s",
-        "_kv_token_s",
-        "_overhead_s",
-        "_pair_s",
-        "_swap_token_s",
-        "_token_s",
-        "_weights_s",
-        "device",
-        "model",
-    )
-
     def __init__(self, model: ModelFacts, device: DeviceFacts) -> None:
         self.model, self.device = model, device
         flops = device.flops * device.compute_share

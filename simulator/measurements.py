@@ -23,8 +23,6 @@ class GapHistogram:
     NUM_BUCKETS: Final = 2400  # up to 26 s · 10^3
     _FLUSH_AT: Final = 1 << 16
 
-    __slots__ = ("_counts", "_num_pending", "_pending", "_sum_s")
-
     def __init__(self) -> None:
         self._counts = np.zeros(self.NUM_BUCKETS, dtype=np.int64)
         self._pending: list[FloatArray] = []

@@ -46,8 +46,6 @@ class StaticPadding:
     much KV as the longest. (Request-level scheduling in Orca, OSDI 2022.)
     """
 
-    __slots__ = ("_num_rows",)
-
     def __init__(self) -> None:
         self._num_rows = 0
 

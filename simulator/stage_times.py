@@ -15,8 +15,6 @@ HOP_S: Final = 0.0002
 class StageTimes:
     """See the module. With one stage a step takes its own time."""
 
-    __slots__ = ("_free_s", "_token_s")
-
     def __init__(self, num_stages: int, token_s: float) -> None:
         """All stages are free.
 

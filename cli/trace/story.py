@@ -157,7 +157,6 @@ class PassTable:
         "num_rest",
         "policies",
     )
-    __slots__ = (*COLUMNS, "notes")
 
     def __init__(self) -> None:
         self.start_s: list[float] = []

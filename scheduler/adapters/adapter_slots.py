@@ -40,8 +40,6 @@ class AdapterSlots:
     with it until the overtaken one has started. SGLang's `lora_drainer` does the same after a time.
     """
 
-    __slots__ = ("_drained", "_drained_for", "_idle", "_in_use", "_loads", "_num_slots", "_slot_of", "_table")
-
     def __init__(self, num_slots: int, table: AdapterTable) -> None:
         self._num_slots = num_slots
         self._table = table

@@ -27,8 +27,6 @@ class Adapter:
 class AdapterTable:
     """The adapters by fingerprint: being read, ready, or not readable, whose requests are refused with the reason."""
 
-    __slots__ = ("_adapters", "_failed", "_is_enabled")
-
     def __init__(self, *, is_enabled: bool) -> None:
         """`is_enabled`: whether the runner has slots for adapters."""
         self._is_enabled = is_enabled

@@ -31,17 +31,6 @@ _MAX_COUNTED = 32
 class Admission:
     """Continues the partial prefills, lets an `AdmissionPass` admit waiting requests, and gives rows and pages."""
 
-    __slots__ = (
-        "_caps",
-        "_estimator",
-        "_limits",
-        "_make_prefix_dedup",
-        "_memory",
-        "_parts",
-        "_stats",
-        "_target",
-    )
-
     def __init__(
         self,
         parts: AdmissionParts,

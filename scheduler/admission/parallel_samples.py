@@ -13,8 +13,6 @@ from ..requests.row_states import RowStates
 class ParallelSamples:
     """Which members of each group have a row. A `RowObserver`."""
 
-    __slots__ = ("_members", "_states")
-
     def __init__(self, states: RowStates) -> None:
         self._states = states
         self._members: dict[str, list[Req]] = {}

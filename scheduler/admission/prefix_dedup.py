@@ -34,8 +34,6 @@ class PrefixDedup(Protocol):
 class InBatchPrefixDedup:
     """See the module."""
 
-    __slots__ = ("_keys", "_page_size", "_run_bytes")
-
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._run_bytes = pages_for(MIN_SHARED_TOKENS, page_size) * page_size * TOKEN_ID_BYTES

@@ -15,8 +15,6 @@ from ..step_size.partial_prefills import reserved_tokens
 class Reservations:
     """The rest of the prompts in full, and the outputs as the estimator expects them. Reads; changes nothing."""
 
-    __slots__ = ("_estimator", "_page_size", "_requests", "_states")
-
     def __init__(
         self, requests: Requests, states: RowStates, estimator: OutputEstimator, page_size: int
     ) -> None:

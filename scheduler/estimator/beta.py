@@ -40,8 +40,6 @@ class BetaReservation:
         current: β, the mean share of the last 100 requests, times the conservativeness; more after a retraction.
     """
 
-    __slots__ = ("_conservativeness", "_raised", "_shares", "current")
-
     def __init__(self, conservativeness: float) -> None:
         self._conservativeness = conservativeness
         # The window begins full of START, so that the first finished requests change β only a little.

@@ -22,8 +22,6 @@ class FullReservation:
     for its prompt, its output and a page, which is at least its pages. Decodes take only pages that were counted.
     """
 
-    __slots__ = ("_page_size",)
-
     current = 1.0
 
     def __init__(self, page_size: int) -> None:

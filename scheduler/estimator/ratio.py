@@ -35,8 +35,6 @@ class NewTokenRatio:
         current: the ratio.
     """
 
-    __slots__ = ("_decay", "_initial", "_min", "current")
-
     def __init__(self, conservativeness: float) -> None:
         self._initial = min(INITIAL_RATIO * conservativeness, 1.0)
         self._min = min(self._initial * MIN_RATIO_FACTOR, 1.0)

@@ -23,8 +23,6 @@ from ..requests.row_states import RowStates
 class GrammarDrafts:
     """See the module."""
 
-    __slots__ = ("_answers", "_states")
-
     def __init__(self, states: RowStates) -> None:
         self._states = states
         self._answers: dict[str, MatcherDrafts] = {}

@@ -36,8 +36,6 @@ class LoggedMatchers:
         drafts: what the matchers say about drafts in that call, as in `PassRecord.grammar_drafts`.
     """
 
-    __slots__ = ("drafts", "ends")
-
     def __init__(self) -> None:
         self.ends: Mapping[str, LoggedEnd] = {}
         self.drafts: Mapping[str, MatcherDrafts] = {}

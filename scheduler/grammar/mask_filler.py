@@ -57,8 +57,6 @@ class MaskFiller:
     beside the model's OpenMP threads (docs/performance.md). All tokens before the step must be settled.
     """
 
-    __slots__ = ("_bits", "_masked", "_num_words", "_pool")
-
     def __init__(self, vocab_size: int, pool: ReqToTokenPool) -> None:
         self._pool = pool
         self._masked: list[_MaskedRow] = []  # of the last masks

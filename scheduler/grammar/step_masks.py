@@ -20,8 +20,6 @@ class MaskMeter:
         num_masks, seconds: totals.
     """
 
-    __slots__ = ("_clock", "num_masks", "seconds")
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.num_masks, self.seconds = 0, 0.0

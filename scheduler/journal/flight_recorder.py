@@ -45,8 +45,6 @@ _decoder: Final[msgspec.msgpack.Decoder[_Record]] = msgspec.msgpack.Decoder(_Rec
 class FlightRecorder:
     """A `Recorder` that wraps another one."""
 
-    __slots__ = ("_decisions", "_encoder", "_fds", "_half_bytes", "_inner", "_num_seen", "_room")
-
     def __init__(
         self, inner: Recorder, decisions: DecisionLog, folder: Path, half_bytes: int = _HALF_BYTES
     ) -> None:

@@ -75,8 +75,6 @@ class NoRecorder:
 class FileRecorder:
     """Writes a run of a decision log: one write per pass."""
 
-    __slots__ = ("_num_written", "_planning_s", "_quiet_s", "_scheduler", "_writer")
-
     def __init__(self, scheduler: Scheduler, writer: LogWriter) -> None:
         """`scheduler` must be new: earlier decisions are not in the file."""
         self._scheduler = scheduler

@@ -20,8 +20,6 @@ class IncomingPages:
         num_pages: pages that are taken and neither adopted nor given back.
     """
 
-    __slots__ = ("_cache", "_is_incoming", "_supply", "num_pages")
-
     def __init__(self, supply: PageSupply, prefix_cache: PrefixCache) -> None:
         self._supply = supply
         self._cache = prefix_cache

@@ -47,21 +47,6 @@ _MATCH_GENERATION: Final = operator.attrgetter("match_generation")
 class KVMemory:
     """Gives pages to rows and takes them back."""
 
-    __slots__ = (
-        "_cache",
-        "_copies",
-        "_has_states",
-        "_host",
-        "_lookahead",
-        "_misses",
-        "_moved",
-        "_pool",
-        "_states",
-        "_supply",
-        "page_size",
-        "state_slots",
-    )
-
     def __init__(
         self,
         supply: PageSupply,

@@ -27,8 +27,6 @@ class LedgerError(EngineError):
 class Ledger:
     """Checks the accounts of pages, locks and rows. It changes nothing."""
 
-    __slots__ = ("_allocator", "_cache", "_host", "_incoming", "_kv", "_pool")
-
     def __init__(
         self, allocator: PageAllocator, prefix_cache: PrefixCache, memory: RowMemory, incoming: IncomingPages
     ) -> None:

@@ -25,8 +25,6 @@ class PageAllocator:
         highest_used: the highest id that was ever handed out; 0 if none was.
     """
 
-    __slots__ = ("_free", "_is_free", "highest_used", "num_free", "num_pages")
-
     def __init__(self, num_pages: int) -> None:
         self.num_pages = self.num_free = num_pages
         self.highest_used = 0

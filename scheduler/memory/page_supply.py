@@ -17,8 +17,6 @@ class PageSupply:
         evicted_total: pages evicted from the prefix cache so far.
     """
 
-    __slots__ = ("_allocator", "_cache", "evicted_total")
-
     def __init__(self, allocator: PageAllocator, prefix_cache: PrefixCache) -> None:
         self._allocator = allocator
         self._cache = prefix_cache

@@ -23,19 +23,6 @@ class ReqToTokenPool:
             request that has left the row, even if another request has the row now.
     """
 
-    __slots__ = (
-        "_flat_pages",
-        "_free_rows",
-        "_left_rows",
-        "_row_width",
-        "epoch",
-        "num_leased",
-        "num_pages",
-        "num_rows",
-        "page_size",
-        "pages",
-    )
-
     def __init__(self, num_rows: int, max_pages_per_row: int, page_size: int) -> None:
         self.num_rows = num_rows
         self.page_size = page_size

@@ -120,8 +120,6 @@ class NoStateSlots:
 class CheckpointSlots:
     """The slots 1..`num_checkpoints`."""
 
-    __slots__ = ("_drop_oldest", "_free", "_interval", "_page_size", "_planned", "num_checkpoints")
-
     def __init__(self, num_checkpoints: int, *, interval_pages: int, page_size: int) -> None:
         """Start with all slots free; `connect` before the first `plan`."""
         self.num_checkpoints: Final = num_checkpoints

@@ -18,15 +18,6 @@ class SwapPool:
         swapped_out_pages_total, swapped_in_pages_total: copies planned so far.
     """
 
-    __slots__ = (
-        "_allocator",
-        "_ins",
-        "_outs",
-        "_swap_in_reserved",
-        "swapped_in_pages_total",
-        "swapped_out_pages_total",
-    )
-
     def __init__(self, num_pages: int) -> None:
         self._allocator = PageAllocator(num_pages)
         self._outs: list[IntArray] = []

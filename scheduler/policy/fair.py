@@ -136,8 +136,6 @@ class _Backlog:
     to the top, and it is corrected when it reaches the top. Charging a tenant does not touch the heap.
     """
 
-    __slots__ = ("_counters", "_floor", "_heap", "_num_joined", "_serials")
-
     def __init__(self, counters: Mapping[str, int]) -> None:
         self._counters = counters
         self._heap: list[tuple[int, int, TenantQueue]] = []

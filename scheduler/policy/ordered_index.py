@@ -15,8 +15,6 @@ class OrderedIndex:
     10,000 requests wait, which takes a few microseconds.
     """
 
-    __slots__ = ("_entries", "_reqs")
-
     def __init__(self) -> None:
         self._entries: list[tuple[float, int]] = []  # (key, seq): equals come in the order of arrival
         self._reqs: dict[int, tuple[float, Req]] = {}

@@ -44,8 +44,6 @@ class NoChaos:
 class ChaosRetract:
     """Retracts one random running request with a probability per pass, up to `max_retractions` times."""
 
-    __slots__ = ("_left", "_probability", "_random")
-
     def __init__(self, spec: ChaosSpec, seed: int) -> None:
         self._probability = spec.retract_probability
         self._left = spec.max_retractions
@@ -68,8 +66,6 @@ class ChaosRunner:
 
     The smallest steps never fail: a request that fails in them repeatedly is answered with an error.
     """
-
-    __slots__ = ("_left", "_page_size", "_probability", "_random", "_runner")
 
     def __init__(self, runner: Runner, spec: ChaosSpec, seed: int, page_size: int) -> None:
         self._runner = runner
@@ -103,8 +99,6 @@ class _WithoutMemory(NamedTuple):
 class SlowRunner:
     """A runner with steps that take at least `min_step_s` seconds from their launch on."""
 
-    __slots__ = ("_min_step_s", "_runner")
-
     def __init__(self, runner: Runner, min_step_s: float) -> None:
         self._runner = runner
         self._min_step_s = min_step_s
@@ -133,8 +127,6 @@ class _NotBefore(NamedTuple):
 
 class DeadlyRunner:
     """A runner that kills its process in the step that begins a request with `token_id` in the prompt."""
-
-    __slots__ = ("_runner", "_token_id")
 
     def __init__(self, runner: Runner, token_id: int) -> None:
         self._runner = runner

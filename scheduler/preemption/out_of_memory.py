@@ -46,17 +46,6 @@ class OutOfMemory:
         hold_until_s: no step is made before this time; None: steps may be made.
     """
 
-    __slots__ = (
-        "_caps",
-        "_notes",
-        "_num_unsaid",
-        "_preemption",
-        "_requests",
-        "_retractions",
-        "_warn_at_s",
-        "hold_until_s",
-    )
-
     def __init__(self, requests: Requests, preemption: Preemption, caps: StepCaps) -> None:
         self._requests = requests
         self._preemption = preemption

@@ -24,8 +24,6 @@ Cause = Literal["memory", "priority", "device memory", "chaos"]
 class Preemption:
     """Retracts in two steps, `retract` and `requeue`, so that no request joins a queue that is being read."""
 
-    __slots__ = ("_host", "_kv", "_mode", "_requests", "_retracted", "_states", "_stats", "_threshold")
-
     def __init__(
         self,
         requests: Requests,

@@ -35,8 +35,6 @@ class PreemptionMode(Protocol):
 class Always:
     """The configuration has chosen: always swap, or always recompute."""
 
-    __slots__ = ("_swaps",)
-
     def __init__(self, *, swaps: bool) -> None:
         self._swaps = swaps
 
@@ -60,8 +58,6 @@ class ByCost:
         prefill_s_per_token: None before the first measurement.
         swap_s_per_page: from `ASSUMED_BYTES_PER_S` before the first measurement.
     """
-
-    __slots__ = ("prefill_s_per_token", "swap_s_per_page")
 
     def __init__(self, page_bytes: int) -> None:
         self.prefill_s_per_token: float | None = None

@@ -148,8 +148,6 @@ class _Run:
 class BlockEvents:
     """Records every change of the tree of one `RadixCache`."""
 
-    __slots__ = ("_block_bytes", "_events", "_runs")
-
     def __init__(self, block_size: int) -> None:
         """`block_size`: tokens per block; a multiple of the page size."""
         self._block_bytes = block_size * TOKEN_ID_BYTES

@@ -16,8 +16,6 @@ from .radix_node import RadixNode
 class Checkpoints:
     """The checkpoints of one tree, in the order of their last use."""
 
-    __slots__ = ("_free", "_nodes")
-
     def __init__(self, free: Callable[[int], None]) -> None:
         """`free`: takes back the slot of a checkpoint that has left the tree."""
         self._free = free

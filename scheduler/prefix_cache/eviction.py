@@ -119,8 +119,6 @@ class EvictionQueue:
     has children, has left the tree, or belongs to the other heap. `note` adds the node again when that state ends.
     """
 
-    __slots__ = ("_pinned", "_rank", "_seq", "_unpinned")
-
     def __init__(self, policy: EvictionPolicy) -> None:
         self._rank = policy.rank
         self._seq = 0
@@ -174,8 +172,6 @@ class _LazyHeap:
         bit: the bit of `RadixNode.queued` that says whether a node has an entry here.
         entries: the heap, by (rank, order of arrival).
     """
-
-    __slots__ = ("_num_discarded", "_of_pinned", "bit", "entries")
 
     def __init__(self, *, pinned: bool) -> None:
         self.bit: Final = 2 if pinned else 1

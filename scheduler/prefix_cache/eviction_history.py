@@ -22,8 +22,6 @@ FLUSHED: Final = -1
 class EvictionHistory:
     """At most `max_count` entries."""
 
-    __slots__ = ("_evicted_at", "_last_end_id", "_max_count")
-
     def __init__(self, max_count: int) -> None:
         self._max_count = max_count
         self._evicted_at: OrderedDict[int, int] = OrderedDict()

@@ -22,8 +22,6 @@ MAX_NAMESPACES: Final = 8
 class MissExplainer:
     """Reads the tree; changes nothing."""
 
-    __slots__ = ("_eviction_history", "_page_size", "_roots")
-
     def __init__(self, roots: dict[str, RadixNode], entries: EvictionHistory, page_size: int) -> None:
         self._roots = roots
         self._eviction_history = entries

@@ -49,8 +49,6 @@ class Pins:
         num_pages: distinct pages that are pinned.
     """
 
-    __slots__ = ("_by_key", "_by_node", "_expiries", "_seq", "max_pages", "num_pages")
-
     def __init__(self, max_pages: int) -> None:
         self.max_pages: Final = max_pages
         self.num_pages = 0

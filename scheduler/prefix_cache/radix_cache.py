@@ -44,23 +44,6 @@ _LONG_LEAF_PAGES: Final = 256
 class RadixCache:
     """See the module. `PrefixCache` describes the methods."""
 
-    __slots__ = (
-        "_blocks",
-        "_checkpoints",
-        "_clock",
-        "_evictable_pages",
-        "_eviction_history",
-        "_explainer",
-        "_generation",
-        "_locked_pages",
-        "_num_evictions",
-        "_page_bytes",
-        "_pins",
-        "_queue",
-        "_roots",
-        "page_size",
-    )
-
     def __init__(
         self,
         page_size: int,

@@ -24,8 +24,6 @@ _ADVICE: Final = (
 class Explainer:
     """Answers `Explain`, each question once."""
 
-    __slots__ = ("_answered", "_decisions", "_questions", "_reqs")
-
     def __init__(self, decisions: DecisionLog, reqs: Mapping[str, Req]) -> None:
         """`reqs`: a live view of the unfinished requests, by rid."""
         self._decisions = decisions

@@ -12,8 +12,6 @@ from ..requests.intake import reason_to_refuse_pin
 class Pinner:
     """Answers `PinPrefix`."""
 
-    __slots__ = ("_kv", "_max_pinned_tokens")
-
     def __init__(self, kv: KVMemory, *, max_pinned_tokens: int) -> None:
         """`max_pinned_tokens`: the quota, for the answer; the prefix cache enforces it."""
         self._kv = kv

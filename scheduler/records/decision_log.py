@@ -266,8 +266,6 @@ class DecisionLog:
         num_records, num_passes: all that were appended, including those that are not kept any more.
     """
 
-    __slots__ = ("_last_pass", "_records", "num_passes", "num_records")
-
     def __init__(self, kept_records: int = KEPT_RECORDS) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=kept_records)
         self._last_pass: PassRecord | None = None

@@ -34,8 +34,6 @@ class Due(NamedTuple):
 class Deadlines:
     """A heap of deadlines. Passed ones stay until they reach the top, or until compaction removes them."""
 
-    __slots__ = ("_compact_at", "_heap", "_queue_timeout_s", "_request_timeout_s")
-
     def __init__(self, queue_timeout_s: float | None, request_timeout_s: float | None) -> None:
         """The limits of the server; None: no limit. A request may have shorter limits."""
         self._queue_timeout_s = queue_timeout_s

@@ -26,8 +26,6 @@ _NO_LOGPROBS = Logprobs(b"")
 class StopRules:
     """Stop tokens and length limits. The detokenizer finds stop strings, because only there text exists."""
 
-    __slots__ = ("_eos_token_ids", "_is_eos")
-
     def __init__(self, eos_token_ids: frozenset[int], vocab_size: int) -> None:
         self._eos_token_ids = eos_token_ids
         self._is_eos: BoolArray = np.zeros(vocab_size, dtype=np.bool_)
@@ -67,8 +65,6 @@ class StopRules:
 
 class Answers:
     """Messages to the detokenizer, in order, until the event loop takes them."""
-
-    __slots__ = ("_messages",)
 
     def __init__(self) -> None:
         self._messages: list[DetokenizerInput] = []

@@ -61,8 +61,6 @@ class RunningBatch:
         reqs: [B] the requests. Both are replaced, never modified, so that a batch in flight can keep them.
     """
 
-    __slots__ = ("reqs", "rows")
-
     def __init__(self) -> None:
         self.rows: IntArray = EMPTY
         self.reqs: list[Req] = []
@@ -94,21 +92,6 @@ class Requests:
         partial: PREFILL: requests with a row whose last prompt chunk is not planned yet.
         running: DECODE: requests with a row that decode.
     """
-
-    __slots__ = (
-        "_finished",
-        "_kv",
-        "_num_arrivals",
-        "_observers",
-        "_policy",
-        "by_id",
-        "grammar",
-        "partial",
-        "receiving",
-        "running",
-        "swapped",
-        "waiting",
-    )
 
     def __init__(self, kv: RequestMemory, policy: PolicyHooks, observers: Sequence[RowObserver] = ()) -> None:
         self._kv = kv

@@ -30,21 +30,6 @@ class RowStates:
         needs_host_check: [R] `settle` must read the `Req`: one of the two.
     """
 
-    __slots__ = (
-        "adapter_slot",
-        "fill_len",
-        "has_grammar",
-        "ignore_eos",
-        "known_len",
-        "max_kv_len",
-        "needs_host_check",
-        "num_computed",
-        "num_settled",
-        "prompt_len",
-        "single_step",
-        "token_ids",
-    )
-
     def __init__(self, num_rows: int, max_model_len: int) -> None:
         # `zeros` instead of `empty`: the OS maps the matrix on first touch, so unused rows take no memory
         self.token_ids: IntArray = np.zeros((num_rows, max_model_len), dtype=np.int32)

@@ -33,8 +33,6 @@ class WaitingQueue:
         num_tokens: of all of them, prompts and what retracted ones have generated.
     """
 
-    __slots__ = ("_observer", "_reqs", "num_tokens")
-
     def __init__(self, observer: QueueObserver) -> None:
         self.num_tokens = 0
         self._observer = observer

@@ -10,8 +10,6 @@ from ..requests.req import Req
 class DraftMemory:
     """How many drafts a request can have, and the pages for them."""
 
-    __slots__ = ("_kv", "_most_drafts", "_pool", "_states")
-
     def __init__(self, memory: RowMemory, most_drafts: int | None = None) -> None:
         """`most_drafts`: of one request in a step; None: no such limit."""
         self._most_drafts = most_drafts

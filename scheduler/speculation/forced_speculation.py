@@ -34,8 +34,6 @@ _REQS_PER_DRAFT: Final = 4
 class ForcedSpeculation:
     """A `Speculation`; see the module."""
 
-    __slots__ = ("_caps", "_grammar_drafts", "_has_inner_steps", "_max_step_tokens", "_memory")
-
     def __init__(
         self, *, limits: StepLimits, memory: RowMemory, caps: StepCaps, grammar_drafts: GrammarDrafts
     ) -> None:

@@ -51,18 +51,6 @@ MAX_ROUNDS: Final = 8
 class MultiStepDecode:
     """See the module."""
 
-    __slots__ = (
-        "_caps",
-        "_kv",
-        "_max_duration_s",
-        "_measured_reqs",
-        "_pool",
-        "_requests",
-        "_round_s",
-        "_states",
-        "_stop_rules",
-    )
-
     def __init__(
         self,
         requests: Requests,

@@ -43,8 +43,6 @@ class NgramIndex:
         tokens: the text.
     """
 
-    __slots__ = ("_newest", "_previous", "tokens")
-
     def __init__(self, token_ids: IntArray) -> None:
         """Index [n] tokens at once: 8,192 of them take some 2 ms."""
         self.tokens = array("i", token_ids.tobytes())

@@ -26,8 +26,6 @@ _SHARED_WEIGHT: Final = 1 / 256
 class HitRates:
     """How often the token after a match was correct, by the match's length in powers of two; moving averages."""
 
-    __slots__ = ("_rates", "_weight")
-
     def __init__(self, rates: Iterable[float] = _FIRST_RATES, weight: float = _SHARED_WEIGHT) -> None:
         self._rates = list(rates)
         self._weight = weight
@@ -52,8 +50,6 @@ class NgramProposer:
     Attributes:
         match_len: tokens before the followed position that equal the last ones; 0: no position is followed.
     """
-
-    __slots__ = ("_index", "_rates", "_shared", "_source", "match_len")
 
     def __init__(self, token_ids: IntArray, shared: HitRates) -> None:
         """Begin with [n] tokens.

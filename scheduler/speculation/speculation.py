@@ -113,19 +113,6 @@ class NoSpeculation:
 class NgramSpeculation:
     """See the module."""
 
-    __slots__ = (
-        "_caps",
-        "_costs",
-        "_grammar_drafts",
-        "_guided",
-        "_max_drafts",
-        "_max_step_tokens",
-        "_memory",
-        "_proposers",
-        "_shared",
-        "_states",
-    )
-
     def __init__(
         self,
         *,

@@ -32,8 +32,6 @@ Float64s = npt.NDArray[np.float64]
 class StepCosts:
     """Seconds of decode steps. It has no clock: the same calls give the same answers."""
 
-    __slots__ = ("_last", "_measured_at", "_num_steps", "_plain_at", "_seconds")
-
     def __init__(self) -> None:
         self._seconds = np.zeros(MAX_TOKENS + 1)
         self._last = np.zeros(MAX_TOKENS + 1)  # the last measurement, not averaged

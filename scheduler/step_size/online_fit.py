@@ -32,8 +32,6 @@ class OnlineFit:
       learned from steps with many.
     """
 
-    __slots__ = ("_count", "_products", "_solve_interval", "_stiffness", "_targets", "coefficients")
-
     def __init__(self, stiffness: Sequence[float], *, solve_interval: int = 1) -> None:
         """Begin with all coefficients 0.
 

@@ -52,8 +52,6 @@ class PartialPrefills:
         share: tokens that one prompt may take of this step.
     """
 
-    __slots__ = ("_limits", "_num_long", "_num_partial", "share")
-
     def __init__(self, limits: PartialLimits, *, page_size: int, step_tokens: int, num_prompts: int) -> None:
         """Divide the step into shares of whole pages, at least one, for `num_prompts` but at most `max_partial`.
 

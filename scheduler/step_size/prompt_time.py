@@ -19,17 +19,6 @@ class PromptTime:
         token_s, pair_s: predicted time of a prompt token, and of one (query, key) pair of its attention.
     """
 
-    __slots__ = (
-        "_page_size",
-        "_spent_nothing",
-        "decodes_s",
-        "given_s",
-        "left_s",
-        "pair_s",
-        "token_s",
-        "waiting_s",
-    )
-
     def __init__(
         self,
         given_s: float,

@@ -37,18 +37,6 @@ class StepCaps:
         patience: steps without a failure after which the caps double.
     """
 
-    __slots__ = (
-        "_all_is_well",
-        "_is_probing",
-        "_largest_step",
-        "_num_rows",
-        "_page_size",
-        "_steps_since",
-        "max_running",
-        "max_step_tokens",
-        "patience",
-    )
-
     def __init__(self, limits: StepLimits, *, page_size: int, num_rows: int, max_model_len: int) -> None:
         self._page_size = page_size
         self._num_rows = num_rows

@@ -112,8 +112,6 @@ class NoTarget:
 class TimeTarget:
     """A time that steps with prompts and decodes should not exceed."""
 
-    __slots__ = ("_decodes", "_prompts", "target_s")
-
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)

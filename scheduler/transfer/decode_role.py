@@ -75,27 +75,6 @@ def _by_priority(req: Req) -> tuple[int, int]:
 class DecodeRole:
     """See `TransferRole`. Prompts are claimed in the order of arrival, each when its pages can be had."""
 
-    __slots__ = (
-        "_cache",
-        "_commands",
-        "_counts",
-        "_draining",
-        "_fallback",
-        "_incoming",
-        "_kv",
-        "_last_attempt",
-        "_max_open",
-        "_open",
-        "_order",
-        "_queue",
-        "_requests",
-        "_reservations",
-        "_rooms",
-        "_stats",
-        "_stop_rules",
-        "_timeout_s",
-    )
-
     def __init__(
         self,
         requests: Requests,

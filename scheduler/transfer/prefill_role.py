@@ -101,20 +101,6 @@ class _Room:
 class PrefillRole:
     """See `TransferRole`. A room is forgotten when its prompt was sent, and kept as a tombstone."""
 
-    __slots__ = (
-        "_cache",
-        "_commands",
-        "_counts",
-        "_leaving",
-        "_page_size",
-        "_rids",
-        "_rooms",
-        "_settled_step",
-        "_supply",
-        "_timeout_s",
-        "_tombs",
-    )
-
     def __init__(self, cache: PrefixCache, supply: PageSupply, page_size: int, *, timeout_s: float) -> None:
         """`timeout_s`: for a claim of a computed prompt, and for the request of a claim."""
         self._cache = cache

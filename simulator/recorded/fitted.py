@@ -70,8 +70,6 @@ class Fitted:
     that more work never takes less time: the most negative one is set to 0 and the rest fitted again until none is.
     """
 
-    __slots__ = ("_coefficients", "_swapped_token_s", "quality")
-
     def __init__(self, coefficients: Sequence[float], swapped_token_s: float, quality: FitQuality) -> None:
         self._coefficients = tuple(float(each) for each in coefficients)
         self._swapped_token_s = swapped_token_s

@@ -39,19 +39,6 @@ class Replica:
         next_start_s: the end of BACKOFF.
     """
 
-    __slots__ = (
-        "answered_s",
-        "incarnation",
-        "last_failure",
-        "load",
-        "next_start_s",
-        "number",
-        "phase",
-        "restarts",
-        "server",
-        "since_s",
-    )
-
     def __init__(self, number: int, max_restarts: int) -> None:
         self.number = number
         self.phase = Phase.BACKOFF
