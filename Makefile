@@ -28,12 +28,12 @@ VALIDATOR := kubernetes-validate==1.37.0
 # make test ARGS="-n 0 -v".
 PYTEST := $(RUN) -m pytest -n auto --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries ray validator chaos soak check lint typecheck package-check docs \
-  screenshots format clean gpu-bundle gpu-check gpu-bench
+.PHONY: help venv test-env dev-env serve test test-slow routers transfer-libraries ray validator chaos soak check lint \
+  typecheck package-check house docs screenshots format clean gpu-bundle gpu-check gpu-bench
 
 help: ## this list
 	@echo 'Targets:'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'Variables: PYTHON=python3.12  ARGS="--port 1234"  PIP_ARGS="--extra-index-url URL"'
 
 serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fetched once); ARGS are options of `engine serve`
@@ -42,7 +42,8 @@ serve: $(VENV)/.engine ## serve the default model on http://127.0.0.1:30000 (fet
 test: test-env ## run the tests that need neither a model file nor a GPU
 	@$(PYTEST) -m "not slow and not model" $(ARGS)
 
-test-slow: test-env routers ray validator transfer-libraries ## run the slow tests, those that need the default model, which is fetched once, and all examples of Hypothesis
+# The default model is fetched once.
+test-slow: test-env routers ray validator transfer-libraries ## run the slow tests, those of the default model, and all examples of Hypothesis
 	@$(RUN) -c 'from engine.models.hub.built_in.fetch import ensure_model; ensure_model()'
 	@$(PYTEST) -m "slow or model or hypothesis" $(ARGS)
 
@@ -67,7 +68,13 @@ ray: $(VENV)/.created ## install the Ray that the slow tests start, into build/r
 
 # Without their dependencies, which are for GPUs (NIXL) or for tools (Mooncake). Mooncake also needs Debian's libibverbs1.
 transfer-libraries: $(VENV)/.created ## install NIXL and Mooncake for the slow tests of KV transfers, into build/transfer
-	@for entry in $(TRANSFER); do 	  folder="build/transfer/$${entry%%:*}"; pin="$${entry#*:}"; stamp="$$folder/.$${pin##*==}"; 	  test -e "$$stamp" && continue; 	  echo "Installing $$pin into $$folder ..."; rm -rf "$$folder"; 	  { $(PIP) --no-deps --target "$$folder" "$$pin" && touch "$$stamp"; } || 	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; 	done
+	@for entry in $(TRANSFER); do \
+	  folder="build/transfer/$${entry%%:*}"; pin="$${entry#*:}"; stamp="$$folder/.$${pin##*==}"; \
+	  test -e "$$stamp" && continue; \
+	  echo "Installing $$pin into $$folder ..."; rm -rf "$$folder"; \
+	  { $(PIP) --no-deps --target "$$folder" "$$pin" && touch "$$stamp"; } || \
+	    { rm -rf "$$folder"; echo "make: $$pin could not be installed; its tests are skipped" >&2; }; \
+	done
 
 # The schemas of all versions are 108 MB, which no other test needs. Without it one test is skipped.
 validator: $(VENV)/.created ## install what checks the Kubernetes manifests, into build/kubernetes-validate
@@ -84,7 +91,7 @@ chaos: test-env ## kill, crash, freeze random processes for ten minutes under 20
 soak: test-env ## ten minutes of load storms on a small server, then a check for leaks; ARGS="--overload refuse --minutes 60"
 	@$(RUN) -m tests.faults.soak $(ARGS)
 
-check: lint typecheck package-check ## lint, format, strict types and packaging: every commit must pass it
+check: lint typecheck package-check house ## lint, format, strict types, packaging, size: every commit must pass it
 
 lint: dev-env
 	@$(RUN) -m ruff check .
@@ -104,6 +111,9 @@ typecheck: dev-env
 
 package-check: test-env
 	@$(RUN) -m pytest -q tests/test_packaging.py
+
+house: ## compare the size of the product with benchmarks/house.json, which a commit may raise with a reason
+	@"$(PYTHON)" benchmarks/house.py --check
 
 docs: $(VENV)/.engine ## write docs/cli.md, configuration.md and migration.md from the code
 	@$(RUN) -m docs.reference.generate
