@@ -28,7 +28,7 @@ _REQUEST_TIMEOUT_STATUS: Final = 504
 
 
 class Aborter:
-    """Sends aborts, ends streams with errors, and makes finished rows where no scheduler does. A `RequestObserver`."""
+    """Sends aborts, ends streams with errors, and makes finished rows where no scheduler does."""
 
     def __init__(
         self,
@@ -55,11 +55,9 @@ class Aborter:
         self._clock = clock
         self._time_limits = TimeLimits(log, queue_timeout_s, request_timeout_s)
 
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+    def watch(self, logged: LoggedRequest) -> None:
+        """Enforce the time limits of a new request; those of an ended one are dropped when they come up."""
         self._time_limits.add(logged)
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """Its time limits are dropped when they come up."""
 
     # ------------------------------------------------------------ streams
 

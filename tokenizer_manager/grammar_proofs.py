@@ -70,7 +70,7 @@ class TrustingProver:
 
 
 class GrammarProofs:
-    """The running proofs: one task per generation. A `RequestObserver`: the end of a request ends its proof."""
+    """The running proofs: one task per generation."""
 
     def __init__(
         self,
@@ -105,10 +105,8 @@ class GrammarProofs:
             task = asyncio.get_running_loop().create_task(proof)
             self._tasks[generation.id] = task
 
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        pass
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
+    def ended(self, logged: LoggedRequest) -> None:
+        """End the proof of a generation with its last request."""
         if self._tasks and not self._log.choices_of(logged.generation.id):
             task = self._tasks.pop(logged.generation.id, None)
             if task is not None:

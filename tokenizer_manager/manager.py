@@ -124,7 +124,7 @@ class TokenizerManager:
         """
         sends = [send, *other_sends]
         self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
-        self.request_log = log = RequestLog()
+        self.request_log = log = RequestLog(self._on_end)
         self._encoder = encoder
         self._handoffs = handoffs if handoffs is not None else Handoffs("null")
         policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
@@ -158,7 +158,6 @@ class TokenizerManager:
         self._proofs = GrammarProofs(
             prover or TrustingProver(), log, aborter=self._aborter, send=send, clock=clock
         )
-        log.subscribe(dispatcher, self._limiter, self._aborter, self._recovery, self._overload, self._proofs)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
 
@@ -264,7 +263,7 @@ class TokenizerManager:
             case SchedulerReport():
                 self.engine.reported(message)
                 self._limiter.reported(self.engine.report or message)
-                self._overload.reported()
+                self._overload.wake_next()
                 self._aborter.fail_slow_readers()
             case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
                 self.control.resolve(message)
@@ -422,9 +421,27 @@ class TokenizerManager:
             generation.kv_transfer_params = self._handoffs.answer(handoffs[0])
         generation.opened_s = now_s = self._clock()
         for choice, message in opened:
-            self.request_log.opened(LoggedRequest(message, generation, choice), now_s)
+            logged = LoggedRequest(message, generation, choice)
+            self.request_log.opened(logged)
+            self._limiter.sent(now_s, len(choice.prompt_ids))
+            self._aborter.watch(logged)
+            self._submit(logged)
         self._proofs.begin(generation, request)
         return generation
+
+    def _submit(self, logged: LoggedRequest) -> None:
+        """Send a new request, or leave it in the log until a replica runs again: then `Recovery` sends it."""
+        if self.engine.running:
+            logged.send()
+            self._dispatcher.submit(logged)
+
+    def _on_end(self, logged: LoggedRequest, now_s: float) -> None:
+        """Count the end of a request, then use the room: requests in quarantine and in the queue may go on."""
+        self._dispatcher.withdraw(logged)
+        self._limiter.ended(logged, now_s)
+        self._proofs.ended(logged)
+        self._recovery.ended(logged, now_s)
+        self._overload.wake_next()
 
     def _deliver_all(self, outputs: Iterable[TextOutput], now_s: float) -> None:
         for output in outputs:

@@ -32,7 +32,7 @@ _POISON: Final = (
 
 
 class Recovery:
-    """Submits requests, new ones and those of a lost process. A `RequestObserver`."""
+    """Submits the requests of a lost process again."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Recovery:
 
         Args:
             log: the live requests.
-            engine: which replicas run; told here of losses and restarts.
-            limiter: told of all requests that are submitted again.
+            engine: which replicas run; notified here of losses and restarts.
+            limiter: counts all requests that are submitted again.
             aborter: ends poison requests.
             metrics: counts resubmissions.
             dispatcher: sends requests to the replicas.
@@ -61,12 +61,6 @@ class Recovery:
         self._metrics = metrics
         self._dispatcher = dispatcher
         self._detector = PoisonDetector()
-
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """Send a new request, or leave it in the log until a replica runs again; see `RequestObserver`."""
-        if self._engine.running:
-            logged.send()
-            self._dispatcher.submit(logged)
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
         """The end of a quarantined request may release the next group."""
@@ -155,7 +149,7 @@ class Recovery:
             self._submit(group)
 
     def _submit(self, requests: Iterable[LoggedRequest]) -> None:
-        """Send logged requests, for the first time or again."""
+        """Send logged requests: again, or for the first time those that arrived while no replica ran."""
         for logged, lost_rid in self._log.resubmit(requests):
             if lost_rid is not None:
                 # A scheduler that survived the detokenizer, or that got the earlier message, must not run both.

@@ -4,14 +4,14 @@ An entry is enough to submit its request again after a process died: prompt, del
 that were generated and not delivered are generated again with the same values: sampling noise is a function of seed
 and position.
 
-The start and the end of a request are announced to the log's observers (`RequestObserver`).
+The log sends nothing: `TokenizerManager` sends a new request, `Recovery` sends it again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
-from typing import Final, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -101,33 +101,22 @@ class LoggedRequest:
         self.message = replace(self.message, rid=self.choice.rid)
 
 
-class RequestObserver(Protocol):
-    """Is told when a request becomes live and when it ends."""
-
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """A request was added to the log; it has not been sent."""
-        ...
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        """A request was answered or aborted, and is no longer in the log."""
-        ...
-
-
 class RequestLog:
     """The live requests in order of arrival, and the generations that they belong to."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[LoggedRequest, float], None] | None = None) -> None:
+        """Start without requests.
+
+        Args:
+            on_end: called with each request that has just left the log, and the time.
+        """
+        self._on_end = on_end
         self._requests: dict[str, LoggedRequest] = {}
         self._generations: dict[str, Generation] = {}
         self._num_live: dict[str, int] = {}  # generation id -> its live requests
-        self._observers: tuple[RequestObserver, ...] = ()
         self._empty = asyncio.Event()
         self._empty.set()
         self._next_end = asyncio.Event()
-
-    def subscribe(self, *observers: RequestObserver) -> None:
-        """Announce requests to these observers, in this order."""
-        self._observers += observers
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -163,7 +152,7 @@ class RequestLog:
         """Return when a request has ended."""
         await self._next_end.wait()
 
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
+    def opened(self, logged: LoggedRequest) -> None:
         """Add a request that is about to be sent."""
         assert logged.rid not in self._requests, logged.rid
         self._requests[logged.rid] = logged
@@ -171,8 +160,6 @@ class RequestLog:
         self._generations[generation.id] = generation
         self._num_live[generation.id] = self._num_live.get(generation.id, 0) + 1
         self._empty.clear()
-        for observer in self._observers:
-            observer.opened(logged, now_s)
 
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
         """Remove a request that was answered or aborted."""
@@ -185,8 +172,8 @@ class RequestLog:
             self._empty.set()
         ended, self._next_end = self._next_end, asyncio.Event()
         ended.set()
-        for observer in self._observers:
-            observer.ended(logged, now_s)
+        if self._on_end is not None:
+            self._on_end(logged, now_s)
 
     def resubmit(self, requests: Iterable[LoggedRequest]) -> list[tuple[LoggedRequest, str | None]]:
         """Prepare requests for a new process.

@@ -7,7 +7,7 @@ from engine.runtime.messages import BatchTextOutput, SchedulerReport
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager import aborter
 from engine.tokenizer_manager.generation import GenerationRequest
-from engine.tokenizer_manager.request_log import LoggedRequest, RequestLog
+from engine.tokenizer_manager.request_log import LoggedRequest
 from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.tokenizer_manager.fake_engine import row
 from tests.tokenizer_manager.test_manager import Setup, run
@@ -54,36 +54,30 @@ def test_a_time_limit_ends_a_request_once_for_all_of_its_choices():
     run(test)
 
 
-class RenamesTheOthers:
-    """An observer that gives all other requests new rids when the first one ends, as the end of a quarantine does."""
-
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
-        self._done = False
-
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        pass
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        if not self._done:
-            self._done = True
-            self._log.resubmit(list(self._log))
-
-
-def test_a_request_that_is_renamed_while_another_times_out_is_answered_too():
+def test_a_request_that_is_renamed_while_another_times_out_is_answered_too(monkeypatch):
     async def test(setup: Setup) -> None:
         request = GenerationRequest(
             prompts=["hi"], sampling=SamplingParams(), scheduling=Scheduling(timeout_s=10.0)
         )
         generations = [await setup.manager.start(request) for _ in range(3)]
         log = setup.manager.request_log
-        log.subscribe(RenamesTheOthers(log))
+        ended, renamed = log.ended, list[str]()
+
+        def end_and_rename_the_others(logged: LoggedRequest, now_s: float) -> None:
+            """As the end of a quarantine does."""
+            ended(logged, now_s)
+            if not renamed:
+                renamed.append(logged.rid)
+                log.resubmit(list(log))
+
+        monkeypatch.setattr(log, "ended", end_and_rename_the_others)
         setup.clock.now_s += 16.0
         setup.manager.check_time()
 
         for generation in generations:
             with pytest.raises(RequestError, match="the request took 16"):
                 await anext(generation)
+        assert renamed
         assert len(log) == 0
 
     run(test)

@@ -34,7 +34,7 @@ class Engine:
                     choice.rid, PROMPT.tobytes(), SamplingParams(max_new_tokens=100, seed=1)
                 )
                 logged = LoggedRequest(message, generation, choice)
-                self.log.opened(logged, 0.0)
+                self.log.opened(logged)
                 logged.send()
 
     def __getitem__(self, name: str) -> LoggedRequest:

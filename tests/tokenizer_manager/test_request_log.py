@@ -11,21 +11,6 @@ from engine.tokenizer_manager.request_log import LoggedRequest, RequestLog
 PROMPT = array("i", [1, 2, 3])
 
 
-class Observer:
-    """Notes its name, the event, the id, and whether the log has the request at that time."""
-
-    def __init__(self, name: str, log: RequestLog, events: list[tuple[str, str, str, bool]]) -> None:
-        self._name = name
-        self._log = log
-        self._events = events
-
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        self._events.append((self._name, f"opened {now_s:g}", logged.rid, logged.rid in self._log))
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        self._events.append((self._name, f"ended {now_s:g}", logged.rid, logged.rid in self._log))
-
-
 def make_generation(name: str, n: int) -> tuple[Generation, list[LoggedRequest]]:
     choices = [Choice(f"{name}-{i}", i, PROMPT, 1) for i in range(n)]
     generation = Generation(name, choices, n, 0.0, lambda _: None)
@@ -35,27 +20,24 @@ def make_generation(name: str, n: int) -> tuple[Generation, list[LoggedRequest]]
     ]
 
 
-def test_observers_are_told_in_order_of_subscription_after_the_log_has_changed():
-    log, events = RequestLog(), list[tuple[str, str, str, bool]]()
-    log.subscribe(Observer("a", log, events), Observer("b", log, events))
+def test_the_end_of_a_request_is_announced_once_it_has_left_the_log():
+    events: list[tuple[str, float, bool]] = []
+    log = RequestLog(lambda logged, now_s: events.append((logged.rid, now_s, logged.rid in log)))
     _, [logged] = make_generation("gen", 1)
 
-    log.opened(logged, 1.0)
+    log.opened(logged)
+    assert logged.rid in log
+    assert events == []
     log.ended(logged, 2.0)
 
-    assert events == [
-        ("a", "opened 1", "gen-0", True),
-        ("b", "opened 1", "gen-0", True),
-        ("a", "ended 2", "gen-0", False),
-        ("b", "ended 2", "gen-0", False),
-    ]
+    assert events == [("gen-0", 2.0, False)]
 
 
 def test_a_generation_is_live_until_its_last_request_has_ended():
     log = RequestLog()
     generation, [first, second] = make_generation("gen", 2)
-    log.opened(first, 0.0)
-    log.opened(second, 0.0)
+    log.opened(first)
+    log.opened(second)
 
     log.ended(first, 1.0)
     assert list(log.generations) == [generation]
@@ -67,7 +49,7 @@ def test_choices_are_found_by_the_clients_ids_after_a_resubmission_too():
     log = RequestLog()
     generation, requests = make_generation("gen", 2)
     for logged in requests:
-        log.opened(logged, 0.0)
+        log.opened(logged)
         logged.send()
     log.resubmit(requests)
 
@@ -82,8 +64,8 @@ def test_wait_empty_returns_once_no_request_is_live():
         log = RequestLog()
         await log.wait_empty()
         _, [first, second] = make_generation("gen", 2)
-        log.opened(first, 0.0)
-        log.opened(second, 0.0)
+        log.opened(first)
+        log.opened(second)
         waiting = asyncio.create_task(log.wait_empty())
         log.ended(first, 1.0)
         await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from ...runtime.errors import RequestError
 from ..aborter import Aborter
 from ..engine_state import EngineState
 from ..generation import Generation, GenerationRequest
-from ..request_log import LoggedRequest, RequestLog
+from ..request_log import RequestLog
 from .queue_limiter import QueueFullError, QueueLimiter
 
 _MAX_WAITING_BYTES: Final = (
@@ -64,7 +64,7 @@ class OverloadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverloadControl:
-    """Admits requests while there is room. A `RequestObserver`: an ended request makes room."""
+    """Admits requests while there is room."""
 
     def __init__(
         self,
@@ -118,9 +118,9 @@ class OverloadControl:
             has_place=False,
         )
         with self._limiter.reserve(num_new):
-            self._wake_next()  # there may be room for more
+            self.wake_next()  # there may be room for more
             yield
-        self._wake_next()
+        self.wake_next()
 
     async def admit_tokens(self, request: GenerationRequest, num_tokens: int, arrival_s: float) -> None:
         """As `admit`, for the tokens of all prompts of an admitted request.
@@ -136,20 +136,16 @@ class OverloadControl:
                 has_place=True,
             )
 
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        pass
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        self._wake_next()
-
-    def reported(self) -> None:
-        """The limiter has new counts of the scheduler."""
-        self._wake_next()
+    def wake_next(self) -> None:
+        """Let the next waiting request check for room: a request has ended, or the limiter has new counts."""
+        self._drop_cancelled()
+        if self._waiters:
+            heapq.heappop(self._waiters)[1].set_result(None)
 
     def close(self) -> None:
         """Wake all waiting requests: the engine accepts none any more, and each finds that out."""
         while self._waiters:
-            self._wake_next()
+            self.wake_next()
 
     # ------------------------------------------------------------ internals
 
@@ -232,11 +228,6 @@ class OverloadControl:
             self._num_waiting_bytes -= num_bytes
             woken.cancel()
         self._engine.check_accepting()
-
-    def _wake_next(self) -> None:
-        self._drop_cancelled()
-        if self._waiters:
-            heapq.heappop(self._waiters)[1].set_result(None)
 
     def _drop_cancelled(self) -> None:
         while self._waiters and self._waiters[0][1].done():

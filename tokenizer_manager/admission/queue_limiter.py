@@ -35,7 +35,7 @@ class QueueFullError(RequestError):
 
 
 class QueueLimiter:
-    """Counts waiting requests and their prompt tokens. A `RequestObserver`.
+    """Counts waiting requests and their prompt tokens.
 
     The scheduler's reports are up to half a second old, so requests sent since the last report are counted too. Free
     rows of the request pool count as room only if no request waited at the time of the report (otherwise memory is the
@@ -135,10 +135,8 @@ class QueueLimiter:
 
     # ------------------------------------------------------------ events
 
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        self.sent(now_s, len(logged.choice.prompt_ids))
-
     def ended(self, logged: LoggedRequest, now_s: float) -> None:
+        """A request was answered or aborted, with or without a first token."""
         if logged.choice.first_token_s is None:
             self.started(len(logged.choice.prompt_ids))
         self.finished(now_s)

@@ -17,7 +17,7 @@ from .policies import DispatchPolicy, ReplicaLoad
 
 
 class Dispatcher:
-    """See the module. A `RequestObserver`; it writes `LoggedRequest.replica`.
+    """See the module. It writes `LoggedRequest.replica`.
 
     Attributes:
         loads: of each replica.
@@ -73,7 +73,7 @@ class Dispatcher:
             self._policy.started(logged.message, logged.replica, cached_tokens)
 
     def withdraw(self, logged: LoggedRequest) -> None:
-        """A request is no longer with its replica, or never was with one."""
+        """A request has ended or is no longer with its replica; nothing happens if it never was with one."""
         if logged.replica is None:
             return
         message = logged.message
@@ -88,12 +88,6 @@ class Dispatcher:
     def lost(self, replica: int) -> None:
         """A replica is lost, with its cache."""
         self._policy.restarted(replica)
-
-    def opened(self, logged: LoggedRequest, now_s: float) -> None:
-        """`Recovery` submits it, if a replica runs."""
-
-    def ended(self, logged: LoggedRequest, now_s: float) -> None:
-        self.withdraw(logged)
 
     def _replica_for(self, message: GenerateRequest) -> int:
         running = self._engine.running
