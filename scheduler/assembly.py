@@ -7,7 +7,6 @@ chooses those objects.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
 from ..runtime.config.chaos_spec import parse_chaos
 from ..runtime.config.engine_config import CacheConfig, SchedulerConfig
@@ -16,30 +15,23 @@ from .adapters.adapter_slots import AdapterSlots
 from .adapters.adapter_table import AdapterTable
 from .admission.admission import Admission
 from .admission.admission_pass import AdmissionParts
-from .admission.parallel_samples import ParallelSamples
-from .admission.prefix_dedup import InBatchPrefixDedup, NoPrefixDedup
-from .admission.reservations import Reservations
+from .admission.budget import Reservations
+from .admission.shared_prefixes import ParallelSamples
 from .decodes import Decodes
-from .estimator.base import OutputEstimator
-from .estimator.make import make_estimator
+from .estimator import OutputEstimator, make_estimator
 from .grammar.grammar_drafts import GrammarDrafts
-from .memory.incoming_pages import IncomingPages
-from .memory.kv_memory import KVMemory
+from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
-from .memory.page_allocator import PageAllocator
-from .memory.page_supply import PageSupply
+from .memory.pages import IncomingPages, PageAllocator, PageSupply, SwapPool
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_memory import RowMemory
 from .memory.state_slots import CheckpointSlots, NoStateSlots, StateSlots
-from .memory.swap_pool import SwapPool
-from .micro_batches import make_micro_batches
+from .pass_state import StallSentinel
 from .phases import StepPhases, make_phases
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
 from .preemption.chaos import make_chaos
 from .preemption.out_of_memory import OutOfMemory
-from .preemption.preemption import Preemption
-from .preemption.preemption_mode import make_preemption_mode
+from .preemption.preemption import Preemption, make_preemption_mode
 from .prefix_cache.base import NoPrefixCache, PrefixCache
 from .prefix_cache.block_events import BlockEvents, BlockRecorder, NoBlockEvents, block_size_for
 from .prefix_cache.eviction import make_eviction
@@ -55,9 +47,7 @@ from .requests.row_states import RowStates
 from .results import ResultSettler
 from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation, make_speculation
-from .stall import StallSentinel
-from .step_size.step_caps import StepCaps
-from .step_size.step_limits import StepLimits
+from .step_size.step_limits import StepCaps, StepLimits
 from .step_size.step_target import make_step_target
 from .transfer.decode_role import DecodeRole
 from .transfer.prefill_role import PrefillRole
@@ -160,7 +150,7 @@ def assemble(
             preemption=preemption,
             reservations=reservations,
             parallel_samples=parallel_samples,
-            constraints=(adapter_slots,),
+            adapter_slots=adapter_slots,
             memory=memory,
             look_ahead=limits.look_ahead,
         ),
@@ -168,7 +158,7 @@ def assemble(
         caps=caps,
         target=target,
         estimator=estimator,
-        make_prefix_dedup=partial(InBatchPrefixDedup, page_size) if shares else NoPrefixDedup,
+        dedups_prefixes=shares,
         stats=stats,
     )
     decodes = Decodes(
@@ -180,7 +170,7 @@ def assemble(
         chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
         policy=policy,
-        micro_batches=make_micro_batches(states, capacity.num_stages),
+        num_stages=capacity.num_stages,
     )
     stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
     multi_step = MultiStepDecode(

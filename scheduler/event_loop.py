@@ -23,7 +23,7 @@ from .journal.recorder import NoRecorder, Recorder
 from .kv_events.publisher import KVEvents, NoKVEvents
 from .pipeline import Pipeline
 from .records.decision_log import PassRecord
-from .records.step_log import StepLog
+from .records.stats import StepLog
 from .scheduler import Scheduler
 from .transfer.link.make_link import KVTransfer, NoKVTransfer
 

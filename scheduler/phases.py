@@ -11,8 +11,7 @@ from .decodes import Decodes, still_decoding
 from .pass_state import PassState
 from .preemption.out_of_memory import OutOfMemory
 from .records.verdict import Reason
-from .requests.chunk import Chunk
-from .requests.req import Req
+from .requests.req import Chunk, Req
 from .requests.requests import Requests
 
 

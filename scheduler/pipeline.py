@@ -22,7 +22,7 @@ A step with drafts yields an unknown number of tokens, so it is settled before t
 planned while another one is in flight (`speculation.py`).
 
 With n pipeline stages n - 1 steps are left in flight, each with other requests: a request that samples is not planned
-again before its token is settled (`micro_batches.py`). Chunks of one prompt follow each other, because they sample
+again before its token is settled (`MicroBatches`). Chunks of one prompt follow each other, because they sample
 nothing. So no token is surplus, and masks need not wait:
 
     2 stages    plan 1  launch 1 | plan 2  launch 2  settle 1 | plan 3  launch 3  settle 2 | plan 4 ...

@@ -39,7 +39,7 @@ from .journal.recorder import make_recorder, open_log
 from .kv_events.publisher import KVEventPublisher
 from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
-from .records.step_log import StepLog
+from .records.stats import StepLog
 from .scheduler import Scheduler
 from .transfer.link.make_link import KVTransfer, NoKVTransfer, make_link
 

@@ -10,12 +10,12 @@ from ..runtime.messages import Finish, FinishKind, TokenOutput, Usage
 from ..runtime.step_plan import ForwardMode, StepResult
 from .arrays import TOKEN_ID_BYTES, BoolArray, IntArray
 from .batch import ScheduleBatch
-from .estimator.base import OutputEstimator
+from .estimator import OutputEstimator
 from .grammar.grammar_rules import advance
-from .memory.row_memory import RowMemory
+from .memory.kv_memory import RowMemory
 from .policy.base import SchedulePolicy
 from .preemption.out_of_memory import OutOfMemory
-from .preemption.preemption_mode import PreemptionMode
+from .preemption.preemption import PreemptionMode
 from .records.decision_log import RefusedToken
 from .records.stats import SchedulerStats
 from .requests.outputs import StopRules, output_row
@@ -23,7 +23,7 @@ from .requests.req import Req
 from .requests.requests import Requests
 from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation
-from .step_size.step_caps import StepCaps
+from .step_size.step_limits import StepCaps
 from .step_size.step_target import StepTarget
 
 

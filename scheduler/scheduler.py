@@ -71,7 +71,7 @@ from .grammar.guarded_matcher import FailedMatcher, GuardedMatcher
 from .grammar.mask_filler import MaskFiller
 from .grammar.matcher_source import MatcherSource, NoMatchers
 from .memory.ledger import LedgerError
-from .pass_state import PassState, record_of
+from .pass_state import PassState, StallAction, record_of
 from .phases import Work
 from .prefix_cache.block_events import BlockEvent
 from .queries.request_list import list_requests
@@ -80,7 +80,6 @@ from .report import report_of
 from .requests.intake import reason_to_refuse
 from .requests.outputs import refusal_row
 from .requests.req import Req, ReqStatus
-from .stall import StallAction
 from .step_planner import by_adapter, plan_step
 from .transfer.role import Changes, Step
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from ..runtime.step_plan import ForwardMode, NewReq, RowUpdate, StepPlan
 from .arrays import IntArray
 from .batch import ScheduleBatch
+from .memory.kv_memory import RowMemory
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.row_memory import RowMemory
 from .phases import Work
-from .requests.chunk import Chunk
+from .requests.req import Chunk
 from .speculation.drafts import NO_DRAFTS, Drafts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..scheduler.step_size.step_work import StepWork
+from ..scheduler.batch import StepWork
 from .device_facts import DeviceFacts
 from .model_facts import ModelFacts
 

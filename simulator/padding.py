@@ -6,8 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from ..scheduler.batch import ScheduleBatch
-from ..scheduler.step_size.step_work import StepWork
+from ..scheduler.batch import ScheduleBatch, StepWork
 
 
 class PaddedWork(NamedTuple):

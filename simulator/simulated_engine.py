@@ -23,11 +23,10 @@ from ..runtime.errors import EngineError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import BatchTokenOutput, GenerateRequest
 from ..runtime.step_plan import ForwardMode, StepResult
-from ..scheduler.batch import ScheduleBatch
+from ..scheduler.batch import ScheduleBatch, work_of
 from ..scheduler.records.decision_log import DecisionLog
 from ..scheduler.requests.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
-from ..scheduler.step_size.step_work import work_of
 from .active_request import ActiveRequest
 from .cost_model import CostModel
 from .dispatch import SimulatedDispatcher

@@ -19,8 +19,7 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
-from ...scheduler.records.cache_miss import MissKind
-from ...scheduler.records.verdict import Reason
+from ...scheduler.records.verdict import MissKind, Reason
 from .story import PassTable, Timeline, TracedRequest
 
 MAX_PASSES: Final = 120_000

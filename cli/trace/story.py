@@ -15,8 +15,7 @@ import msgspec
 
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode
-from ...scheduler.records.cache_miss import CacheMiss
-from ...scheduler.records.verdict import Reason
+from ...scheduler.records.verdict import CacheMiss, Reason
 
 
 class SpanKind(enum.IntEnum):

@@ -33,7 +33,7 @@ class SlotError(EngineError):
 
 
 class AdapterSlots:
-    """See the module. A `Constraint` and a `RowObserver`.
+    """See the module. Admission asks it first; a `RowObserver`.
 
     Without a further rule, new requests of the adapters in use could block another adapter without end. So after a
     request was overtaken `MAX_OVERTAKEN` times, the adapter with the fewest requests is drained: no new request starts
@@ -55,9 +55,10 @@ class AdapterSlots:
         """Slots that rows use."""
         return len(self._in_use)
 
-    # ------------------------------------------------------------ as a constraint
+    # ------------------------------------------------------------ admission
 
     def refusal(self, req: Req) -> Verdict | None:
+        """Why a waiting request cannot start now; None if it can."""
         fingerprint = req.lora_id
         if not fingerprint:
             return None
@@ -82,6 +83,7 @@ class AdapterSlots:
             self._drained, self._drained_for = "", None
 
     def admitted(self, req: Req) -> None:
+        """Count a request from its admission on; it gets a row at the end of the pass."""
         if not req.lora_id:
             return
         self._idle.pop(req.lora_id, None)

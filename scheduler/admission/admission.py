@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 
 from ..arrays import IntArray
-from ..estimator.base import OutputEstimator
+from ..estimator import OutputEstimator
 from ..pass_state import PassState
 from ..records.stats import SchedulerStats
 from ..records.verdict import Reason, Verdict
-from ..requests.chunk import Chunk
-from ..requests.req import Req, ReqStatus
-from ..step_size.partial_prefills import PartialPrefills
-from ..step_size.step_caps import StepCaps
-from ..step_size.step_limits import StepLimits
+from ..requests.req import Chunk, Req, ReqStatus
+from ..step_size.step_limits import PartialPrefills, StepCaps, StepLimits
 from ..step_size.step_target import StepTarget
 from .admission_pass import AdmissionParts, AdmissionPass
 from .budget import PrefillBudget
 from .prefill_adder import PrefillAdder
-from .prefix_dedup import PrefixDedup
+from .shared_prefixes import PrefixDedup
 
 _MAX_AGED = 256
 """Ageing considers this many of the longest waiting requests per pass, and the next ones when those have started."""
@@ -39,16 +35,16 @@ class Admission:
         caps: StepCaps,
         target: StepTarget,
         estimator: OutputEstimator,
-        make_prefix_dedup: Callable[[], PrefixDedup],
+        dedups_prefixes: bool,
         stats: SchedulerStats,
     ) -> None:
-        """Compose; `make_prefix_dedup` makes the record of the prefixes that are being computed, for one pass."""
+        """Compose; `dedups_prefixes`: requests wait for a prefix that another one computes, see `PrefixDedup`."""
         self._parts, self._memory = parts, parts.memory
         self._limits = limits
         self._caps = caps
         self._target = target
         self._estimator = estimator
-        self._make_prefix_dedup = make_prefix_dedup
+        self._dedups_prefixes = dedups_prefixes
         self._stats = stats
 
     def skip(self, state: PassState, reason: Reason) -> list[Chunk]:
@@ -74,7 +70,8 @@ class Admission:
         sources: dict[Req, Req] = {}
         reason = Reason.RETRACTING if state.num_retractions else parts.policy.hold(requests.waiting, now_s)
         if reason is None:
-            admission_pass = AdmissionPass(parts, adder, self._make_prefix_dedup(), state)
+            dedup = PrefixDedup(self._memory.kv.page_size) if self._dedups_prefixes else None
+            admission_pass = AdmissionPass(parts, adder, dedup, state)
             admission_pass.walk()
             sources = admission_pass.sources
         else:

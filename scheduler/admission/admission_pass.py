@@ -9,7 +9,8 @@ from itertools import chain
 
 import numpy as np
 
-from ..memory.row_memory import RowMemory
+from ..adapters.adapter_slots import AdapterSlots
+from ..memory.kv_memory import RowMemory
 from ..pass_state import PassState
 from ..policy.base import SchedulePolicy
 from ..preemption.preemption import Preemption
@@ -17,11 +18,9 @@ from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 from ..requests.requests import Requests
-from .constraints import Constraint, first_refusal
-from .parallel_samples import ParallelSamples
+from .budget import Reservations
 from .prefill_adder import PrefillAdder
-from .prefix_dedup import PrefixDedup
-from .reservations import Reservations
+from .shared_prefixes import ParallelSamples, PrefixDedup
 
 _MAX_SKIPPED = 256
 """Requests that a pass may skip because of rules for single requests; it bounds the cost of a pass."""
@@ -36,7 +35,7 @@ class AdmissionParts:
     preemption: Preemption
     reservations: Reservations
     parallel_samples: ParallelSamples
-    constraints: Sequence[Constraint]
+    adapter_slots: AdapterSlots
     memory: RowMemory
     look_ahead: int
 
@@ -61,18 +60,19 @@ class AdmissionPass:
     )
 
     def __init__(
-        self, parts: AdmissionParts, adder: PrefillAdder, shared: PrefixDedup, state: PassState
+        self, parts: AdmissionParts, adder: PrefillAdder, dedup: PrefixDedup | None, state: PassState
     ) -> None:
-        """`shared` is empty; the constructor adds the prefixes that running requests are computing."""
+        """`dedup`: empty; the constructor adds the prefixes that running requests compute. None: none is shared."""
         self._parts, self._memory = parts, parts.memory
         self._adder = adder
-        self._prefix_dedup = shared
+        self._prefix_dedup = dedup
         self._state = state
         self._look_ahead = parts.look_ahead if parts.policy.looks_ahead else -1
         self._lowest_running: int | None = None  # priority; None: not looked up since the last retraction
         self.sources: dict[Req, Req] = {}
-        for req in self._still_computing():
-            shared.computing(req, int(self._memory.states.num_settled[req.row]))
+        if dedup is not None:
+            for req in self._still_computing():
+                dedup.computing(req, int(self._memory.states.num_settled[req.row]))
 
     def walk(self) -> None:
         """Offer the waiting requests until a budget is spent: first those on the host, then in the policy's order.
@@ -130,16 +130,16 @@ class AdmissionPass:
     def _admitted(self, req: Req) -> None:
         if req.status is ReqStatus.SWAPPED:
             self._memory.host.reserve_swap_in()
-        for constraint in self._parts.constraints:
-            constraint.admitted(req)
-        self._prefix_dedup.computing(req, self._adder.chunks[-1].start)
+        self._parts.adapter_slots.admitted(req)
+        if self._prefix_dedup is not None:
+            self._prefix_dedup.computing(req, self._adder.chunks[-1].start)
 
     # ------------------------------------------------------------ one candidate
 
     def _offer(self, req: Req) -> Verdict:
         """Test the rules for single requests, then memory and the step's budget, then preemption."""
         adder = self._adder
-        verdict = first_refusal(self._parts.constraints, req)
+        verdict = self._parts.adapter_slots.refusal(req)
         if verdict is not None:
             return verdict
         sibling = self._parts.parallel_samples.source(req)
@@ -174,9 +174,10 @@ class AdmissionPass:
         return Verdict(req.rid, AddReqResult.SKIP, reason, prefix.ready_len)
 
     def _waits_for_prefix(self, req: Req, prefix: Prefix) -> bool:
-        if req.needs_all_tokens or prefix.ready_len + 1 >= req.fill_len:
+        dedup = self._prefix_dedup
+        if dedup is None or req.needs_all_tokens or prefix.ready_len + 1 >= req.fill_len:
             return False
-        return self._prefix_dedup.is_pending(req, prefix.ready_len)
+        return dedup.is_pending(req, prefix.ready_len)
 
     def _sibling_prefills(self, req: Req) -> bool:
         """Whether a sibling computes the same prompt: waiting costs one step and saves computing the prompt again."""

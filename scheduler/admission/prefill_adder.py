@@ -8,13 +8,12 @@ that an eviction for one request cannot remove the prefix of the next.
 from __future__ import annotations
 
 from ...runtime.feasibility import pages_for
-from ..estimator.base import OutputEstimator
+from ..estimator import OutputEstimator
 from ..memory.kv_memory import KVMemory
 from ..prefix_cache.base import Prefix
 from ..records.verdict import AddReqResult, Reason, Verdict
-from ..requests.chunk import Chunk
-from ..requests.req import Req, ReqStatus
-from ..step_size.partial_prefills import PartialPrefills
+from ..requests.req import Chunk, Req, ReqStatus
+from ..step_size.step_limits import PartialPrefills
 from .budget import PrefillBudget
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -28,14 +29,13 @@ import numpy as np
 from ...runtime.feasibility import pages_for
 from ..arrays import AnyIntArray, IntArray
 from ..prefix_cache.base import Lease, Prefix, PrefixCache, PrefixMatch
-from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import PageCounts
+from ..records.verdict import CacheMiss, MissKind
 from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
-from .page_supply import PageSupply
+from .pages import PageSupply, SwapPool
 from .req_to_token_pool import ReqToTokenPool
 from .state_slots import NoStateSlots, StateSlots
-from .swap_pool import SwapPool
 
 MAX_LOOKUPS: Final = 16
 """The most prefixes that ordering the queue looks up again in one pass."""
@@ -385,3 +385,20 @@ class KVMemory:
         dropped = self._cache.flush()
         self._supply.give_back(dropped)
         return len(dropped), self._cache.locked_pages
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory:
+    """Four parts that describe the same rows; most users need more than one of them.
+
+    Attributes:
+        states: lengths and token ids, by row.
+        pool: the rows, and the pages of each.
+        kv: gives pages to rows and takes them back.
+        host: pages of swapped requests.
+    """
+
+    states: RowStates
+    pool: ReqToTokenPool
+    kv: KVMemory
+    host: SwapPool

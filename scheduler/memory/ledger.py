@@ -15,9 +15,8 @@ import numpy as np
 from ...runtime.errors import EngineError
 from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
-from .incoming_pages import IncomingPages
-from .page_allocator import PageAllocator
-from .row_memory import RowMemory
+from .kv_memory import RowMemory
+from .pages import IncomingPages, PageAllocator
 
 
 class LedgerError(EngineError):

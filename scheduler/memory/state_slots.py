@@ -25,7 +25,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from ..arrays import IntArray
-from ..requests.chunk import Chunk
+from ..requests.req import Chunk
 
 _MOST_OF_A_CHUNK: Final = 4
 """A chunk may take one of so many checkpoints: a long prompt does not displace all others."""

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...runtime.messages import FinishKind
-from ..requests.chunk import Chunk
-from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
+from ..requests.req import Chunk, Req
+from ..requests.requests import WaitingQueue
 from .base import Load, PolicyParts, SchedulePolicy
 from .key_orders import Fcfs, Lpm, Priority
 

@@ -1,19 +1,20 @@
 """`SchedulePolicy`: the base of all policies. A policy decides the order in which waiting requests are offered.
 
-The `PrefillAdder` decides whether a request fits; a policy never decides about memory.
+The `PrefillAdder` decides whether a request fits; a policy never decides about memory. `overtaken_first` and
+`OrderedIndex` are common parts of policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 from ...runtime.messages import FinishKind
 from ..prefix_cache.base import PrefixMatch
 from ..records.verdict import Reason
-from ..requests.chunk import Chunk
-from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
+from ..requests.req import MAX_OVERTAKEN, Chunk, Req
+from ..requests.requests import WaitingQueue
 
 MAX_SORTED: Final = 128
 """With more waiting requests, prefix cache look-ups cost more than a good order gains: first come, first served."""
@@ -116,3 +117,63 @@ class SchedulePolicy:
     def take_notes(self) -> list[str]:
         """Changes of the policy's own state since the last call, in words, for the decision log."""
         return []
+
+
+MAX_PASSED: Final = 256
+"""The search ends after this many requests that were not overtaken; `Admission` counts it for as many."""
+
+
+def overtaken_first(waiting: WaitingQueue, order: Iterable[Req]) -> Iterator[Req]:
+    """Requests that were overtaken in `MAX_OVERTAKEN` passes, by arrival, then the others in the given order. Lazy.
+
+    When a request is overtaken, all that arrived before it and still wait are overtaken as well. So the most overtaken
+    requests stand at the front of the queue, except for those that joined later than they arrived: retracted ones, or
+    ones that waited for their grammar.
+    """
+    yielded: set[int] = set()
+    num_passed = 0
+    for req in waiting:
+        if req.num_overtaken >= MAX_OVERTAKEN:
+            yielded.add(req.seq)
+            yield req
+        elif (num_passed := num_passed + 1) > MAX_PASSED:
+            break
+    for req in order:
+        if req.seq not in yielded:
+            yield req
+
+
+class OrderedIndex:
+    """Requests sorted by a number that does not change while they wait, so that a pass sorts nothing.
+
+    A list and not a heap: it is read in order without being changed. Inserting moves pointers, 80 KB of them where
+    10,000 requests wait, which takes a few microseconds.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int]] = []  # (key, seq): equals come in the order of arrival
+        self._reqs: dict[int, tuple[float, Req]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Req]:
+        """By ascending key, equals by arrival; do not change the index during the iteration."""
+        reqs = self._reqs
+        for _, seq in self._entries:
+            yield reqs[seq][1]
+
+    @property
+    def first(self) -> Req:
+        """The request with the smallest key; the index must not be empty."""
+        return self._reqs[self._entries[0][1]][1]
+
+    def add(self, req: Req, key: float) -> None:
+        """Insert a request that is not in the index."""
+        self._reqs[req.seq] = (key, req)
+        bisect.insort(self._entries, (key, req.seq))
+
+    def remove(self, req: Req) -> None:
+        """Remove a request that is in the index."""
+        key, _ = self._reqs.pop(req.seq)
+        del self._entries[bisect.bisect_left(self._entries, (key, req.seq))]

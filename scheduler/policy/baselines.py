@@ -8,9 +8,8 @@ from collections.abc import Iterable
 from ...runtime.messages import FinishKind
 from ..records.verdict import Reason
 from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
-from .base import PolicyParts, SchedulePolicy
-from .ordered_index import OrderedIndex
+from ..requests.requests import WaitingQueue
+from .base import OrderedIndex, PolicyParts, SchedulePolicy
 
 
 class FifoSerial(SchedulePolicy):

@@ -8,9 +8,8 @@ from typing import Protocol
 
 from ..prefix_cache.base import PrefixMatch
 from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
-from .ageing import overtaken_first
-from .base import MAX_SORTED, PolicyParts, SchedulePolicy
+from ..requests.requests import WaitingQueue
+from .base import MAX_SORTED, PolicyParts, SchedulePolicy, overtaken_first
 
 
 class TreeNode(Protocol):

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from ...runtime.messages import FinishKind
 from ..prefix_cache.base import PrefixMatch
-from ..requests.chunk import Chunk
-from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
-from .ageing import overtaken_first
-from .base import MAX_SORTED, PolicyParts, SchedulePolicy
+from ..requests.req import Chunk, Req
+from ..requests.requests import WaitingQueue
+from .base import MAX_SORTED, PolicyParts, SchedulePolicy, overtaken_first
 
 
 class Hrrn(SchedulePolicy):

@@ -11,8 +11,7 @@ from .baselines import FifoSerial, StaticBatch
 from .dfs_weight import DfsWeight
 from .fair import Fair
 from .hrrn import Hrrn
-from .key_orders import Fcfs, Lof, Lpm, Priority, RandomOrder, Sjf, Srtf
-from .length_estimate import make_length_estimate
+from .key_orders import Fcfs, Lof, Lpm, Priority, RandomOrder, Sjf, Srtf, make_length_estimate
 from .round_robin import RoundRobin
 
 

@@ -6,9 +6,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ...runtime.messages import FinishKind
-from ..requests.chunk import Chunk
-from ..requests.req import Req
-from ..requests.waiting_queue import WaitingQueue
+from ..requests.req import Chunk, Req
+from ..requests.requests import WaitingQueue
 from .base import SchedulePolicy
 from .tenants import Offers, TenantQueue, output_tokens, prompt_tokens
 

@@ -12,9 +12,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..requests.chunk import Chunk
-from ..requests.req import Req
-from .ordered_index import OrderedIndex
+from ..requests.req import Chunk, Req
+from .base import OrderedIndex
 
 _TENANT: Final = operator.attrgetter("tenant")
 

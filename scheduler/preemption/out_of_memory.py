@@ -28,7 +28,7 @@ from ..pass_state import PassState
 from ..records.decision_log import Retraction
 from ..requests.req import Req
 from ..requests.requests import Requests
-from ..step_size.step_caps import Lowered, StepCaps
+from ..step_size.step_limits import Lowered, StepCaps
 from .preemption import Preemption
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
-from ..records.cache_miss import CacheMiss, MissKind
+from ..records.verdict import CacheMiss, MissKind
 
 
 def namespace_of(cache_salt: str, lora_id: str) -> str:

@@ -25,16 +25,13 @@ from typing import Final
 import numpy as np
 
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
-from ..records.cache_miss import CacheMiss
+from ..records.verdict import CacheMiss
 from .base import Lease, PrefixMatch
 from .block_events import BlockRecorder, NoBlockEvents
-from .cache_audit import nodes_of, pages_in, verify_nodes
-from .checkpoints import Checkpoints
 from .eviction import LRU, EvictionPolicy, EvictionQueue
-from .eviction_history import FLUSHED, EvictionHistory
-from .miss_explainer import MissExplainer
+from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import Pins
-from .radix_node import RadixNode, path_to_root
+from .radix_node import Checkpoints, RadixNode, nodes_of, pages_in, path_to_root, verify_nodes
 
 MAX_TOMBSTONES: Final = 16_384
 _LONG_LEAF_PAGES: Final = 256
@@ -453,7 +450,7 @@ class RadixCache:
 
     def verify(self, leases: Iterable[Lease]) -> list[str]:
         counts = (self._evictable_pages, self._locked_pages)
-        wrong = list(verify_nodes(self._roots, leases, self._queue, self.page_size, counts))
+        wrong = list(verify_nodes(self._roots, leases, self._queue.finds, self.page_size, counts))
         wrong.extend(self._pins.verify(nodes_of(self._roots)))
         if self._checkpoints is not None:
             wrong.extend(self._checkpoints.verify(nodes_of(self._roots)))

@@ -14,7 +14,7 @@ from ..records.decision_log import DecisionLog, PassRecord
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
-from ..step_size.prompt_time import UNLIMITED
+from ..step_size.step_target import UNLIMITED
 
 
 def list_requests(

@@ -6,7 +6,6 @@ import dataclasses
 import enum
 from typing import Final, NamedTuple
 
-from ..records.cache_miss import CacheMiss
 from ..records.decision_log import (
     Arrived,
     DecisionRecord,
@@ -16,7 +15,7 @@ from ..records.decision_log import (
     Retraction,
     Settled,
 )
-from ..records.verdict import AddReqResult, Reason, Verdict
+from ..records.verdict import AddReqResult, CacheMiss, Reason, Verdict
 
 
 class Place(enum.Enum):

@@ -13,9 +13,8 @@ from typing import Final
 
 from ...runtime.counted import counted
 from ...runtime.messages import Explanation
-from ..records.cache_miss import CacheMiss, MissKind
 from ..records.decision_log import Arrived, DecisionRecord, Finished, Handover, Retraction
-from ..records.verdict import Reason, Verdict
+from ..records.verdict import CacheMiss, MissKind, Reason, Verdict
 from .request_story import Act, Beginning, Decision, Episode, Forgotten, RequestStory
 
 COLUMNS: Final = ("after", "passes", "what", "why", "need", "have")

@@ -1,8 +1,11 @@
-"""`SchedulerStats`: totals since the start of the process; `Scheduler.report` adds the current figures."""
+"""`SchedulerStats`: totals since the start of the process; `StepLog`: a log line per interval, made of reports."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+from ...runtime.messages import SchedulerReport
 
 
 @dataclass(slots=True)
@@ -20,3 +23,54 @@ class SchedulerStats:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
     overruled_tokens: int = 0
+
+
+logger = logging.getLogger(__name__)
+
+
+class StepLog:
+    """Turns reports into log lines, none for an interval without steps. Rates are relative to the last line."""
+
+    def __init__(self, interval_s: float) -> None:
+        """Start with the first report.
+
+        Args:
+            interval_s: the least number of seconds between two lines.
+        """
+        self._interval_s = interval_s
+        self._last: SchedulerReport | None = None
+
+    def note(self, report: SchedulerReport) -> None:
+        """Take a report. Write a line if the interval is over and steps ran in it."""
+        last = self._last
+        if last is None:
+            self._last = report
+            return
+        elapsed_s = report.sent_s - last.sent_s
+        if elapsed_s < self._interval_s:
+            return
+        self._last = report
+        num_steps = report.num_steps_total - last.num_steps_total
+        if num_steps == 0:
+            return
+        prompt_tokens = report.prompt_tokens_total - last.prompt_tokens_total
+        cached_tokens = report.cached_tokens_total - last.cached_tokens_total
+        generated_tokens = report.generation_tokens_total - last.generation_tokens_total
+        logger.info(
+            "steps=%d running=%d queue=%d generated_tok_per_s=%.1f prompt_tok_per_s=%.1f kv_used=%.1f%% "
+            "kv_cached=%.1f%% cache_hit=%.1f%% retracted=%d busy=%.0f%%",
+            num_steps,
+            report.num_running_reqs,
+            report.num_queue_reqs,
+            generated_tokens / elapsed_s,
+            prompt_tokens / elapsed_s,
+            _percent(report.kv_used_tokens, report.kv_total_tokens),
+            _percent(report.kv_cached_tokens, report.kv_total_tokens),
+            _percent(cached_tokens, prompt_tokens),
+            report.retracted_reqs_total - last.retracted_reqs_total,
+            _percent(report.step_s_total - last.step_s_total, elapsed_s),
+        )
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100 * part / whole if whole else 0.0

@@ -7,19 +7,64 @@ running request (lengths, token ids, pages) are in arrays indexed by pool row: s
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ...runtime.messages import Delivered, GenerateRequest, Usage
+from ...runtime.messages import Delivered, GenerateRequest, GrammarUsage, Overruled, Usage
 from ...runtime.transport.message_base import Logprobs
 from ..arrays import TOKEN_ID_BYTES
 from ..prefix_cache.base import namespace_of
-from .grammar_figures import GrammarFigures
 
 if TYPE_CHECKING:
     from ...grammar.backend import Matcher
     from ...runtime.sampling_params import SamplingParams
     from ..arrays import IntArray
     from ..prefix_cache.base import Lease, PrefixMatch
+
+
+@dataclass(slots=True)
+class GrammarFigures:
+    """Figures of one request, from its earlier attempts on. See `GrammarUsage` for the attributes.
+
+    Attributes:
+        num_forced: of the earlier attempts; the matcher counts those of this one.
+    """
+
+    compile_s: float = 0.0
+    mask_s: float = 0.0
+    num_forced: int = 0
+    num_overruled: int = 0
+    first_overruled: Overruled | None = None
+    cut_at: int | None = None
+
+    @classmethod
+    def going_on(cls, usage: GrammarUsage) -> GrammarFigures:
+        """The figures of a request that was lost, as of its last delivered token."""
+        return cls(
+            usage.compile_s,
+            usage.mask_s,
+            usage.forced_tokens,
+            usage.overruled_tokens,
+            usage.first_overruled,
+            usage.cut_at,
+        )
+
+    def overruled(self, position: int, wanted_id: int, got_id: int) -> None:
+        """Count a token of the output that replaces a refused one."""
+        self.num_overruled += 1
+        if self.first_overruled is None:
+            self.first_overruled = Overruled(position, wanted_id, got_id)
+
+    def usage(self, num_forced: int) -> GrammarUsage:
+        """The figures for the client; `num_forced`: of the matcher."""
+        return GrammarUsage(
+            self.compile_s,
+            self.mask_s,
+            self.num_forced + num_forced,
+            self.num_overruled,
+            self.first_overruled,
+            self.cut_at,
+        )
 
 
 MAX_OVERTAKEN: Final = 32
@@ -279,3 +324,21 @@ def _can_be_checked_late(sampling: SamplingParams) -> bool:
     )
     has_filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
     return not has_penalties and sampling.logprobs is None and (sampling.greedy or not has_filters)
+
+
+class Chunk(NamedTuple):
+    """A run of prompt tokens that the step computes.
+
+    Attributes:
+        req: the request.
+        start: position of the first token.
+        length: number of tokens.
+        is_first: whether the request was admitted in this pass.
+        is_last: whether the prompt ends with this chunk, so that a token is sampled.
+    """
+
+    req: Req
+    start: int
+    length: int
+    is_first: bool
+    is_last: bool

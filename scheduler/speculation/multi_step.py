@@ -21,7 +21,7 @@ There is only one round in these cases:
 - A request has stop tokens of its own or logprobs: the host checks each of its tokens.
 - The pages for more rounds are not available: all requests advance at the same rate, and a multi-step decode never
   causes a retraction.
-- The device ran out of memory, and the caps of `step_caps.py` are still in force.
+- The device ran out of memory, and the caps of `StepCaps` are still in force.
 
 The predicted time of a round is that of the last step of decodes alone. If more requests decode than in that step,
 there is one round. A multi-step decode with slower rounds than predicted ends early. If devices compute while the host
@@ -37,11 +37,11 @@ import numpy as np
 
 from ..batch import ScheduleBatch
 from ..grammar.grammar_rules import may_go_on
-from ..memory.row_memory import RowMemory
+from ..memory.kv_memory import RowMemory
 from ..phases import Work
 from ..requests.outputs import StopRules
 from ..requests.requests import Requests
-from ..step_size.step_caps import StepCaps
+from ..step_size.step_limits import StepCaps
 from .drafts import Drafts
 
 MAX_ROUNDS: Final = 8

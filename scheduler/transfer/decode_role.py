@@ -26,19 +26,18 @@ from ...runtime.transport.kv_transfer import (
     TransferCommand,
     TransferFigures,
 )
-from ..admission.reservations import Reservations
+from ..admission.budget import Reservations
 from ..arrays import TOKEN_ID_BYTES, IntArray
 from ..batch import ScheduleBatch
 from ..grammar.grammar_rules import MATCHED_GRAMMAR, advance
-from ..memory.incoming_pages import IncomingPages
 from ..memory.kv_memory import KVMemory
+from ..memory.pages import IncomingPages
 from ..prefix_cache.base import Lease, PrefixCache, PrefixMatch
 from ..records.stats import SchedulerStats
 from ..requests.outputs import StopRules, output_row
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
-from .counts import TransferCounts, prompt_crc
-from .role import NO_CHANGES, Changes, Step, TransferNews
+from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, prompt_crc
 
 logger = logging.getLogger(__name__)
 

@@ -29,11 +29,10 @@ from ...runtime.transport.kv_transfer import (
 )
 from ..arrays import IntArray
 from ..batch import ScheduleBatch
-from ..memory.page_supply import PageSupply
+from ..memory.pages import PageSupply
 from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
-from .counts import TransferCounts, prompt_crc
-from .role import NO_CHANGES, Changes, Step, TransferNews
+from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, prompt_crc
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.errors import ConfigError
-from ...scheduler.step_size.step_work import StepWork
+from ...scheduler.batch import StepWork
 
 MIN_STEPS: Final = 12
 """Fewer steps do not determine five coefficients."""

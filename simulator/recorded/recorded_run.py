@@ -18,11 +18,10 @@ import numpy as np
 from ...runtime.errors import ConfigError
 from ...runtime.messages import FinishKind, GenerateRequest
 from ...runtime.step_plan import ForwardMode, StepResult
-from ...scheduler.batch import ScheduleBatch
+from ...scheduler.batch import ScheduleBatch, work_of
 from ...scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
 from ...scheduler.journal.replay import new_scheduler
 from ...scheduler.records.decision_log import PassRecord, Settled
-from ...scheduler.step_size.step_work import work_of
 from ..measurements import Measurements
 from ..sim_request import SimRequest
 from .fitted import Fitted, MeasuredStep

@@ -33,7 +33,7 @@ from engine.scheduler.journal.replay import replay
 from engine.scheduler.kv_events.publisher import AdapterOf, KVEvents
 from engine.scheduler.prefix_cache.block_events import AllBlocksCleared, BlockEvent, BlocksStored
 from engine.scheduler.records.decision_log import KEPT_RECORDS, Arrived, PassRecord
-from engine.scheduler.records.step_log import StepLog
+from engine.scheduler.records.stats import StepLog
 
 from .journal.log_samples import sample_header
 
@@ -325,7 +325,7 @@ def test_runs_until_the_supervisor_says_stop(world):
 
 
 def test_one_line_per_interval_and_none_without_work(make_scheduler, caplog):
-    caplog.set_level(logging.INFO, logger="engine.scheduler.records.step_log")
+    caplog.set_level(logging.INFO, logger="engine.scheduler.records.stats")
     world = World(make_scheduler(), log_interval_s=2.0)
     world.steps(20)
     assert caplog.messages == []

@@ -15,7 +15,7 @@ from engine.runtime.messages import SchedulerReport
 from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler import pass_state
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.pass_state import PassState, record_of
+from engine.scheduler.pass_state import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR, PassState, record_of
 from engine.scheduler.records.decision_log import (
     DecisionLog,
     DecisionRecord,
@@ -24,7 +24,6 @@ from engine.scheduler.records.decision_log import (
     Retraction,
 )
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
-from engine.scheduler.stall import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR
 
 from .harness import Harness
 from .test_stall import break_admission, idle_passes

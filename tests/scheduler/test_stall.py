@@ -1,11 +1,11 @@
-"""Tests of `scheduler/stall.py`: requests that wait while nothing happens are noticed, repaired or reported."""
+"""Tests of `scheduler/pass_state.py`: requests that wait while nothing happens are noticed, repaired or reported."""
 
 from __future__ import annotations
 
 import logging
 
+from engine.scheduler.pass_state import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
-from engine.scheduler.stall import PASSES_BEFORE_ALARM, PASSES_BEFORE_REPAIR
 
 
 def break_admission(monkeypatch):

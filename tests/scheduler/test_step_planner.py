@@ -9,9 +9,9 @@ import pytest
 
 from engine.scheduler.arrays import EMPTY
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.memory.row_memory import RowMemory
+from engine.scheduler.memory.kv_memory import RowMemory
 from engine.scheduler.phases import Work
-from engine.scheduler.requests.chunk import Chunk
+from engine.scheduler.requests.req import Chunk
 from engine.scheduler.step_planner import plan_step
 
 from .fake_runner import ints

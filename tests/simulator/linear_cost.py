@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.scheduler.step_size.step_work import StepWork
+from engine.scheduler.batch import StepWork
 
 
 class LinearCost:

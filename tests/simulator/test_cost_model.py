@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
-from engine.scheduler.step_size.step_work import StepWork
+from engine.scheduler.batch import StepWork
 from engine.simulator.cost_model import Roofline
 from engine.simulator.device_facts import DEVICES
 from engine.simulator.model_facts import MODELS, ModelFacts

@@ -18,12 +18,11 @@ from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
-from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.batch import ScheduleBatch, StepWork
 from engine.scheduler.journal.log_file import LogFileError
 from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_size.step_work import StepWork
 from engine.simulator.cluster import Cluster, ClusterSettings
 from engine.simulator.measurements import Measurements
 from engine.simulator.recorded import recorded_run

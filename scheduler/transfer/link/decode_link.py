@@ -44,9 +44,8 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
 )
 from .connection import CommandQueue, Context, connect
-from .lookups import Lookups, known_address
-from .pages.base import DRAIN_S, PageReceiver
-from .prefill_peer import Answer, Attempt, Peer, State, Storing
+from .pages import DRAIN_S, PageReceiver
+from .peers import Answer, Attempt, Lookups, Peer, State, Storing, known_address
 
 logger = logging.getLogger(__name__)
 

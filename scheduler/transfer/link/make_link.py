@@ -14,9 +14,9 @@ from ....runtime.transport.cluster_ipc import is_loopback
 from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
 from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
 from ....runtime.transport.process_identity import own_identity
-from .pages.direct import DirectReceiver, DirectSender
-from .pages.local import LocalReceiver, LocalSender
-from .pages.ranks import Ranks
+from .local_pages import LocalReceiver, LocalSender
+from .pages import DirectReceiver, DirectSender
+from .ranks import Ranks
 
 if TYPE_CHECKING:
     from ....runtime.kv_backends.base import PoolMemory

@@ -42,7 +42,8 @@ from ....runtime.transport.kv_transfer import (
 )
 from ....runtime.transport.process_identity import ProcessIdentity
 from .connection import CommandQueue, Context, Listener
-from .pages.base import Frames, PageSender, Sending
+from .pages import PageSender, Sending
+from .ranks import Frames
 
 logger = logging.getLogger(__name__)
 

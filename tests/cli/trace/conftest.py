@@ -20,9 +20,9 @@ from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal.log_file import Header
 from engine.scheduler.journal.log_writer import LogWriter
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
+    BudgetState,
     DecisionRecord,
     Finished,
     PageCounts,
@@ -30,8 +30,7 @@ from engine.scheduler.records.decision_log import (
     Retraction,
     Settled,
 )
-from engine.scheduler.records.pass_figures import BudgetState
-from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.verdict import AddReqResult, CacheMiss, MissKind, Reason, Verdict
 
 LOOK_AHEAD = 6
 PAGE_SIZE = 16

@@ -11,17 +11,16 @@ from engine.cli.trace.story import MarkKind, Span, SpanKind, coarsen
 from engine.cli.trace.timeline import EmptyLogError, TimelineBuilder, read_timeline
 from engine.runtime.messages import FinishKind
 from engine.runtime.step_plan import ForwardMode
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
+    BudgetState,
     Finished,
     PageCounts,
     PassRecord,
     Retraction,
     Settled,
 )
-from engine.scheduler.records.pass_figures import BudgetState
-from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.verdict import AddReqResult, CacheMiss, MissKind, Reason, Verdict
 
 
 class Log:

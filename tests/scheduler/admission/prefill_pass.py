@@ -9,11 +9,11 @@ from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.admission.budget import PrefillBudget
 from engine.scheduler.admission.prefill_adder import PrefillAdder
-from engine.scheduler.estimator.ratio import NewTokenRatio
+from engine.scheduler.estimator import NewTokenRatio
 from engine.scheduler.prefix_cache.base import Prefix, PrefixMatch
 from engine.scheduler.records.verdict import AddReqResult, Verdict
 from engine.scheduler.requests.req import Req
-from engine.scheduler.step_size.partial_prefills import PartialLimits, PartialPrefills
+from engine.scheduler.step_size.step_limits import PartialLimits, PartialPrefills
 
 
 class CountedMemory:

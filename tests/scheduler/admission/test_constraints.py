@@ -1,4 +1,4 @@
-"""Tests of `scheduler/admission/constraints.py` and of requests that wait for a grammar."""
+"""Tests of the limit on adapters, and of requests that wait for a grammar."""
 
 from __future__ import annotations
 

@@ -11,11 +11,10 @@ from engine.runtime.config.engine_config import SchedulerConfig
 from engine.runtime.feasibility import pages_for
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.admission.budget import PrefillBudget
-from engine.scheduler.estimator.base import CLIP_MAX_NEW_TOKENS, OutputEstimator
-from engine.scheduler.estimator.make import make_estimator
+from engine.scheduler.estimator import CLIP_MAX_NEW_TOKENS, OutputEstimator, make_estimator
 from engine.scheduler.records.verdict import AddReqResult, Reason
 from engine.scheduler.requests.req import MAX_OVERTAKEN, Req, ReqStatus
-from engine.scheduler.step_size.partial_prefills import PartialLimits, reserved_tokens
+from engine.scheduler.step_size.step_limits import PartialLimits, reserved_tokens
 from tests.scheduler.admission.prefill_pass import (
     Candidate,
     CountedMemory,

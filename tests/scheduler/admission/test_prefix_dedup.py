@@ -1,4 +1,4 @@
-"""Tests of `scheduler/admission/prefix_dedup.py`: what one request is computing, others wait for."""
+"""Tests of `scheduler/admission/shared_prefixes.py`: what one request is computing, others wait for."""
 
 from __future__ import annotations
 

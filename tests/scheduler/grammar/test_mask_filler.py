@@ -12,7 +12,7 @@ from engine.scheduler.arrays import EMPTY
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.grammar.mask_filler import MaskFiller
 from engine.scheduler.records.decision_log import RefusedToken
-from engine.scheduler.requests.grammar_figures import GrammarFigures
+from engine.scheduler.requests.req import GrammarFigures
 from tests.scheduler.grammar.toy_matcher import VOCAB_SIZE, ToyGrammar, ToyMatcher, allowed_by
 
 

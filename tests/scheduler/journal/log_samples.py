@@ -13,17 +13,17 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal.log_file import Header, Idle, Input, LogRecord, Planning
 from engine.scheduler.journal.log_writer import header_of
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
+    BudgetState,
     Finished,
     PageCounts,
     PassRecord,
     Retraction,
     Settled,
+    StepTime,
 )
-from engine.scheduler.records.pass_figures import BudgetState, StepTime
-from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.verdict import AddReqResult, CacheMiss, MissKind, Reason, Verdict
 
 
 def sample_header() -> Header:

@@ -1,11 +1,11 @@
-"""Tests of `scheduler/memory/page_allocator.py`."""
+"""Tests of `scheduler/memory/pages.py`."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.memory.page_allocator import PageAllocator, PageError
+from engine.scheduler.memory.pages import PageAllocator, PageError
 
 
 def test_hands_out_every_page_once_and_never_the_dummy_page():

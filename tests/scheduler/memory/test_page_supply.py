@@ -1,4 +1,4 @@
-"""`page_supply.py`: free pages first, then pages evicted from the prefix cache."""
+"""`pages.py`: free pages first, then pages evicted from the prefix cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from engine.scheduler.arrays import IntArray
-from engine.scheduler.memory.page_allocator import PageAllocator, PageError
-from engine.scheduler.memory.page_supply import PageSupply
+from engine.scheduler.memory.pages import PageAllocator, PageError, PageSupply
 from engine.scheduler.prefix_cache.base import NoPrefixCache
 
 

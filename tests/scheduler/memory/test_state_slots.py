@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
 from engine.scheduler.memory.ledger import LedgerError
-from engine.scheduler.records.cache_miss import MissKind
+from engine.scheduler.records.verdict import MissKind
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
 from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import Harness

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind
-from engine.scheduler.preemption.preemption_mode import ByCost
+from engine.scheduler.pass_state import PASSES_BEFORE_ALARM
+from engine.scheduler.preemption.preemption import ByCost
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
-from engine.scheduler.stall import PASSES_BEFORE_ALARM
 from tests.scheduler.harness import Harness, extend_lens
 
 

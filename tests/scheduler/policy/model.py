@@ -19,9 +19,8 @@ from engine.scheduler.policy.base import Load, PolicyParts
 from engine.scheduler.policy.make import make_policy
 from engine.scheduler.prefix_cache.base import Lease, PrefixMatch
 from engine.scheduler.records.verdict import Reason
-from engine.scheduler.requests.chunk import Chunk
-from engine.scheduler.requests.req import Req, ReqStatus
-from engine.scheduler.requests.waiting_queue import WaitingQueue
+from engine.scheduler.requests.req import Chunk, Req, ReqStatus
+from engine.scheduler.requests.requests import WaitingQueue
 
 PAGE_SIZE = 4
 

@@ -1,9 +1,9 @@
-"""Tests of `scheduler/policy/ordered_index.py`."""
+"""Tests of `scheduler/policy/base.py`."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.policy.ordered_index import OrderedIndex
+from engine.scheduler.policy.base import OrderedIndex
 
 from .model import make_req
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.messages import FinishKind
-from engine.scheduler.policy.length_estimate import MAX_TENANTS, MaxTokens, TenantAverage
+from engine.scheduler.policy.key_orders import MAX_TENANTS, MaxTokens, TenantAverage
 from tests.selection import examples
 
 from .model import Model, make_req

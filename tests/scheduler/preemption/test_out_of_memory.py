@@ -18,9 +18,14 @@ from engine.scheduler.journal.replay import replay
 from engine.scheduler.preemption.out_of_memory import FIRST_HOLD_S, MAX_TRIES
 from engine.scheduler.records.decision_log import Settled
 from engine.scheduler.records.verdict import Reason
-from engine.scheduler.step_size.partial_prefills import PartialLimits
-from engine.scheduler.step_size.step_caps import FIRST_PATIENCE, MOST_PATIENCE, Lowered, StepCaps
-from engine.scheduler.step_size.step_limits import StepLimits
+from engine.scheduler.step_size.step_limits import (
+    FIRST_PATIENCE,
+    MOST_PATIENCE,
+    Lowered,
+    PartialLimits,
+    StepCaps,
+    StepLimits,
+)
 from tests.scheduler.fake_runner import ints
 from tests.scheduler.harness import Harness, extend_lens
 from tests.scheduler.test_pipeline import LIVES, Piped

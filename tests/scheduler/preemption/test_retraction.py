@@ -1,4 +1,4 @@
-"""Tests of `scheduler/preemption/retraction.py`: what happens when memory runs out."""
+"""Tests of `scheduler/decodes.py`: what happens when memory runs out."""
 
 import pytest
 

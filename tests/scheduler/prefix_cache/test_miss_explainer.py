@@ -1,4 +1,4 @@
-"""`miss_explainer.py` and `eviction_history.py`, through `RadixCache.explain`."""
+"""`miss_explainer.py` and `miss_explainer.py`, through `RadixCache.explain`."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from engine.scheduler.prefix_cache.miss_explainer import MAX_CHILDREN, MAX_NAMESPACES
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
+from engine.scheduler.records.verdict import CacheMiss, MissKind
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 from tests.selection import examples
 

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.scheduler.prefix_cache.base import NoPrefixCache, PrefixCache, PrefixMatch, namespace_of
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
+from engine.scheduler.records.verdict import CacheMiss, MissKind
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 
 # Arbitrary strings of clients, and above all those that look like an encoding.

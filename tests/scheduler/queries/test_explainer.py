@@ -7,8 +7,8 @@ import pytest
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import Explain, Explanation
 from engine.scheduler.queries.why import explain
-from engine.scheduler.records.cache_miss import MissKind
 from engine.scheduler.records.decision_log import Arrived, DecisionLog
+from engine.scheduler.records.verdict import MissKind
 from engine.scheduler.scheduler import Scheduler
 
 

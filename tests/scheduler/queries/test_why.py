@@ -6,7 +6,6 @@ import pytest
 
 from engine.runtime.messages import Explain, Explanation, FinishKind, GrammarReady
 from engine.scheduler.queries.why import COLUMNS, MAX_ROWS, explain
-from engine.scheduler.records.cache_miss import CacheMiss, MissKind
 from engine.scheduler.records.decision_log import (
     Arrived,
     DecisionLog,
@@ -16,7 +15,7 @@ from engine.scheduler.records.decision_log import (
     Retraction,
     Settled,
 )
-from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
+from engine.scheduler.records.verdict import AddReqResult, CacheMiss, MissKind, Reason, Verdict
 
 
 def no_kv(rid: str, need: int = 40, have: int = 30) -> Verdict:

@@ -1,4 +1,4 @@
-"""Tests of `scheduler/requests/waiting_queue.py`."""
+"""Tests of `scheduler/requests/requests.py`."""
 
 import numpy as np
 from hypothesis import given
@@ -8,7 +8,7 @@ from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.policy.key_orders import Fcfs
 from engine.scheduler.requests.req import Req
-from engine.scheduler.requests.waiting_queue import WaitingQueue
+from engine.scheduler.requests.requests import WaitingQueue
 
 
 def make_req(seq):

@@ -6,8 +6,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.speculation.ngram_index import MAX_MATCH, MIN_MATCH, NgramIndex
-from engine.scheduler.speculation.ngram_proposer import HitRates, NgramProposer
+from engine.scheduler.speculation.ngram_proposer import (
+    MAX_MATCH,
+    MIN_MATCH,
+    HitRates,
+    NgramIndex,
+    NgramProposer,
+)
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

@@ -1,4 +1,4 @@
-"""Tests of `scheduler/step_size/partial_prefills.py`: vLLM V0's rules, and what they are for."""
+"""Tests of `scheduler/step_size/step_limits.py`: vLLM V0's rules, and what they are for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import pytest
 from engine.runtime.config.engine_config import SchedulerConfig
 from engine.scheduler.admission.prefill_adder import PrefillAdder
 from engine.scheduler.records.verdict import AddReqResult, Reason, Verdict
-from engine.scheduler.requests.chunk import Chunk
-from engine.scheduler.requests.req import Req
-from engine.scheduler.step_size.partial_prefills import PartialLimits, PartialPrefills, reserved_tokens
+from engine.scheduler.requests.req import Chunk, Req
+from engine.scheduler.step_size.step_limits import PartialLimits, PartialPrefills, reserved_tokens
 from tests.scheduler.admission.prefill_pass import (
     Candidate,
     make_adder,

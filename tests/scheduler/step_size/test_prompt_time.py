@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.step_size.prompt_time import UNLIMITED, PromptTime
+from engine.scheduler.step_size.step_target import UNLIMITED, PromptTime
 
 
 def cost_s(time: PromptTime, start: int, length: int) -> float:

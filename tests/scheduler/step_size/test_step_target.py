@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.queries.why import explain
-from engine.scheduler.records.decision_log import PassRecord
-from engine.scheduler.records.pass_figures import StepTime
+from engine.scheduler.records.decision_log import PassRecord, StepTime
 from engine.scheduler.records.verdict import AddReqResult, Reason
-from engine.scheduler.step_size.prompt_time import PromptTime
-from engine.scheduler.step_size.step_target import MAX_PASSES
+from engine.scheduler.step_size.step_target import MAX_PASSES, PromptTime
 from tests.scheduler.admission.prefill_pass import Candidate, make_adder, make_budget, make_req, run_pass
 from tests.scheduler.fake_runner import ints
 from tests.scheduler.harness import Harness

@@ -25,10 +25,10 @@ from engine.runtime.transport.kv_transfer import Claim, KVLayout, ToPeer, digest
 from engine.runtime.transport.process_identity import ProcessIdentity, own_identity
 from engine.runtime.transport.rank_transfer import worker_name
 from engine.scheduler.transfer.link.decode_link import DecodeLink
-from engine.scheduler.transfer.link.pages.base import PageReceiver, PageSender
-from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
-from engine.scheduler.transfer.link.pages.ranks import Ranks
+from engine.scheduler.transfer.link.local_pages import LocalReceiver, LocalSender
+from engine.scheduler.transfer.link.pages import PageReceiver, PageSender
 from engine.scheduler.transfer.link.prefill_link import PrefillLink
+from engine.scheduler.transfer.link.ranks import Ranks
 
 WAIT_S = 30.0
 NUM_PAGES = 8

@@ -40,13 +40,13 @@ from engine.runtime.transport.kv_transfer import (
 )
 from engine.runtime.transport.message_base import Message
 from engine.runtime.transport.process_identity import own_identity
-from engine.scheduler.transfer.link import decode_link, lookups, prefill_link
+from engine.scheduler.transfer.link import decode_link, prefill_link
+from engine.scheduler.transfer.link import peers as lookups
 from engine.scheduler.transfer.link.decode_link import DecodeLink
-from engine.scheduler.transfer.link.lookups import Lookups
-from engine.scheduler.transfer.link.pages.base import DRAIN_S
-from engine.scheduler.transfer.link.pages.local import LocalReceiver, LocalSender
-from engine.scheduler.transfer.link.pages.ranks import Ranks
-from engine.scheduler.transfer.link.prefill_peer import Peer
+from engine.scheduler.transfer.link.local_pages import LocalReceiver, LocalSender
+from engine.scheduler.transfer.link.pages import DRAIN_S
+from engine.scheduler.transfer.link.peers import Lookups, Peer
+from engine.scheduler.transfer.link.ranks import Ranks
 
 from .sides import WAIT_S, LaterTime, MakeSides, Side, claim, free_port, ids, make_pool, make_prefill_link
 

@@ -26,9 +26,9 @@ from engine.runtime.transport.rank_transfer import (
     WorkerReady,
     worker_name,
 )
-from engine.scheduler.transfer.link.pages.direct import AllOf
-from engine.scheduler.transfer.link.pages.local import WINDOW, LocalSender
-from engine.scheduler.transfer.link.pages.ranks import Ordered, Ranks
+from engine.scheduler.transfer.link.local_pages import WINDOW, LocalSender
+from engine.scheduler.transfer.link.pages import AllOf
+from engine.scheduler.transfer.link.ranks import Ordered, Ranks
 
 WAIT_MS = 30_000
 TENSORS = (("bfloat16", 64),)

@@ -24,10 +24,9 @@ from engine.runtime.transport.kv_transfer import (
     digest_of,
 )
 from engine.scheduler.transfer.link import decode_link, prefill_link
-from engine.scheduler.transfer.link.pages import local
-from engine.scheduler.transfer.link.pages.base import DRAIN_S
-from engine.scheduler.transfer.link.pages.direct import DirectReceiver, DirectSender
-from engine.scheduler.transfer.link.pages.ranks import Ranks
+from engine.scheduler.transfer.link import local_pages as local
+from engine.scheduler.transfer.link.pages import DRAIN_S, DirectReceiver, DirectSender
+from engine.scheduler.transfer.link.ranks import Ranks
 
 from .fake_backend import FakeTarget, FakeWriter
 from .sides import WAIT_S, LaterTime, MakeSides, Side, claim, ids, make_pool, make_prefill_link

@@ -15,11 +15,11 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from .....runtime.kv_backends.base import Done, Pages, PoolMemory, TransferError, Work
-from .....runtime.transport.kv_transfer import PageData, WritePages
-from .....runtime.transport.rank_transfer import ReadOwnPages, StoreOwnPages
-from .base import Frames, SendFrames
-from .ranks import Ordered, Ranks
+from ....runtime.kv_backends.base import Done, Pages, PoolMemory, TransferError, Work
+from ....runtime.transport.kv_transfer import PageData, WritePages
+from ....runtime.transport.rank_transfer import ReadOwnPages, StoreOwnPages
+from .pages import SendFrames
+from .ranks import Frames, Ordered, Ranks
 
 MESSAGE_BYTES: Final = 8 << 20
 """About the size of a message: pages of one are stored while the next one travels."""

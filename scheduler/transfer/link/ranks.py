@@ -15,11 +15,11 @@ import msgspec
 import zmq
 from msgspec.structs import replace
 
-from .....runtime.errors import RankLostError
-from .....runtime.kv_backends.base import TransferError
-from .....runtime.transport.ipc import decode_or_drop, make_socket
-from .....runtime.transport.kv_transfer import KVLayout, digest_of
-from .....runtime.transport.rank_transfer import (
+from ....runtime.errors import RankLostError
+from ....runtime.kv_backends.base import TransferError
+from ....runtime.transport.ipc import decode_or_drop, make_socket
+from ....runtime.transport.kv_transfer import KVLayout, digest_of
+from ....runtime.transport.rank_transfer import (
     FromWorker,
     Order,
     OrderDone,
@@ -27,9 +27,10 @@ from .....runtime.transport.rank_transfer import (
     WorkerReady,
     worker_name,
 )
-from .base import Frames
 
 logger = logging.getLogger(__name__)
+
+Frames = Sequence[bytes | memoryview]
 
 _READY_POLL_MS: Final = 100
 

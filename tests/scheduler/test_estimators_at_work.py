@@ -1,4 +1,4 @@
-"""The rules of `scheduler/estimator/` inside a scheduler: what each one is for, and that all of them end."""
+"""The rules of `scheduler/estimator.py` inside a scheduler: what each one is for, and that all of them end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `scheduler/estimator/`: what all rules promise, then each of them."""
+"""Tests of `scheduler/estimator.py`: what all rules promise, then each of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import SchedulerConfig
 from engine.scheduler.arrays import IntArray
-from engine.scheduler.estimator.base import CLIP_MAX_NEW_TOKENS, OutputEstimator
-from engine.scheduler.estimator.beta import GROW_AT, WINDOW, BetaReservation
-from engine.scheduler.estimator.full import FullReservation
-from engine.scheduler.estimator.make import make_estimator
-from engine.scheduler.estimator.ratio import NewTokenRatio
+from engine.scheduler.estimator import (
+    CLIP_MAX_NEW_TOKENS,
+    GROW_AT,
+    WINDOW,
+    BetaReservation,
+    FullReservation,
+    NewTokenRatio,
+    OutputEstimator,
+    make_estimator,
+)
 from tests.scheduler.admission.prefill_pass import make_req
 from tests.selection import examples
 
