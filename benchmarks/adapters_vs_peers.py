@@ -36,7 +36,7 @@ from benchmarks.peers.models import ensure_bf16_folder, ensure_bf16_gguf, models
 from benchmarks.peers.server import Server, start
 from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.peers.sides import MODEL_NAME, Room, Side, make_side
-from engine.models.gguf.gguf_names import stored_names
+from engine.models.gguf_names import stored_names
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.models.spec.model_spec import ModelSpec

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
-from engine.models.gguf.families.registry import GGUF_FAMILIES
+from engine.models.families.registry import GGUF_FAMILIES
 from engine.models.gguf.gguf_file import GGUFFile
-from engine.models.gguf.gguf_names import stacked_names, stored_names
 from engine.models.gguf.gguf_tokenizer import build_gguf_tokenizer
+from engine.models.gguf_names import stacked_names, stored_names
 from engine.models.load_spec import load_spec
 from engine.models.source import resolve_source
 from engine.models.spec.model_spec import ModelSpec

@@ -33,8 +33,8 @@ def load_spec(source: ModelSource, file: GGUFFile | None = None, choice: TaskCho
         ConfigError: the files are broken, or the model needs something that is not implemented.
     """
     if source.kind == "gguf":  # imported here: GGUF needs numpy, a folder does not
-        from .gguf.gguf_config import read_gguf_spec
         from .gguf.gguf_file import GGUFFile
+        from .gguf_config import read_gguf_spec
 
         spec = read_gguf_spec(file or GGUFFile(source.path))
         if (

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from benchmarks.peers.limits import ModelCosts, ServedModel
 from benchmarks.peers.sides import Models, form_of
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf.gguf_tokenizer import build_gguf_tokenizer
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.load_spec import load_spec
 from engine.models.source import resolve_source
 from engine.models.spec.model_spec import ModelSpec

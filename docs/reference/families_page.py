@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from engine.models.gguf.families.registry import GGUF_FAMILIES
+from engine.models.families.family import Family
+from engine.models.families.registry import FAMILIES
 
-from .families import FAMILIES, WEIGHT_KINDS, FamilyRow
 from .markdown import code
 
 NAME: Final = "models.md"
@@ -16,7 +16,7 @@ _END: Final = "<!-- end of families -->"
 
 
 def models_page(folder: Path) -> str:
-    """The page in `folder` with the table as the code says."""
+    """The page in `folder` with the table as the families say."""
     text = (folder / NAME).read_text(encoding="utf-8")
     before, rest = text.split(_BEGIN)
     after = rest.split(_END)[1]
@@ -24,13 +24,11 @@ def models_page(folder: Path) -> str:
 
 
 def _table() -> str:
-    columns = ("models", "folder: `model_type`", "GGUF: architecture", *WEIGHT_KINDS)
-    lines = [columns, ("---",) * len(columns), *map(_cells, FAMILIES)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    columns = ("models", "folder: `model_type`", "GGUF: architecture")
+    lines = [columns, ("---",) * len(columns), *map(_cells, FAMILIES.values())]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines if cells[0])
 
 
-def _cells(row: FamilyRow) -> tuple[str, ...]:
-    of_files = [name for name, family in GGUF_FAMILIES.items() if family.model_type == row.model_type]
-    architectures = ", ".join(map(code, [row.gguf] if row.gguf else of_files))
-    kinds = ("no" if kind in row.missing else "yes" for kind in WEIGHT_KINDS)
-    return row.names, code(row.model_type), architectures or "no", *kinds
+def _cells(family: Family) -> tuple[str, ...]:
+    architectures = [family.stored_as] if family.stored_as else [*family.gguf]
+    return family.published, code(family.model_type), ", ".join(map(code, architectures)) or "no"

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...models.families.registry import FAMILIES
 from ...models.hub.download_progress import Progress
 from ...models.load_spec import load_spec
 from ...models.source import ModelSource, resolve_source
-from ...models.spec.model_spec import SUPPORTED_MODEL_TYPES, ModelSpec
+from ...models.spec.model_spec import ModelSpec
 from ...models.spec.quantization_choice import with_quantization
 from ...models.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
 from ...runtime.config.engine_config import ModelConfig
@@ -82,7 +83,7 @@ def read_model(config: ModelConfig, source: ModelSource) -> ResolvedModel:
 
 def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
     """Whether transformers' code computes this architecture."""
-    is_known = spec.model_type in SUPPORTED_MODEL_TYPES
+    is_known = spec.model_type in FAMILIES
     return config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known)
 
 
@@ -111,7 +112,7 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
         raise ConfigError(
             f"{source.path}: load_format is safetensors, but this is a GGUF file; use --load-format gguf or auto"
         )
-    is_known = spec.model_type in SUPPORTED_MODEL_TYPES
+    is_known = spec.model_type in FAMILIES
     if spec.encoder is not None or not runs_in_transformers(config, spec):
         return  # `resolve` refuses the implementation that there is not
     asked = (

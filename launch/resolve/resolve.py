@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from ...models.spec.model_spec import SUPPORTED_MODEL_TYPES
+from ...models.families.registry import FAMILIES
 from ...models.spec.quantization import BLOCK_METHODS
 from ...models.spec.quantization_choice import with_quantization
 from ...runtime.config.adapter_config import AdapterConfig
@@ -279,11 +279,11 @@ class _Resolver:
 
     def model_impl(self) -> Any:
         asked, model_type = self.config.model.model_impl, self.spec.model_type
-        is_known = model_type in SUPPORTED_MODEL_TYPES
+        is_known = model_type in FAMILIES
         if asked == "engine" and not is_known:
             raise ConfigError(
                 f"model_impl is engine, but the engine has no model for {model_type}, only for "
-                f"{', '.join(SUPPORTED_MODEL_TYPES)}; use --model-impl transformers"
+                f"{', '.join(FAMILIES)}; use --model-impl transformers"
             )
         chosen = asked if asked != "auto" else "engine" if is_known else "transformers"
         parallel = self.config.parallel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ...models.spec.model_spec import SUPPORTED_MODEL_TYPES
+from ...models.families.registry import FAMILIES
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def build_model(context: ModelContext) -> CausalLM:
         ConfigError: the architecture is unknown, or a weight is missing in the checkpoint.
     """
     spec = context.spec
-    if spec.model_type not in SUPPORTED_MODEL_TYPES:
-        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+    if spec.model_type not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         raise ConfigError(f"model_type {spec.model_type!r} is not supported; supported are: {supported}")
     page: Any = import_module(f".{spec.model_type.replace('-', '_')}", __package__)
     model: CausalLM = page.build(context)

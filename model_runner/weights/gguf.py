@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.gguf.families.registry import family_of
+from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...models.gguf.gguf_names import A_LOG, full_shape, is_not_read, stored_names
 from ...models.gguf.split_kv import find_split_kv
+from ...models.gguf_names import A_LOG, full_shape, is_not_read, stored_names
 from ...models.spec.block_forms import GGUF_FORMS
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
@@ -64,7 +64,7 @@ class GGUFStore:
             ConfigError: the file is truncated or damaged, or its number of experts differs from the model's.
         """
         self._file = GGUFFile(path, with_lists=False)  # another process has the vocabulary
-        family = family_of(spec.model_type)
+        family = gguf_of(spec.model_type)
         self._order = StoredOrder(spec)
         self._norms_are_offset = family is not None and family.offset_norms
         self._stored = {

@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING, Final
 
 from ...runtime.adapter_spec import AdapterModule
 from ...runtime.errors import ConfigError
+from ..families.registry import FAMILIES, GGUF_FAMILIES
 from ..fields import Fields
-from ..gguf.families.registry import GGUF_FAMILIES
 from ..gguf.gguf_file import GGUFFile
-from ..gguf.gguf_names import stored_names
+from ..gguf_names import stored_names
 from .base_modules import EMBEDDING, check_shapes
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
     from .base_modules import BaseModules
 
-_OTHER_TYPES: Final = {"llama": ("mistral", "ministral")}
-"""Types of base models whose GGUF files name the architecture of another type."""
 _DTYPES: Final = ("F32", "F16", "BF16", "Q8_0")
 _MAX_ALPHA: Final = 1e9
 
@@ -54,7 +52,8 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
     alpha = fields.number("adapter.lora.alpha", 0.0, _MAX_ALPHA)
     names = {gguf: hf.removesuffix(".weight") for hf, gguf, _ in stored_names(spec) if hf.endswith(".weight")}
     heads = {}
-    if GGUF_FAMILIES[architecture].neighbors:
+    family = GGUF_FAMILIES[architecture].gguf[architecture]
+    if family.neighbors:
         heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}
 
     modules = []
@@ -75,7 +74,7 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
         module = base.find(called)
         if module is None:
             raise ConfigError(f"{path}: tensor {stored!r}: {base.reason_against(called)}")
-        if GGUF_FAMILIES[architecture].tiled_values and ".linear_attn." in module.name:
+        if family.tiled_values and ".linear_attn." in module.name:
             raise ConfigError(
                 f"{path}: tensor {stored!r} changes a delta net, whose heads have another order in GGUF files; give "
                 "the adapter's folder instead"
@@ -100,7 +99,7 @@ def gguf_modules(path: Path, spec: ModelSpec, base: BaseModules) -> tuple[Adapte
     return tuple(sorted(modules, key=lambda module: module.name))
 
 
-def _model_types(architecture: str) -> tuple[str, ...]:
+def _model_types(architecture: str) -> list[str]:
     """Hugging Face's `model_type` of the base models that files with this architecture adapt."""
-    family = GGUF_FAMILIES.get(architecture)
-    return () if family is None else (family.model_type, *family.also, *_OTHER_TYPES.get(architecture, ()))
+    families = FAMILIES.values()
+    return [one.model_type for one in families if architecture in (*one.gguf, one.stored_as)]

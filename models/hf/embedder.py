@@ -15,8 +15,8 @@ from msgspec import structs
 
 from ...runtime.config.model_choice import PoolingType, TaskChoice
 from ...runtime.errors import ConfigError
+from ..families.registry import ENCODERS
 from ..fields import Fields
-from ..spec.encoder_spec import ENCODER_MODEL_TYPES
 from ..spec.pooling_spec import MAX_DENSE_LAYERS, DenseSpec, HeadActivation, PoolingSpec
 from .modules_json import MODULES, Module, Modules, part_fields
 from .task import CAUSAL, FoundTask, architecture_of
@@ -221,7 +221,7 @@ def _is_decoder(fields: Fields) -> bool:
     """As sentence-transformers decides it: a decoder was trained to predict the next token."""
     architecture = architecture_of(fields)
     if not architecture:
-        return fields.get("model_type") not in ENCODER_MODEL_TYPES
+        return fields.get("model_type") not in ENCODERS
     return architecture.endswith(CAUSAL) and fields.boolean("is_causal", default=True)
 
 

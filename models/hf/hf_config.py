@@ -15,17 +15,16 @@ from msgspec import structs
 
 from ...runtime.config.model_choice import NO_CHOICE, TaskChoice
 from ...runtime.errors import ConfigError
+from ..families.family import Facts, Family
+from ..families.hf_rope import MAX_POSITIONS
+from ..families.registry import ENCODERS, FAMILIES
 from ..fields import Fields
 from ..json_file import read_json
-from ..spec.encoder_spec import ENCODER_MODEL_TYPES
 from ..spec.model_spec import DTypeName, ModelSpec
 from ..spec.pooling_spec import PoolingSpec
-from .families.family import Facts, Family
-from .families.registry import FAMILIES
 from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization
-from .hf_rope import MAX_POSITIONS
 from .hf_sampling import read_hf_sampling
 from .language_part import LanguagePart, find_language_part
 from .multimodal_types import MULTIMODAL
@@ -84,14 +83,16 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     path = folder / "config.json"
     fields = Fields(path, config, prefix)
     model_type = fields.text("model_type")
-    if model_type in FAMILIES:
-        _check_family(fields, model_type, FAMILIES[model_type], found)
-        family = FAMILIES[model_type]
-        fields = Fields(path, family.with_common_names(config), prefix)
-    elif model_type in ENCODER_MODEL_TYPES:
-        fields, family = encoder_fields(fields, config, model_type)
+    known = FAMILIES.get(model_type)
+    if known is not None:
+        family = known
+        if family.is_encoder:
+            fields = encoder_fields(fields, config, family)
+        else:
+            _check_family(fields, family, found)
+            fields = Fields(path, family.with_common_names(config), prefix)
     elif model_type in UNSUPPORTED_ENCODERS:
-        supported = ", ".join(ENCODER_MODEL_TYPES)
+        supported = ", ".join(ENCODERS)
         raise fields.error(
             "model_type", model_type, f"and {UNSUPPORTED_ENCODERS[model_type]}; encoders can be: {supported}"
         )
@@ -133,18 +134,20 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
     return spec
 
 
-def _check_family(fields: Fields, model_type: str, family: Family, found: FoundTask) -> None:
+def _check_family(fields: Fields, family: Family, found: FoundTask) -> None:
     architectures = fields.get("architectures")
     supported = family.classes(found.task)
     if architectures is not None and architectures not in [[name] for name in supported]:
         raise fields.error(
-            "architectures", architectures, f"only ['{supported[0]}'] is supported for {model_type}"
+            "architectures", architectures, f"only ['{supported[0]}'] is supported for {family.model_type}"
         )
     # Gemma has it under two names; the newer one has precedence.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(name, default=family.activation)
     if activation != family.activation:
-        raise fields.error(name, activation, f"only {family.activation!r} is supported for {model_type}")
+        raise fields.error(
+            name, activation, f"only {family.activation!r} is supported for {family.model_type}"
+        )
 
 
 def _dtype(fields: Fields) -> DTypeName:

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ..families.family import Facts, Family
+from ..families.hf_readers import layer_types, score_cap, window_everywhere
 from ..fields import Fields
 from ..spec.experts_spec import ExpertsSpec, Routing
-from .families.family import Facts, Family, layer_types, score_cap, window_everywhere
 
 _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "d_model"),
@@ -80,7 +81,7 @@ def other_family(fields: Fields) -> Family:
         raise fields.error(
             "architectures", architectures, f"expected one that ends with {' or '.join(_HEADS)}"
         )
-    return Family("", _facts)
+    return Family("", structure="", architecture="", read=_facts)
 
 
 def _facts(fields: Fields) -> Facts:

@@ -11,8 +11,8 @@ from typing import Final, Literal, NamedTuple
 
 from ...runtime.config.model_choice import TaskChoice
 from ...runtime.errors import ConfigError
+from ..families.registry import ENCODERS
 from ..fields import Fields
-from ..spec.encoder_spec import ENCODER_MODEL_TYPES
 from .modules_json import MODULES, Modules, read_modules
 
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -102,7 +102,7 @@ def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:
     if architecture.endswith(CLASSIFIER):
         return FoundTask("score", reason)
     model_type = fields.get("model_type")
-    if model_type in ENCODER_MODEL_TYPES:  # older files have no architectures
+    if model_type in ENCODERS:  # older files have no architectures
         return FoundTask("embed", f"its model_type is {model_type}")
     if architecture.endswith(_BODY) and not architecture.endswith(CAUSAL) and architecture not in _WHOLE:
         return FoundTask("embed", reason)

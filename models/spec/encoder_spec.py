@@ -6,12 +6,9 @@ and after it. A text is therefore computed whole, in one step, and generates not
 
 from __future__ import annotations
 
-from typing import Final, Literal
+from typing import Literal
 
 import msgspec
-
-ENCODER_MODEL_TYPES: Final = ("bert", "roberta", "xlm-roberta", "distilbert", "modernbert")
-"""Hugging Face `model_type` values of encoders for which there is a model implementation."""
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 """`gelu` is the exact one, by the error function."""

@@ -6,13 +6,13 @@ holds no tensors, no paths and no facts about devices: memory planning and model
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from ...runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads, TemperatureTuning
-from .encoder_spec import ENCODER_MODEL_TYPES, EncoderSpec
+from .encoder_spec import EncoderSpec
 from .experts_spec import ExpertsSpec
 from .latent_spec import LatentSpec
 from .layer_form import PRE_NORMS, LayerForm
@@ -20,57 +20,6 @@ from .pooling_spec import PoolingSpec
 from .quantization import QuantizationSpec
 from .state_spec import StateSpec
 from .stream_spec import AltUpSpec, LayerInputsSpec
-
-SUPPORTED_MODEL_TYPES: Final = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "mixtral",
-    "qwen2_moe",
-    "olmoe",
-    "phimoe",
-    "gpt_oss",
-    "gemma2",
-    "gemma3_text",
-    "gemma3n_text",
-    "gemma4_text",
-    "gemma4_unified_text",
-    "phi3",
-    "lfm2",
-    "lfm2_moe",
-    "smollm3",
-    "olmo2",
-    "olmo3",
-    "ministral",
-    "ministral3",
-    "glm",
-    "glm4",
-    "starcoder2",
-    "cohere",
-    "cohere2",
-    "exaone4",
-    "seed_oss",
-    "ernie4_5",
-    "ernie4_5_moe",
-    "granite",
-    "granitemoe",
-    "granitemoeshared",
-    "granitemoehybrid",
-    "nemotron_h",
-    "deepseek_v2",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "glm4_moe",
-    "kimi_k2",
-    "llama4_text",
-    *ENCODER_MODEL_TYPES,
-)
-"""Hugging Face `model_type` values for which there is a model implementation."""
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -119,7 +68,7 @@ class LayerView(NamedTuple):
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Architecture of one decoder-only model or encoder; names follow Hugging Face's config.json where possible."""
 
-    model_type: str  # of Hugging Face; names the module in model_runner/models
+    model_type: str  # of Hugging Face; names the family, which names the structure
     vocab_size: int  # rows of the embedding: the width of the logits
     hidden_size: int
     intermediate_size: int  # the largest, if layers differ

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from msgspec import structs
 
 from ...runtime.errors import ConfigError
-from ..spec.model_spec import SUPPORTED_MODEL_TYPES
+from ..families.registry import FAMILIES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
 from .header_entry import HeaderEntry
 from .needed_tensors import Module, is_unused, needed_modules
@@ -78,7 +78,7 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         _check_names(_Place(folder, files), tensors, spec, encoder_modules(spec, prefix))
         return spec, summary
     spec = _with_own_head(folder, files, spec)
-    if spec.model_type in SUPPORTED_MODEL_TYPES:
+    if spec.model_type in FAMILIES:
         _check_names(_Place(folder, files), tensors, spec, needed_modules(spec))
         return spec, summary
     if spec.tie_word_embeddings:
@@ -93,8 +93,8 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
     """
     from ..gguf.ggml_types import check_convertible
-    from ..gguf.gguf_names import full_shape, is_not_read, stored_names
     from ..gguf.split_kv import find_split_kv
+    from ..gguf_names import full_shape, is_not_read, stored_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     left = {name for name in file.tensors if not is_not_read(spec, name)}

@@ -12,8 +12,8 @@ import gguf
 import pytest
 
 from engine import LLM, SamplingParams
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 
 TOKENS = [*"abcdefgh", "ab", "abc", "<|end|>"]
 TINY: dict[str, Any] = {

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from engine.models.gguf.families.registry import GGUF_FAMILIES
-from engine.models.spec.encoder_spec import ENCODER_MODEL_TYPES
-from engine.models.spec.model_spec import SUPPORTED_MODEL_TYPES
+from pathlib import Path
+
+from engine.models.families.registry import FAMILIES, GGUF_FAMILIES
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
+ROWS = [line for line in PAGE.split("<!-- families")[1].split("<!-- end")[0].splitlines() if "`" in line]
 
 
-def test_every_model_type_has_a_row(import_reference):
-    rows = import_reference("families").FAMILIES
+def test_every_model_type_has_a_row():
+    named = {line.split("|")[2].strip(" `") for line in ROWS[2:]}
 
-    assert {row.model_type for row in rows} == set(SUPPORTED_MODEL_TYPES) - set(ENCODER_MODEL_TYPES)
+    assert named == {name for name, family in FAMILIES.items() if not family.is_encoder}
 
 
-def test_every_architecture_of_files_has_a_row(import_reference):
-    rows = import_reference("families").FAMILIES
+def test_every_architecture_of_files_has_a_row():
+    named = {name.strip(" `") for line in ROWS[2:] for name in line.split("|")[3].split(",")}
 
-    assert {family.model_type for family in GGUF_FAMILIES.values()} <= {row.model_type for row in rows}
-    assert {row.gguf for row in rows if row.gguf} <= set(GGUF_FAMILIES)
+    assert named - {"no"} == set(GGUF_FAMILIES)
+
+
+def test_every_structure_that_a_family_names_is_a_module():
+    folder = Path(__file__).parent.parent.parent / "model_runner" / "structures"
+
+    assert all((folder / f"{family.structure}.py").exists() for family in FAMILIES.values())

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as CoreTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.tokenizer.tokenizer import Tokenizer

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.launch.resolve.memory_budget import plan_memory
-from engine.models.hf.families.gpt_oss import NAMES as GPT_OSS_NAMES
+from engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from engine.models.spec.experts_spec import LFM2_NAMES, MIXTRAL_NAMES, ExpertNames
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.spec.quantization import QuantizationSpec

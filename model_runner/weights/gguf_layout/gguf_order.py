@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ....models.gguf.families.registry import family_of
-from ....models.gguf.gguf_names import A_LOG
+from ....models.families.registry import gguf_of
+from ....models.gguf_names import A_LOG
 from ....models.spec.block_forms import BLOCK_LEN
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class StoredOrder:
 
     def __init__(self, spec: ModelSpec) -> None:
         """`spec`: of the whole model."""
-        family = family_of(spec.model_type)
+        family = gguf_of(spec.model_type)
         self._heads: dict[str, int] = {}
         if family is not None and family.neighbors:
             self._heads = {"self_attn.q_proj": spec.num_heads, "self_attn.k_proj": spec.num_kv_heads}

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.models.adapters.read_adapter import read_adapter
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.hf.multimodal_types import MULTIMODAL
 from engine.models.weight_files.check_weights import check_folder_weights

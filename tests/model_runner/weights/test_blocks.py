@@ -28,8 +28,8 @@ from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.source import ModelSource
 from engine.models.spec.block_forms import GGUF_FORMS
 from engine.models.spec.model_spec import ModelSpec

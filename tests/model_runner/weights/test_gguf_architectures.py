@@ -16,8 +16,8 @@ from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.kernels.plain import LoopedExperts
 from engine.model_runner.weights.gguf import GGUFStore
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.spec.stream_spec import LAYER_TABLE
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError

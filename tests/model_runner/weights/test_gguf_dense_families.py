@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError

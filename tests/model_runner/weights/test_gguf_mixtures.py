@@ -14,8 +14,8 @@ import torch
 
 from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError

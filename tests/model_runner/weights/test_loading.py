@@ -18,8 +18,8 @@ from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.model_runner.weights.reader import Slice, TensorStore, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
-from engine.models.gguf.gguf_config import read_gguf_spec
 from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.runtime.errors import ConfigError
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]

@@ -145,7 +145,7 @@ def test_modernbert_in_the_spelling_of_transformers_5(tmp_path):
         ({"quantization_config": {"quant_method": "awq"}}, "encoders need weights that are not quantized"),
         ({"num_attention_heads": 5}, "5 attention heads cannot divide the hidden size 32 evenly"),
         ({"model_type": "mpnet"}, "model_type is 'mpnet', and relative position biases are not supported"),
-        ({"model_type": "deberta-v2"}, "encoders can be: bert, roberta, xlm-roberta, distilbert, modernbert"),
+        ({"model_type": "deberta-v2"}, "encoders can be: bert, distilbert, modernbert, roberta, xlm-roberta"),
         ({**ROBERTA, "max_position_embeddings": 2}, "expected more than 2, the row of the first token"),
     ],
 )

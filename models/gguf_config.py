@@ -1,0 +1,161 @@
+"""Architecture facts from the metadata and the tensor directory of a GGUF file.
+
+GGUF's architecture `llama` is also used for variants of Llama (mixtures of experts, partial rotary); a feature that
+changes the computation and is not implemented is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec import structs
+
+from ..runtime.errors import ConfigError
+from .families.family import GGUF
+from .families.gguf_rope import read_gguf_rope_scaling
+from .families.registry import GGUF_FAMILIES
+from .fields import Fields
+from .gguf.gguf_file import GGUFFile
+from .gguf.gguf_sampling import read_gguf_sampling
+from .gguf_names import FUSED, stacked_names, stored_names
+from .spec.block_forms import GGUF_FORMS
+from .spec.layer_form import FUSED_QKV, PRE_NORMS
+from .spec.model_spec import DTypeName, ModelSpec
+from .spec.quantization import QuantizationSpec
+
+_TOWER: Final = "clip"  # llama.cpp's name for all of them
+_EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message
+_NATIVE_DTYPES: Final[dict[str, DTypeName]] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def read_gguf_spec(file: GGUFFile) -> ModelSpec:
+    """The architecture of the model in `file`.
+
+    Raises:
+        ConfigError: a key is missing or wrong, or the model needs something that is not implemented.
+    """
+    fields = Fields(file.path, file.metadata)
+    arch = fields.text("general.architecture")
+    if arch == _TOWER or fields.get("general.type") == "mmproj":
+        raise ConfigError(
+            f"{file.path}: general.architecture is {arch!r}: the vision or audio tower of a model (mmproj), and the "
+            "engine serves only text; give the GGUF file of the language model, which is beside it"
+        )
+    if arch not in GGUF_FAMILIES:
+        rule = (
+            f"which is not supported; supported are: {', '.join(GGUF_FAMILIES)}; give the model's folder with "
+            "config.json and safetensors instead, which transformers' code may run"
+        )
+        raise fields.error("general.architecture", arch, rule)
+    model_type, family = GGUF_FAMILIES[arch].model_type, GGUF_FAMILIES[arch].gguf[arch]
+    if not family.has_experts and fields.integer(f"{arch}.expert_count", 0, 1 << 16, default=0) > 0:
+        raise fields.error(
+            f"{arch}.expert_count", fields.get(f"{arch}.expert_count"), "experts are not supported"
+        )
+    vocab_size = _vocab_size(file, fields, arch)
+    hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
+    num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
+    rope_theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
+    facts = {
+        "model_type": model_type,
+        "form": PRE_NORMS,
+        "num_layers": fields.integer(f"{arch}.block_count", 1, 1 << 12),
+        **family.facts(fields, arch),
+    }
+    if family.of_tensors is not None:
+        facts = family.of_tensors(file, facts)
+    if not family.has_own_heads:
+        head_dim = _head_dim(fields, arch, family, hidden_size // num_heads)
+        rotary_dim = fields.integer(f"{arch}.rope.dimension_count", 1, head_dim, default=head_dim)
+        heads = {
+            "num_kv_heads": facts.get("num_kv_heads")  # some families have a number per layer
+            or fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads, default=num_heads),
+            "head_dim": head_dim,
+            "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
+            "rope_scaling": read_gguf_rope_scaling(file, fields, arch, rotary_dim, rope_theta),
+        }
+        facts = heads | facts
+    eos_token_ids = [
+        token_id for key in _EOS_KEYS for token_id in fields.token_ids(f"tokenizer.ggml.{key}", vocab_size)
+    ]
+    if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
+        facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
+    if model_type == "glm4_moe" and "blk.0.attn_q_norm.weight" not in file.tensors:
+        facts["qk_norm"] = False
+    if facts["form"].head_bias and "output.bias" not in file.tensors:
+        facts["form"] = structs.replace(facts["form"], head_bias=False)
+    spec = ModelSpec(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=facts.pop("intermediate_size", None)
+        or fields.integer(f"{arch}.feed_forward_length", 1, 1 << 22),
+        num_heads=num_heads,
+        rms_norm_eps=fields.number(f"{arch}.{family.norm_eps}", 1e-30, 1.0),
+        rope_theta=rope_theta,
+        max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
+        tie_word_embeddings="output.weight" not in file.tensors,
+        attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors)),
+        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
+        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        torch_dtype=_dtype(file),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),
+        sampling_defaults=read_gguf_sampling(file),
+        **facts,
+    )
+    spec = structs.replace(
+        spec, max_position_embeddings=spec.known_positions, quantization=_quantization(file, spec)
+    )
+    if contradiction := spec.contradiction():
+        raise ConfigError(f"{file.path}: {contradiction}")
+    return spec
+
+
+def _quantization(file: GGUFFile, spec: ModelSpec) -> QuantizationSpec | None:
+    """The modules stored in blocks that can stay quantized; None: there are none."""
+    types: dict[str, str] = {}
+    for name, stored, _ in stored_names(spec, experts=False):
+        info = file.tensors.get(stored)
+        if info is None or len(info.shape) != 2:
+            continue
+        if name.endswith(".weight") and info.ggml_type.name in GGUF_FORMS:
+            module = name.removesuffix(".weight")
+            types[module] = info.ggml_type.name
+            for fused, parts in FUSED.items():
+                if module.endswith(fused):  # memory is summed by the names of the parts
+                    types |= {module.replace(fused, part): info.ggml_type.name for part in parts}
+    for module, stored in stacked_names(spec):
+        info = file.tensors.get(stored)
+        if info is not None and len(info.shape) == 3 and info.ggml_type.name in GGUF_FORMS:
+            types[module] = info.ggml_type.name
+    return QuantizationSpec(method="gguf", types=types) if types else None
+
+
+def _vocab_size(file: GGUFFile, fields: Fields, arch: str) -> int:
+    """Rows of the embedding; files pad it beyond the number of tokens, and the metadata sometimes omits it."""
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is not None and len(embedding.shape) == 2:
+        return embedding.shape[0]
+    return fields.integer(f"{arch}.vocab_size", 1, 1 << 24)
+
+
+def _head_dim(fields: Fields, arch: str, family: GGUF, default: int) -> int:
+    head_dim = fields.integer(f"{arch}.attention.key_length", 1, 1 << 12, default=default)
+    key = f"{arch}.attention.value_length"
+    value = fields.integer(key, 1, 1 << 12, default=head_dim)
+    if value != head_dim:
+        raise fields.error(key, value, f"expected the head size {head_dim}: values must be as wide as keys")
+    key = f"{arch}.rope.dimension_count"
+    rotated = fields.integer(key, 1, 1 << 12, default=head_dim)
+    if rotated != head_dim and (not family.partial_rotary or rotated > head_dim):
+        rule = f"expected the head size {head_dim}: rotary over a part of the head is not supported"
+        raise fields.error(key, rotated, rule)
+    return head_dim
+
+
+def _dtype(file: GGUFFile) -> DTypeName:
+    """The dtype of the first layer's weights; bfloat16 for quantized ones, because their error is larger anyway."""
+    for name in ("blk.0.attn_q.weight", "blk.0.attn_qkv.weight", "token_embd.weight"):
+        if name in file.tensors:
+            return _NATIVE_DTYPES.get(file.tensors[name].ggml_type.name, "bfloat16")
+    return "bfloat16"

@@ -1,0 +1,141 @@
+"""`stored_names`: the names in a GGUF file of the tensors of Hugging Face's models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from .families.family import LAYER_NAMES
+from .families.registry import gguf_of
+from .spec.stream_spec import LAYER_TABLE
+
+if TYPE_CHECKING:
+    from .spec.experts_spec import ExpertNames
+    from .spec.model_spec import ModelSpec
+
+_GLOBAL_NAMES: Final = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "model.norm.bias": "output_norm.bias",
+    "model.embedding_norm.weight": "token_embd_norm.weight",  # of LFM2, which normalizes the output with it
+    f"{LAYER_TABLE}.weight": "per_layer_token_embd.weight",
+    "model.per_layer_model_projection.weight": "per_layer_model_proj.weight",
+    "model.per_layer_projection_norm.weight": "per_layer_proj_norm.weight",
+    "lm_head.weight": "output.weight",
+    "lm_head.bias": "output.bias",
+}
+
+_STREAM_STACKS: Final = {
+    "model.altup_projections": "altup_proj.weight",
+    "model.altup_unembed_projections": "altup_unembd_proj.weight",
+}
+"""Modules of AltUp without their numbers, and the tensors that stack them."""
+_PARAMETERS: Final = {
+    "layer_scalar": "layer_output_scale",
+    "altup.correct_output_scale": "altup_correct_scale",
+}
+"""Parameters of a layer that are no module's weight."""
+_KEYS_AND_VALUES: Final = ("attn_k.", "attn_v.", "attn_k_norm.")
+
+NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"})
+"""Tensors of the rope scaling, see `gguf_rope`."""
+
+A_LOG: Final = "A_log"
+"""Of state layers; the file has the negative exponential."""
+_HEAD_VECTORS: Final = {A_LOG: "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
+"""Parameters of a state layer with a number for each head; delta nets have no D."""
+
+FUSED: Final = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+"""Modules of Phi-3 that are separate modules in other models."""
+
+
+def stacked_names(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Modules of experts without their numbers, and the file's tensors that stack those of a layer."""
+    if spec.experts is None:
+        return
+    names = spec.experts.names
+    for layer in range(spec.num_layers):
+        for hf, gguf in _expert_names(names).items():
+            yield f"model.layers.{layer}.{names.block}.experts.{hf}", f"blk.{layer}.{gguf}.weight"
+
+
+def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str, str, int | None]]:
+    """Every tensor the model may have: Hugging Face's name, the file's name, and the index of the expert in it.
+
+    Without `experts` there are at most some hundred thousand, for any values in the file.
+    """
+    for hf, gguf in _GLOBAL_NAMES.items():
+        yield hf, gguf, None
+    for hf, gguf in _STREAM_STACKS.items():
+        for n in range(0 if spec.altup is None else spec.altup.num_streams - 1):
+            yield f"{hf}.{n}.weight", gguf, n
+    family = gguf_of(spec.model_type)
+    in_layer = LAYER_NAMES if family is None else family.names
+    for layer in range(spec.num_layers):
+        for hf, gguf in in_layer.items():
+            for part in ("weight", "bias"):
+                yield f"model.layers.{layer}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", None
+        if spec.state is not None and spec.state.recurrent is not None:
+            for hf, gguf in _HEAD_VECTORS.items():
+                yield f"model.layers.{layer}.{spec.state.module}.{hf}", f"blk.{layer}.{gguf}", None
+        if spec.layer_inputs is not None or spec.form.layer_scalars:
+            for hf, gguf in _PARAMETERS.items():
+                yield f"model.layers.{layer}.{hf}", f"blk.{layer}.{gguf}.weight", None
+        if spec.attention.sinks:
+            yield f"model.layers.{layer}.self_attn.sinks", f"blk.{layer}.attn_sinks.weight", None
+        if spec.experts is None:
+            continue
+        block = f"model.layers.{layer}.{spec.experts.names.block}"
+        for hf, gguf in _sparse_names(spec.experts.names).items():
+            yield f"{block}.{hf}", f"blk.{layer}.{gguf}", None
+        for hf, gguf in _expert_names(spec.experts.names).items() if experts else ():
+            for expert in range(spec.experts.num_experts):
+                for part in ("weight", "bias") if spec.experts.has_bias else ("weight",):
+                    yield f"{block}.experts.{expert}.{hf}.{part}", f"blk.{layer}.{gguf}.{part}", expert
+
+
+def is_not_read(spec: ModelSpec, name: str) -> bool:
+    """Whether a tensor of the file is none that the model takes.
+
+    It is of the rope scaling, of a layer after the last, or makes keys and values that the layer does not use.
+    """
+    unused = tuple(
+        f"blk.{layer}.{part}"
+        for layer in range(spec.num_layers if spec.kv_sources else 0)
+        for part in _KEYS_AND_VALUES
+        if not spec.computes_kv(layer)
+    )
+    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    return name in NOT_WEIGHTS or name.startswith((*further, *unused))
+
+
+def full_shape(stored: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor with the axes that Hugging Face's has.
+
+    llama.cpp's converter drops an axis of length 1 from a matrix of one row, and from the weight of a convolution of
+    each channel. It adds one to vectors of Mamba 2: those of heads become columns, the norm has a row for each group.
+    """
+    if len(wanted) == 1 and len(stored) == 2 and math.prod(stored) == wanted[0]:
+        return wanted
+    return wanted if wanted in ((1, *stored), (*stored[:1], 1, *stored[1:])) else stored
+
+
+def _expert_names(names: ExpertNames) -> dict[str, str]:
+    return {names.gate: "ffn_gate_exps", names.up: "ffn_up_exps", names.down: "ffn_down_exps"}
+
+
+def _sparse_names(names: ExpertNames) -> dict[str, str]:
+    """The tensors of a sparse MLP beside its experts."""
+    return {
+        f"{names.router}.weight": "ffn_gate_inp.weight",
+        f"{names.router}.bias": "ffn_gate_inp.bias",
+        names.bias: "exp_probs_b.bias",
+        f"{names.shared}.gate_proj.weight": "ffn_gate_shexp.weight",
+        f"{names.shared}.up_proj.weight": "ffn_up_shexp.weight",
+        f"{names.shared}.down_proj.weight": "ffn_down_shexp.weight",
+        f"{names.shared_gate}.weight": "ffn_gate_inp_shexp.weight",
+    }
