@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DecoderParts:
-    """The parts of the layers that a page puts together; each is taken from the checkpoint when it is asked for."""
+    """The parts of the layers that a structure puts together; each is read when it is asked for."""
 
     def __init__(self, context: ModelContext) -> None:
         """`context`: of the model."""
@@ -85,7 +85,8 @@ class DecoderParts:
     def mlp(self, layer_id: int) -> MLP:
         """The MLP of a layer of Llama's structure, which may be a mixture of experts."""
         if self._spec.experts is None:
-            return self.gated_mlp(layer_id)
+            plain = self._form.mlp == "plain"
+            return self.plain_mlp(layer_id, "gelu_tanh") if plain else self.gated_mlp(layer_id)
         return build_mlp(self.context, self._spec.layer_name(layer_id), layer_id)
 
     def plain_mlp(self, layer_id: int, activation: ActivationKind) -> MLP:
@@ -139,9 +140,3 @@ class DecoderParts:
             context.ops.add,
             context.ops.take_rows,
         )
-
-
-def llama_decoder(context: ModelContext) -> Decoder:
-    """A decoder with layers of Llama's structure, in any form."""
-    parts = DecoderParts(context)
-    return parts.decoder([parts.pre_norm_layer(layer_id) for layer_id in range(context.spec.num_layers)])

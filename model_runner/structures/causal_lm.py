@@ -1,11 +1,13 @@
-"""Maps a `model_type` to its implementation, which is imported on demand."""
+"""`CausalLM`: what every structure builds; the structure of a model's family is imported on demand."""
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...models.families.registry import FAMILIES
+from ...models.weight_files.needed_tensors import is_unused
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,9 +67,13 @@ def build_model(context: ModelContext) -> CausalLM:
         ConfigError: the architecture is unknown, or a weight is missing in the checkpoint.
     """
     spec = context.spec
-    if spec.model_type not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise ConfigError(f"model_type {spec.model_type!r} is not supported; supported are: {supported}")
-    page: Any = import_module(f".{spec.model_type.replace('-', '_')}", __package__)
-    model: CausalLM = page.build(context)
+    family = FAMILIES.get(spec.model_type)
+    if family is None:
+        raise ConfigError(
+            f"model_type {spec.model_type!r} is not supported; supported are: {', '.join(FAMILIES)}"
+        )
+    if not family.is_encoder:
+        context.weights.ignore_where(partial(is_unused, spec))
+    structure: Any = import_module(f".{family.structure}", __package__)
+    model: CausalLM = structure.build(context)
     return model

@@ -1,10 +1,13 @@
-"""Llama (Touvron et al. 2023, Llama 3: 2024), and models of the same shape such as SmolLM2."""
+"""Llama's layers: a norm and attention, a norm and an MLP, which may be a mixture of experts (Touvron et al. 2023).
+
+Biases, windows, rotary, norms of heads and factors are in the `ModelSpec` and its `LayerForm`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..layers.decoder_parts import llama_decoder
+from ..layers.decoder_parts import DecoderParts
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -12,5 +15,6 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build a decoder with pre-norm layers of attention and a SiLU-gated MLP."""
-    return llama_decoder(context)
+    """Build the decoder."""
+    parts = DecoderParts(context)
+    return parts.decoder([parts.pre_norm_layer(layer_id) for layer_id in range(context.spec.num_layers)])

@@ -1,11 +1,11 @@
-"""GLM-4 of 2025 (GLM-4-0414, GLM-Z1): the layers of 2024 with norms also after attention and MLP."""
+"""Norms after attention and MLP instead of before (OLMo 2, Walsh et al. 2024; EXAONE 4)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.layer_structures import SandwichLayer
+from ..layers.layer_structures import PostNormLayer
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,13 +17,12 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            SandwichLayer(
-                parts.layer_norm(layer_id, 0),
+            PostNormLayer(
                 parts.attention(layer_id),
-                parts.layer_norm(layer_id, 1),
-                parts.layer_norm(layer_id, 2),
+                parts.layer_norm(layer_id, 0),
                 parts.gated_mlp(layer_id),
-                parts.layer_norm(layer_id, 3),
+                parts.layer_norm(layer_id, 1),
+                context.ops.add,
             )
             for layer_id in range(context.spec.num_layers)
         ]

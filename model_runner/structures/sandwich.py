@@ -1,11 +1,11 @@
-"""StarCoder2 (Lozhkov et al. 2024): Llama's structure with layer norms, an MLP without gate, and biases everywhere."""
+"""Norms before and after attention and the MLP (GLM-4-0414)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..layers.decoder import PreNormLayer
 from ..layers.decoder_parts import DecoderParts
+from ..layers.layer_structures import SandwichLayer
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,11 +17,13 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            PreNormLayer(
+            SandwichLayer(
                 parts.layer_norm(layer_id, 0),
                 parts.attention(layer_id),
                 parts.layer_norm(layer_id, 1),
-                parts.plain_mlp(layer_id, "gelu_tanh"),
+                parts.layer_norm(layer_id, 2),
+                parts.gated_mlp(layer_id),
+                parts.layer_norm(layer_id, 3),
             )
             for layer_id in range(context.spec.num_layers)
         ]

@@ -1,11 +1,9 @@
-"""Nemotron-H (NVIDIA 2025): layers of Mamba 2, of attention without rotary, and MLPs with squared ReLU, or experts."""
+"""A single block in each layer: Mamba 2, attention, an MLP with squared ReLU, or experts (Nemotron-H, NVIDIA 2025)."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from ...models.weight_files.needed_tensors import is_unused
 from ..layers.decoder_parts import DecoderParts
 from ..layers.single_blocks import MixerLayer, MLPLayer
 from ..layers.state_layers.mamba2 import Mamba2
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
 def build(context: ModelContext) -> Decoder:
     """Build a decoder in which each layer is a norm and one block."""
     spec, parts = context.spec, DecoderParts(context)
-    context.weights.ignore_where(partial(is_unused, spec))
 
     def layer(layer_id: int) -> Layer:
         norm = parts.layer_norm(layer_id, 0)

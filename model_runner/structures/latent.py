@@ -1,11 +1,9 @@
-"""DeepSeek-V2 (DeepSeek-AI 2024): Llama's layers with latent attention, and experts in most of them."""
+"""Llama's layers with latent attention, and experts in most of them (DeepSeek-V2, DeepSeek-AI 2024)."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from ...models.weight_files.needed_tensors import is_unused
 from ..layers.decoder import PreNormLayer
 from ..layers.decoder_parts import DecoderParts
 from ..layers.latent_attention import LatentAttention
@@ -16,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build the decoder; layers that predict further tokens are not read."""
-    context.weights.ignore_where(partial(is_unused, context.spec))
+    """Build the decoder."""
     parts = DecoderParts(context)
     layers = [
         PreNormLayer(

@@ -1,8 +1,9 @@
-"""Gemma 3, text only (Gemma Team 2025).
+"""Gemma 2 and 3, text only (Gemma Team 2024, 2025).
 
 Differences to Llama: embeddings are multiplied by sqrt(hidden size); attention and MLP have a norm before and after
 them, with weights around zero; each head of q and of k has a norm; scores have a scale of their own; GELU. Five of six
-layers have a sliding window and another rotary base; both are in the `ModelSpec`.
+layers have a sliding window and another rotary base; both are in the `ModelSpec`. Gemma 2 has no norms of heads and
+one rotary base; its scores and logits are capped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def build(context: ModelContext) -> Decoder:
-    """Build the decoder, also that of Gemma 2."""
+    """Build the decoder."""
     spec = context.spec
     # Rounded to the serving dtype, as in training.
     scale = torch.tensor(spec.hidden_size**0.5, dtype=context.dtype).item()

@@ -1,11 +1,11 @@
-"""OLMo 2 (Walsh et al. 2024): norms after attention and MLP instead of before, and norms of q and k over all heads."""
+"""Attention and MLP in parallel, after one norm (Command R, Cohere 2024)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.layer_structures import PostNormLayer
+from ..layers.layer_structures import ParallelLayer
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,11 +17,10 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            PostNormLayer(
-                parts.attention(layer_id),
+            ParallelLayer(
                 parts.layer_norm(layer_id, 0),
+                parts.attention(layer_id),
                 parts.gated_mlp(layer_id),
-                parts.layer_norm(layer_id, 1),
                 context.ops.add,
             )
             for layer_id in range(context.spec.num_layers)
