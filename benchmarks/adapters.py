@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+# As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.player import PAGE_SIZE, Player, capacity
 
 if TYPE_CHECKING:
-    from engine.model_runner.model_runner import ModelRunner
     from engine.models.spec.model_spec import ModelSpec
-    from engine.runtime.step_plan import StepPlan
 
-PAGE_SIZE: Final = 16
-MAX_LEN: Final = 2048
 LENGTH: Final = 100
 """Tokens of a request before its first decode."""
 NUM_ADAPTERS: Final = 8
@@ -86,18 +89,15 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     from engine.models.load_spec import load_spec
     from engine.models.source import ModelSource
     from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig
-    from engine.runtime.feasibility import Capacity
 
     source = ModelSource("gguf" if options.model.is_file() else "hf", str(options.model), "benchmark")
     spec = load_spec(source)
-    num_rows = sum(case.requests for case in CASES)
-    capacity = Capacity(MAX_LEN, num_rows * MAX_LEN // PAGE_SIZE, PAGE_SIZE, num_rows, spec.vocab_size, 0)
     config = ModelConfig(dtype="bfloat16", device="cpu", num_threads=options.num_threads)
     runner = load_model_runner(
         EngineConfig(model=config, cache=CacheConfig(page_size=PAGE_SIZE)),
         source,
         spec,
-        capacity,
+        capacity(spec.vocab_size),
         adapter_slots=SlotSizes(NUM_ADAPTERS, options.rank),
     )
     assert runner.adapters is not None
@@ -111,12 +111,16 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             print(f"header and hash {(read_s - started_s) * 1e3:.1f} ms, ", end="")
             print(f"read and packed {(time.perf_counter() - read_s) * 1e3:.1f} ms")
     player = Player(runner)
-    first_row = 0
-    starts = {}
+    tokens = random.Random(0)
+    first_rows: dict[Case, int] = {}
+    lengths = dict.fromkeys(CASES, LENGTH)
     for case in CASES:
-        starts[case] = first_row
-        player.start(case, first_row)
-        first_row += case.requests
+        first_rows[case] = sum(earlier.requests for earlier in first_rows)
+        prompts = [[tokens.randrange(3, 40_000) for _ in range(LENGTH)] for _ in range(case.requests)]
+        slots = [n * case.adapters // case.requests + 1 if case.adapters else 0 for n in range(case.requests)]
+        lens = [LENGTH] * case.requests
+        plan = player.plan(lens, LENGTH, prompts, first_row=first_rows[case], adapters=slots)
+        runner.launch(plan).wait()
     times: dict[Case, list[tuple[float, float]]] = defaultdict(list)
     steps_s: dict[Case, list[float]] = defaultdict(list)
     for number in range(options.rounds + 1):
@@ -124,7 +128,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             started = time.perf_counter(), time.process_time()
             for _ in range(options.steps):
                 step_started_s = time.perf_counter()
-                player.step(case, starts[case])
+                lengths[case] += 1
+                plan = player.plan([lengths[case]] * case.requests, 1, None, first_row=first_rows[case])
+                runner.launch(plan).wait()
                 steps_s[case].append(time.perf_counter() - step_started_s)
             ended = time.perf_counter(), time.process_time()
             if number:  # the first one records
@@ -147,67 +153,6 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         print(
             f"{case.requests:8d}  {case.adapters:8d}  {step_ms:9.2f}  {clock:14.3f}  {cpu:8.3f}  {fast:11.2f}  "
             f"{fast_base / fast:7.3f}"
-        )
-
-
-class Player:
-    """Plays the scheduler: requests of random tokens, pages in sequence."""
-
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
-        self.step_id = 0
-        self.lens: dict[int, int] = {}
-
-    def start(self, case: Case, first_row: int) -> None:
-        """Load the case's adapters and compute its prompts."""
-        import numpy as np
-
-        for row in range(first_row, first_row + case.requests):
-            slot = (row - first_row) * case.adapters // case.requests + 1 if case.adapters else 0
-            loads = np.array([[slot, slot]], dtype=np.int32).tobytes() if slot else b""
-            tokens = np.random.default_rng(row).integers(3, 40000, LENGTH).astype(np.int32).tobytes()
-            self.lens[row] = LENGTH
-            self.runner.launch(self.plan([row], LENGTH, tokens, slot, loads)).wait()
-
-    def step(self, case: Case, first_row: int) -> None:
-        """One decode of all requests of the case."""
-        rows = list(range(first_row, first_row + case.requests))
-        for row in rows:
-            self.lens[row] += 1
-        self.runner.launch(self.plan(rows, 1)).wait()
-
-    def plan(
-        self, rows: list[int], new: int, tokens: bytes = b"", slot: int = 0, loads: bytes = b""
-    ) -> StepPlan:
-        """The plan that computes the last `new` tokens of some rows."""
-        import numpy as np
-
-        from engine.runtime.sampling_params import SamplingParams
-        from engine.runtime.step_plan import ForwardMode, NewReq, StepPlan
-
-        def int32(values: Any) -> bytes:
-            return np.asarray(values, dtype=np.int32).tobytes()
-
-        self.step_id += 1
-        lens = [self.lens[row] for row in rows]
-        places = [
-            np.arange(length - new, length) + row * MAX_LEN + PAGE_SIZE
-            for row, length in zip(rows, lens, strict=True)
-        ]
-        sampling = SamplingParams(temperature=0.0, seed=0, max_new_tokens=MAX_LEN, ignore_eos=True)
-        return StepPlan(
-            step_id=self.step_id,
-            mode=ForwardMode.DECODE if new == 1 else ForwardMode.EXTEND,
-            rows=int32(rows),
-            num_computed_tokens=int32([length - new for length in lens]),
-            num_scheduled_tokens=int32([new] * len(rows)),
-            out_cache_loc=int32(np.concatenate(places)),
-            samples=bytes([1] * len(rows)),
-            total_num_scheduled_tokens=new * len(rows),
-            new_reqs=(NewReq(f"r{rows[0]}", rows[0], tokens, new, b"", sampling, adapter_slot=slot),)
-            if tokens
-            else (),
-            adapter_loads=loads,
         )
 
 

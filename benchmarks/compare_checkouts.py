@@ -12,25 +12,20 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 # Run as a script: its parts are found from the repository's root. Last, so that nothing there hides a package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.models import ensure_bf16_folder
-from benchmarks.peers.server import Server, running
+from benchmarks.peers.server import ENGINE_VARIANTS, Models, Room, Side, make_side, running
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from benchmarks.peers.sides import ENGINE_VARIANTS, MODEL_NAME, Models, Room, Side, make_side
 from benchmarks.peers.workloads import WORKLOADS, Workload
-from engine.cli.bench.result_file import read_results
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.runtime.cache_dir import cache_dir
 
@@ -58,7 +53,8 @@ def main() -> None:
                 running(side, Path(logs) / "log", START_LIMIT_S) as server,
             ):
                 for workload in workloads:
-                    figure = measure(server, workload, models.gguf, number)
+                    figures_of_run = workload.run(server.side.url, models.gguf, number, RUN_LIMIT_S)
+                    figure = figures_of_run[workload.figures[0].name]
                     figures[workload.name, name].append(figure)
                     print(f"round {number + 1}: {workload.name} {name}: {figure:.2f}", flush=True)
     print_table(figures, workloads, list(checkouts))
@@ -95,20 +91,6 @@ def side_of(checkout: Path, variant: str, port: int, models: Models) -> Side:
     unused = Path()
     side = make_side(variant, port, models, Vllm(unused), LlamaCpp(unused), (), Room(KV_TOKENS, 0))
     return replace(side, environment={"PYTHONPATH": str(checkout.parent)})
-
-
-def measure(server: Server, workload: Workload, tokenizer: Path, seed: int) -> float:
-    """The workload's first figure, asked for by a client process of this checkout."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run.json"
-        command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", server.side.url]
-        command += ["--model", MODEL_NAME, "--tokenizer", str(tokenizer), "--seed", str(seed)]
-        command += ["--output-file", str(out), *workload.flags()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_LIMIT_S)
-        if done.returncode != 0:
-            sys.exit(f"{workload.name}: {(done.stdout + done.stderr).strip()[-1000:]}")
-        summary: dict[str, Any] = msgspec.to_builtins(read_results(out).runs[0].summary)
-    return workload.figures[0].of(summary)
 
 
 def print_table(figures: Figures, workloads: list[Workload], names: list[str]) -> None:

@@ -1,6 +1,7 @@
 """The engine's CPU kernels compared with plain torch: each kernel alone, then whole steps of a model.
 
     python benchmarks/cpu_kernels.py [--threads 2] [--what kernels steps] [--cpu-time]
+    python benchmarks/cpu_kernels.py --what compressed [--isa avx512_vnni]    # weights of 12 bits beside 16 bits
 
 Both sides run in turn, in one process, on the same inputs; the shortest run of each counts, because other
 load can only make a run slower. `--cpu-time` counts the CPU time of this process's threads instead of wall time: use it
@@ -25,20 +26,23 @@ from unittest.mock import patch
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.player import MAX_LEN, MAX_REQUESTS, make_player
-from benchmarks.smollm2 import (
+from benchmarks.player import (
     HEAD_DIM,
     HEADS,
     HIDDEN,
     INNER,
     KV_HEADS,
     LAYERS,
+    MAX_LEN,
+    MAX_REQUESTS,
     PAGE_SIZE,
     VOCAB,
     make_kv_pool,
+    make_player,
     model_spec,
 )
 from engine.launch.child.openmp import shorten_spinning
+from engine.model_runner.kernels.cpu.isa import ISAS, Isa
 
 
 class Case(NamedTuple):
@@ -60,7 +64,9 @@ def main() -> None:
     """Run the chosen comparisons."""
     parser = argparse.ArgumentParser(description="CPU kernels compared with plain torch")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--what", nargs="+", choices=["kernels", "steps"], default=["kernels", "steps"])
+    parts = ["kernels", "steps", "compressed"]
+    parser.add_argument("--what", nargs="+", choices=parts, default=parts[:2])
+    parser.add_argument("--isa", choices=ISAS, help="of compressed weights; this CPU's best by default")
     parser.add_argument("--cpu-time", action="store_true")
     args = parser.parse_args()
     import torch
@@ -75,6 +81,10 @@ def main() -> None:
     with torch.inference_mode():
         if "kernels" in args.what:
             for case in itertools.chain(linears(), small_operations(), attention()):
+                show(case, clock)
+        if "compressed" in args.what:
+            print("left: 16 bits, right: 12 bits")
+            for case in compressed(args.isa):
                 show(case, clock)
         if "steps" in args.what:
             show_steps(args.threads, clock)
@@ -127,6 +137,47 @@ def linears() -> Iterator[Case]:
             2 * numbers if num_tokens < 16 else 2 * numbers * num_tokens,
             "GB/s" if num_tokens < 16 else "GFLOP/s",
             rounds=20 if num_tokens < 64 else 6,
+        )
+
+
+def compressed(isa: Isa | None) -> Iterator[Case]:
+    """All linear layers with bfloat16 weights stored in 12 and in 16 bits; the results must be bit-identical."""
+    import torch
+
+    from engine.model_runner.kernels.cpu.library import load_library
+    from engine.model_runner.kernels.native_linear import NativeLinear
+
+    library = load_library(isa)
+    layer = [((HEADS + 2 * KV_HEADS) * HEAD_DIM, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN)]
+    layer.append((HIDDEN, INNER))
+    sides: tuple[list[Any], list[Any]] = ([], [])
+    shapes = [*layer * LAYERS, (VOCAB, HIDDEN)]
+    for outputs, inputs in shapes:
+        plain = NativeLinear(library, (torch.randn(outputs, inputs) / inputs**0.5).to(torch.bfloat16))
+        packed = plain.compressed()
+        if packed is None:
+            sys.exit("this ISA target has no matmuls with compressed weights")
+        for side, linear in zip(sides, (plain, packed), strict=True):
+            if outputs == 2 * INNER:
+                linear.fuse_silu_and_mul()
+            side.append(linear)
+    for num_tokens in (1, 2, 4, 8, 16, 32, 64, 512):
+        xs = {size: torch.randn(num_tokens, size).to(torch.bfloat16) for size in (HIDDEN, INNER)}
+        for plain, packed, (_, inputs) in zip(*sides, shapes, strict=True):
+            if not torch.equal(plain(xs[inputs]), packed(xs[inputs])):
+                sys.exit(f"{num_tokens} tokens: the two results are not bit-identical")
+
+        def run(side: list[Any], xs: dict[int, Any] = xs) -> None:
+            for linear, (_, inputs) in zip(side, shapes, strict=True):
+                linear(xs[inputs])
+
+        num_bytes = 1.5 * sum(outputs * inputs for outputs, inputs in shapes)
+        yield Case(
+            f"all linears, {num_tokens} tokens",
+            partial(run, sides[0]),
+            partial(run, sides[1]),
+            num_bytes,
+            "GB/s",
         )
 
 

@@ -17,18 +17,26 @@ Transformers' server is not among the peers: it takes prompts as text only, so t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
 
 # As a script, import its parts from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.ceilings import Ceiling
 from benchmarks.peers.limits import Machine, ServedModel, batch_limit, decode_limit, prefill_limit
+from benchmarks.peers.machine import Snapshot, resident_bytes
 from benchmarks.peers.models import (
     OtherModelError,
     ensure_bf16_folder,
@@ -36,18 +44,30 @@ from benchmarks.peers.models import (
     models_in,
     served_model,
 )
-from benchmarks.peers.plan import Plan
 from benchmarks.peers.results import (
+    SCHEMA,
+    Failure,
+    Measurement,
     MismatchError,
     Results,
+    all_tables,
     open_results,
     read_results,
 )
-from benchmarks.peers.runner import Runner
+from benchmarks.peers.server import (
+    SIDES,
+    START_LIMIT_S,
+    Models,
+    Room,
+    Server,
+    ServerError,
+    Side,
+    make_side,
+    running,
+    start,
+)
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from benchmarks.peers.sides import SIDES, Models, Room, make_side
-from benchmarks.peers.tables import all_tables
-from benchmarks.peers.workloads import WORKLOADS, Workload, quick
+from benchmarks.peers.workloads import MEMORY, START, WORKLOADS, RunError, Workload, is_compared, quick
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
 from engine.models.hub.built_in.fetch import ensure_model
@@ -55,6 +75,11 @@ from engine.runtime.cache_dir import cache_dir
 from engine.runtime.errors import ConfigError
 
 KV_TOKENS: Final = 65_536
+RUN_LIMIT_S: Final = 900.0
+STARTS: Final = 3
+LONG_START_S: Final = 30.0
+"""A side that needs longer is started once."""
+FILL_PROMPT_LEN: Final = 1900
 
 
 def main() -> int:
@@ -67,9 +92,9 @@ def main() -> int:
         case "table":
             try:
                 results = read_results(arguments.results)
-            except (OSError, MismatchError) as error:
+            except MismatchError as error:
                 sys.exit(f"cannot read the results: {error}")
-            workloads = _workloads_of(results)
+            workloads = [quick(w) if results.settings.get("quick") else w for w in WORKLOADS]
             print(all_tables(results, workloads, _limits(results, workloads, _gguf(arguments))))
         case _:
             return run(arguments)
@@ -105,51 +130,176 @@ def run(arguments: argparse.Namespace) -> int:
         if any(side.startswith(needed_by) for side in arguments.sides) and (missing := peer.missing()):
             sys.exit(f"{needed_by}: {', '.join(missing)} not in {peer.folder}; run `setup` first")
     _convert(models, llama)
+    cores = tuple(sorted(os.sched_getaffinity(0)))
     try:
         model = served_model(models, arguments.sides)
-    except (ConfigError, OtherModelError) as error:
+        room = Room(arguments.kv_tokens, model.costs.kv_token_bytes)
+        sides = [
+            make_side(name, arguments.port + n, models, vllm, llama, cores, room)
+            for n, name in enumerate(SIDES)
+            if name in arguments.sides
+        ]
+        settings = {
+            "cores": list(cores),
+            "kv_tokens": arguments.kv_tokens,
+            "quick": arguments.quick,
+            "git_revision": git_revision(),
+        }
+        by_side = {side.name: side.settings() for side in sides}
+        results = open_results(arguments.output, Results(SCHEMA, settings, machine_facts(), by_side, model))
+    except (ConfigError, OtherModelError, MismatchError) as error:
         sys.exit(str(error))
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    room = Room(arguments.kv_tokens, model.costs.kv_token_bytes)
-    sides = [
-        make_side(name, arguments.port + n, models, vllm, llama, cores, room)
-        for n, name in enumerate(SIDES)
-        if name in arguments.sides
-    ]
     workloads = [quick(w) if arguments.quick else w for w in WORKLOADS if w.name in arguments.workloads]
-    settings = {
-        "cores": list(cores),
-        "kv_tokens": arguments.kv_tokens,
-        "quick": arguments.quick,
-        "git_revision": git_revision(),
-    }
-    try:
-        results = open_results(
-            arguments.output, settings, machine_facts(), {side.name: side.settings() for side in sides}, model
-        )
-    except MismatchError as error:
-        sys.exit(str(error))
-    results.failures = []
-    rounds = 1 if arguments.quick else arguments.rounds
-    plan = Plan(sides, workloads, rounds, all_rounds=arguments.all_rounds, quick=arguments.quick)
-    runner = Runner(
-        arguments.output,
-        results,
-        plan,
-        model,
-        models.gguf,
-        max_minutes=arguments.max_minutes,
-        alone=not arguments.no_alone,
-    )
-    runner.run()
+    runner = Runner(arguments, results, models.gguf)
+    runner.measure_ceilings(model)
+    if not arguments.no_alone:
+        for side in sides:
+            runner.measure_alone(side)
+    jobs = [
+        job
+        for job in jobs_of(sides, workloads, 1 if arguments.quick else arguments.rounds, arguments.all_rounds)
+        if not results.has(job.side.name, job.workload.name, job.round)
+    ]
+    if jobs:
+        runner.measure_rounds(jobs)
+        runner.measure_ceilings(model)  # again: the better figure counts
     print()
     print(all_tables(results, workloads, _limits(results, workloads, models.gguf)))
     return 1 if results.failures else 0
 
 
+class Job(NamedTuple):
+    """One measurement of the rounds."""
+
+    side: Side
+    workload: Workload
+    round: int
+
+
+def jobs_of(
+    sides: Sequence[Side], workloads: Sequence[Workload], rounds: int, all_rounds: bool
+) -> Iterator[Job]:
+    """All measurements of the rounds, in order; each round begins with another side, so that none is always first.
+
+    Args:
+        all_rounds: measure pairs in every round, too, that no target compares; else in the first round only, because
+            llama.cpp takes minutes for work that takes the others seconds.
+    """
+    for round_idx in range(rounds):
+        turn = round_idx % len(sides)
+        for workload in workloads:
+            for side in (*sides[turn:], *sides[:turn]):
+                if round_idx == 0 or all_rounds or is_compared(side.name, workload.name):
+                    yield Job(side, workload, round_idx)
+
+
+class Runner:
+    """Makes measurements, stores each at once, and continues after a failure."""
+
+    def __init__(self, arguments: argparse.Namespace, results: Results, gguf: Path) -> None:
+        self._path: Path = arguments.output
+        self._quick: bool = arguments.quick
+        self._results = results
+        self._gguf = gguf
+        self._deadline_s: float = time.monotonic() + arguments.max_minutes * 60
+        self._logs: Path = self._path.with_name(self._path.stem + "-logs")
+        self._logs.mkdir(parents=True, exist_ok=True)
+
+    def measure_ceilings(self, model: ServedModel) -> None:
+        """Measure the limits in a separate process, so that no torch threads remain in this one."""
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "ceilings.json"
+            command = [sys.executable, str(Path(__file__).with_name("ceilings.py")), "--json", str(out)]
+            command += ["--threads", str(len(self._results.settings["cores"]))]
+            command += ["--megabytes", *map(str, model.footprints)]
+            try:
+                subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+            except subprocess.SubprocessError as error:
+                self._note_failure("machine", "ceilings", str(error))
+                return
+            self._results.ceilings += msgspec.json.decode(out.read_bytes(), type=list[Ceiling])
+        self._results.write(self._path)
+
+    def measure_alone(self, side: Side) -> None:
+        """Measure the starts of a side, and its memory at the end of the first one."""
+        while not self._is_over():
+            spent = list(self._results.values(side.name, START, "first completion").values())
+            enough = 1 if self._quick or max(spent, default=0.0) > LONG_START_S else STARTS
+            needs_memory = not self._results.count(side.name, MEMORY)
+            if len(spent) >= enough and not needs_memory:
+                return
+            before = Snapshot.take(None)
+            try:
+                with running(side, self._log_of(side)) as server:
+                    others = before.others_until(Snapshot.take(server.pid))
+                    self._add(
+                        side, START, len(spent), {"first completion": server.first_completion_s}, others
+                    )
+                    if needs_memory:
+                        self._measure_memory(server)
+            except (ServerError, RunError) as error:
+                self._note_failure(side.name, "start and memory", str(error))
+                return
+
+    def _measure_memory(self, server: Server) -> None:
+        if server.side.fills_kv:
+            count = 1 if self._quick else -(-int(self._results.settings["kv_tokens"]) // FILL_PROMPT_LEN)
+            settings = {"num_prompts": count, "random_input_len": str(FILL_PROMPT_LEN)}
+            settings |= {"random_output_len": "1", "max_concurrency": 1}
+            Workload("fill", "", settings, ()).run(server.side.url, self._gguf, 99, RUN_LIMIT_S)
+        self._add(server.side, MEMORY, 0, {"resident": float(resident_bytes(server.pid))}, 0.0)
+
+    def measure_rounds(self, jobs: Sequence[Job]) -> None:
+        """Start all sides of the jobs, and run every job; a side that fails is left out from then on."""
+        servers: dict[str, Server] = {}
+        with contextlib.ExitStack() as stack:
+            for side in {job.side.name: job.side for job in jobs}.values():
+                try:
+                    servers[side.name] = start(side, self._log_of(side), START_LIMIT_S)
+                    stack.callback(servers[side.name].stop)
+                except ServerError as error:
+                    self._note_failure(side.name, "all rounds", str(error))
+            for done, (side, workload, round_idx) in enumerate(jobs):
+                if self._is_over():
+                    self._note_failure("all", f"{len(jobs) - done} measurements", "--max-minutes is over")
+                    return
+                if side.name not in servers:
+                    continue
+                before = Snapshot.take(servers[side.name].pid)
+                try:
+                    figures = workload.run(side.url, self._gguf, 1000 * round_idx + 7, RUN_LIMIT_S)
+                except RunError as error:
+                    self._note_failure(side.name, f"{workload.name} in round {round_idx + 1}", str(error))
+                    servers.pop(side.name).stop()  # its remaining work would disturb the others
+                    continue
+                others = before.others_until(Snapshot.take(servers[side.name].pid))
+                self._add(side, workload.name, round_idx, figures, others)
+
+    def _add(
+        self, side: Side, workload: str, round_idx: int, figures: dict[str, float], others: float
+    ) -> None:
+        self._results.measurements.append(Measurement(side.name, workload, round_idx, figures, others))
+        self._results.write(self._path)
+        shown = ", ".join(f"{name} {value:,.2f}" for name, value in figures.items())
+        print(
+            f"round {round_idx + 1} {workload} {side.name}: {shown} (others {others:.2f} cores)", flush=True
+        )
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._deadline_s
+
+    def _log_of(self, side: Side) -> Path:
+        return self._logs / f"{side.name}.log"
+
+    def _note_failure(self, side: str, what: str, reason: str) -> None:
+        print(f"FAILED: {what} of {side}: {reason}", flush=True)
+        self._results.failures.append(Failure(side, what, reason))
+        self._results.write(self._path)
+
+
 def _limits(results: Results, workloads: Sequence[Workload], gguf: Path) -> dict[tuple[str, str], float]:
     """Limits by workload and side, if the ceilings for them were measured."""
-    if results.model is None or not results.ceilings:
+    if not results.ceilings:
         return {}
     machine = Machine(tuple(results.ceilings), len(results.settings["cores"]))
     by_name = {workload.name: workload for workload in workloads}
@@ -177,10 +327,6 @@ def _known_limits(
         lens = [(request.prompt_len, request.output_len) for request in requests]
         for side in bf16:
             yield "W3", side, batch_limit(machine, costs, lens)
-
-
-def _workloads_of(results: Results) -> list[Workload]:
-    return [quick(w) if results.settings.get("quick") else w for w in WORKLOADS]
 
 
 def _places(arguments: argparse.Namespace) -> tuple[Vllm, LlamaCpp, Models]:

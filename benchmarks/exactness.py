@@ -26,9 +26,8 @@ from typing import Any, Final, NamedTuple
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.peers.server import running
+from benchmarks.peers.server import Side, running
 from benchmarks.peers.setup import LlamaCpp
-from benchmarks.peers.sides import Side
 from engine import LLM, SamplingParams
 from engine.launch.child.openmp import shorten_spinning
 from engine.models.hub.built_in.fetch import ensure_model

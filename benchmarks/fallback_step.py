@@ -28,9 +28,18 @@ from unittest.mock import patch
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.kernel_builds import at_least
-from benchmarks.player import MAX_LEN, Player
-from benchmarks.smollm2 import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, PAGE_SIZE, VOCAB
+from benchmarks.player import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    LAYERS,
+    MAX_LEN,
+    PAGE_SIZE,
+    VOCAB,
+    Player,
+)
 from engine.launch.child.openmp import shorten_spinning
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.source import ModelSource
@@ -98,11 +107,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="CPU time of steps by transformers' code and by the engine's own"
     )
-    parser.add_argument("--threads", type=at_least(1), default=1)
-    parser.add_argument("--rounds", type=at_least(1), default=20)
-    parser.add_argument("--prompt-len", type=at_least(2), default=256)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--prompt-len", type=int, default=256)
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated")
-    parser.add_argument("--layers", type=at_least(1), default=LAYERS)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--unchanged", action="store_true", help="without the engine's kernels")
     args = parser.parse_args()
     shorten_spinning()

@@ -1,6 +1,6 @@
 """Several replicas, stages, or a pair of a prefill and a decode engine, beside one process of all cores.
 
-    python benchmarks/scale_out.py [rate] [pp] [affinity] [pd] [router] [--rounds 3] [--requests 64] [--replicas 2]
+    python benchmarks/scale_out.py [rate] [pp] [affinity] [pd] [--rounds 3] [--requests 64] [--replicas 2]
         [--stages 2] [--pool 4608]
 
 `rate`: the requests of W3 (see `cpu_vs_peers.py`) all at once, with token ids and exact output lengths, to one replica
@@ -17,27 +17,22 @@ policy and with `round-robin`.
 `pd`: streams that generate, and long prompts that arrive one by one meanwhile, at fixed times. The time between two
 tokens of a stream, in one engine with all cores and in a pair (`--disaggregation-mode both`) that shares them.
 
-`router`: requests for one token, one at a time, by turns to a server and to `engine route` before it (smg, from PATH or
-`make routers`). What a router adds to a request.
-
 The machine must be idle otherwise for all but `affinity`, which counts tokens.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -47,20 +42,17 @@ import httpx
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.adapters_vs_peers import BASE, rate_of, requests_of
-from benchmarks.peers.server import Server, start
-from benchmarks.peers.sides import HOST, MODEL_NAME, Side
+from benchmarks.peers.server import MODEL_NAME, Server, Side, engine_side, start
 
 KV_TOKENS: Final = 65_536
+INPUT_LENS: Final = (64, 512)
+OUTPUT_LENS: Final = (64, 256)
 NUM_STREAMS: Final = 4
 STREAM_TOKENS: Final = 1_500
 LONG_PROMPT: Final = 1_500
 NUM_LONG: Final = 4
 LONG_EVERY_S: Final = 9.0
 """A little more than a core needs for a long prompt of the default model."""
-ROUTED: Final = 400
-ROUTED_WARM_UP: Final = 20
-SMG_FOLDER: Final = Path(__file__).resolve().parent.parent / "build" / "routers" / "smg" / "bin"
 NUM_FAMILIES: Final = 8
 BEGINNING: Final = 1_024
 OWN: Final = 48
@@ -96,7 +88,7 @@ def main() -> None:
         "parts",
         nargs="*",
         metavar="PART",
-        help="rate, pp, affinity, pd, router (default: rate and affinity)",
+        help="rate, pp, affinity, pd (default: rate and affinity)",
         default=["rate", "affinity"],
     )
     parser.add_argument("--rounds", type=int, default=3)
@@ -107,10 +99,8 @@ def main() -> None:
     parser.add_argument("--pool", type=int, default=FAMILY_POOL, help="KV slots of a replica in affinity")
     parser.add_argument("--port", type=int, default=18_400, help="the first of two")
     options = parser.parse_args()
-    if unknown := set(options.parts) - {"rate", "pp", "affinity", "pd", "router"}:
-        parser.error(
-            f"unknown part {', '.join(sorted(unknown))}; there are rate, pp, affinity, pd and router"
-        )
+    if unknown := set(options.parts) - {"rate", "pp", "affinity", "pd"}:
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are rate, pp, affinity and pd")
     pool = KV_TOKENS // options.replicas
     replicas = ("--dp", str(options.replicas), "--max-total-tokens", str(pool))
     stages = ("--pp", str(options.stages), "--max-total-tokens", str(KV_TOKENS))
@@ -123,24 +113,15 @@ def main() -> None:
             print(affinity_table(measure_affinity(options, Path(folder))))
         if "pd" in options.parts:
             print(gap_table(measure_gaps(options, Path(folder))))
-        if "router" in options.parts:
-            print(router_line(*measure_router(options, Path(folder))))
-
-
-def engine_side(name: str, port: int, *options: str) -> Side:
-    """A server of the default model."""
-    command = [sys.executable, "-P", "-m", "engine", "serve", "--served-model-name", MODEL_NAME]
-    return Side(name, (*command, "--host", HOST, "--port", str(port), *options), port)
 
 
 def measure_rates(
     options: argparse.Namespace, folder: Path, several: Sequence[str]
 ) -> dict[str, list[float]]:
     """Output tokens per second of one process, and with the options `several`, in each round."""
-    model = () if options.model is None else ("--model", options.model)
     sides = [
-        engine_side("one", options.port, *model, "--max-total-tokens", str(KV_TOKENS)),
-        engine_side("several", options.port + 1, *model, *several),
+        engine_side("one", options.port, options.model, "--max-total-tokens", str(KV_TOKENS)),
+        engine_side("several", options.port + 1, options.model, *several),
     ]
     rates: dict[str, list[float]] = defaultdict(list)
     with ExitStack() as running:
@@ -150,11 +131,51 @@ def measure_rates(
         for number in range(options.rounds + 1):  # the first ones warm up
             requests = requests_of(number, options.requests if number else 8)
             for server in servers:
-                rate = rate_of(BASE, server.side, requests)
+                rate = rate_of(server.side, requests)
                 if number:
                     rates[server.side.name].append(rate)
                     print(f"round {number}: {server.side.name} {rate:.1f} tok/s", flush=True)
     return rates
+
+
+class Request(NamedTuple):
+    """A prompt of token ids, and the length of its answer."""
+
+    prompt: list[int]
+    output_len: int
+
+
+def requests_of(number: int, count: int) -> list[Request]:
+    """The requests of a round."""
+    source = random.Random(number)
+    return [
+        Request(_ids(source, source.randint(*INPUT_LENS)), source.randint(*OUTPUT_LENS)) for _ in range(count)
+    ]
+
+
+def rate_of(side: Side, requests: Sequence[Request]) -> float:
+    """Send all at once; output tokens per second until the last answer.
+
+    Raises:
+        SystemExit: an answer is an error or has another length.
+    """
+    with httpx.Client(timeout=_ANSWER_S, limits=httpx.Limits(max_connections=None)) as client:
+
+        def ask(request: Request) -> int:
+            body = {"model": MODEL_NAME, "prompt": request.prompt, "max_tokens": request.output_len}
+            body |= {"temperature": 0, "ignore_eos": True}
+            answer = client.post(f"{side.url}/v1/completions", json=body)
+            if answer.status_code != 200:
+                raise SystemExit(f"{side.name}: HTTP {answer.status_code}: {answer.text[:300]}")
+            num_tokens = int(answer.json()["usage"]["completion_tokens"])
+            if num_tokens != request.output_len:
+                raise SystemExit(f"{side.name}: {num_tokens} tokens instead of {request.output_len}")
+            return num_tokens
+
+        started_s = time.perf_counter()
+        with ThreadPoolExecutor(len(requests)) as clients:
+            total = sum(clients.map(ask, requests))
+        return total / (time.perf_counter() - started_s)
 
 
 def rate_table(name: str, rates: Mapping[str, Sequence[float]]) -> str:
@@ -175,7 +196,9 @@ def measure_gaps(options: argparse.Namespace, folder: Path) -> dict[str, list[Ga
     gaps: dict[str, list[Gaps]] = defaultdict(list)
     for number in range(options.rounds):
         for index, (name, flags) in enumerate(sides.items()):
-            server = start(engine_side(name, options.port + index, *flags), folder / f"{name}.log", _START_S)
+            server = start(
+                engine_side(name, options.port + index, None, *flags), folder / f"{name}.log", _START_S
+            )
             try:
                 found = gaps_beside_prompts(server.side.url, number)
             finally:
@@ -230,61 +253,6 @@ def gap_table(gaps: Mapping[str, Sequence[Gaps]]) -> str:
     return "\n".join([*rows, f"P99 of the pair to that of one engine: {ratio:.2f} (target 0.5 or less)"])
 
 
-def measure_router(options: argparse.Namespace, folder: Path) -> tuple[list[float], list[float]]:
-    """Seconds of requests to a server, and of equal requests through a router before it."""
-    os.environ["PATH"] = f"{os.environ['PATH']}:{SMG_FOLDER}"
-    side = engine_side("server", options.port, "--max-total-tokens", str(KV_TOKENS))
-    with ExitStack() as running:
-        running.callback(start(side, folder / "server.log", _START_S).stop)
-        running.enter_context(_router(side, options.port + 1))
-        clients = [
-            running.enter_context(httpx.Client(base_url=f"http://{HOST}:{port}", timeout=_ANSWER_S))
-            for port in (options.port, options.port + 1)
-        ]
-        seconds: tuple[list[float], list[float]] = ([], [])
-        for number in range(-ROUTED_WARM_UP, ROUTED):
-            for client, found in zip(clients, seconds, strict=True):
-                body = {"model": MODEL_NAME, "prompt": "Say a word.", "max_tokens": 1, "temperature": 0}
-                started_s = time.perf_counter()
-                client.post("/v1/completions", json=body).raise_for_status()
-                if number >= 0:
-                    found.append(time.perf_counter() - started_s)
-    return seconds
-
-
-@contextmanager
-def _router(side: Side, port: int) -> Iterator[None]:
-    """`engine route` before a server, once it answers."""
-    command = [sys.executable, "-P", "-m", "engine", "route", "--worker", side.url, "--host", HOST]
-    ports = ["--port", str(port), "--metrics-port", str(port + 1)]
-    with subprocess.Popen([*command, *ports]) as process:
-        try:
-            while process.poll() is None and not _answers(f"http://{HOST}:{port}/health"):
-                time.sleep(0.1)
-            if process.poll() is not None:
-                raise SystemExit("the router has ended; its last lines say why")
-            yield
-        finally:
-            process.terminate()
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url).status_code == 200
-    except httpx.TransportError:
-        return False
-
-
-def router_line(direct: Sequence[float], routed: Sequence[float]) -> str:
-    """Medians, and the median and the 90th percentile of what the router adds to the request before it."""
-    added = sorted(after - before for before, after in zip(direct, routed, strict=True))
-    return (
-        f"server {1000 * statistics.median(direct):.2f} ms, through the router {1000 * statistics.median(routed):.2f} "
-        f"ms a request; it adds {1000 * statistics.median(added):.2f} ms (P90 "
-        f"{1000 * added[len(added) * 9 // 10]:.2f} ms)"
-    )
-
-
 def family_prompts(seed: int, count: int) -> list[list[int]]:
     """Token ids of `count` prompts: a family by chance, its beginning, and tokens of its own."""
     source = random.Random(seed)
@@ -304,6 +272,7 @@ def measure_affinity(options: argparse.Namespace, folder: Path) -> dict[str, flo
         side = engine_side(
             policy,
             options.port,
+            None,
             *("--dp", str(options.replicas), "--dispatch-policy", policy),
             *("--max-total-tokens", str(options.pool), "--max-model-len", "2048"),
         )

@@ -1,28 +1,35 @@
 """The cost of the scheduler: CPU time of planning and settling, without a model.
 
-    python benchmarks/scheduler_cost.py [--rounds 200]
+    python benchmarks/scheduler_cost.py [--rounds 200] [--folder FOLDER]
 
 Prints one table: a decode step by number of running requests, an admission pass with many waiting, a look-up of a long
-prompt in a large prefix cache, and insertion and eviction by pages touched. Medians; time of this thread only.
+prompt in a large prefix cache, insertion and eviction by pages touched, and what `--decision-log` adds to a decode step
+while 100 requests wait, its writes to a file in the folder included. Medians; time of this thread only.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
+from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
+from engine.runtime.config.log_config import LogConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.journal.log_file import read_runs
+from engine.scheduler.journal.recorder import make_recorder
+from engine.scheduler.journal.replay import replay
 from engine.scheduler.prefix_cache.base import PrefixMatch
 from engine.scheduler.prefix_cache.radix_cache import RadixCache
 from engine.scheduler.scheduler import Scheduler
@@ -35,7 +42,9 @@ def main() -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description="CPU cost of the scheduler alone")
     parser.add_argument("--rounds", type=int, default=200, help="steps per figure")
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--folder", type=Path, help="where the decision log is written (a temporary folder)")
+    options = parser.parse_args()
+    rounds: int = options.rounds
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -57,6 +66,16 @@ def main() -> None:
         show(f"match 32k of 1 M cached tokens, page size {page_size}", match)
         show(f"insert 32k tokens, page size {page_size}", insert)
         show(f"evict 32k tokens, page size {page_size}", evict)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for num_running in (1, 64, 256, 1024):
+            path = Path(folder) / f"{num_running}.log"
+            samples, num_bytes = decision_log(path, num_running, rounds)
+            show(f"decision log, {num_running} running: recorder", samples)
+            started_s = time.thread_time()
+            results = [replay(run) for run in read_runs(path)]
+            replay_us = (time.thread_time() - started_s) / results[0].num_steps * 1e6
+            assert all(result.is_equal for result in results)
+            print(f"{'    per step':58} {num_bytes:,.0f} bytes, replay {replay_us:.1f} us")
 
 
 def show(what: str, samples: list[float]) -> None:
@@ -196,6 +215,45 @@ def prefix_cache(page_size: int, rounds: int) -> tuple[list[float], list[float],
         timed(partial(insert, prompts[32]), inserts)
         timed(partial(cache.evict, length // page_size), evictions)
     return matches, inserts, evictions
+
+
+def decision_log(
+    path: Path, num_running: int, rounds: int, num_waiting: int = 100
+) -> tuple[list[float], float]:
+    """Time of the recorder in each decode step, and bytes per step."""
+    rng = np.random.default_rng(0)
+    config = EngineConfig(
+        scheduler=SchedulerConfig(chunked_prefill_size=8192, max_prefill_tokens=16384),
+        log=LogConfig(decision_log=str(path)),
+    )
+    capacity = Capacity(4096, num_running * 64, 16, num_running, VOCAB_SIZE)
+    eos = frozenset({2})
+    scheduler = Scheduler(config.scheduler, CacheConfig(), capacity, eos)
+    recorder = make_recorder(config, capacity, eos, scheduler, wall_s=0.0, now_s=0.0)
+    for idx in range(num_running + num_waiting):
+        ids = rng.integers(3, VOCAB_SIZE, 64 + idx % 16, dtype=np.int32).tobytes()
+        request = GenerateRequest(
+            f"request-{idx:06d}", ids, SamplingParams(max_new_tokens=900, seed=1, ignore_eos=True)
+        )
+        recorder.received(request, 0.0)
+        scheduler.handle(request, 0.0)
+    samples: list[float] = []
+    first_byte = 0
+    while len(samples) < rounds:
+        decoding = scheduler.report(0.0).num_running_reqs == num_running
+        first_byte = first_byte or (path.stat().st_size if decoding else 0)
+        spent: list[float] = []
+        timed(partial(recorder.planning, 0.0), spent)
+        batch = scheduler.next_batch(0.0)
+        assert batch is not None
+        timed(partial(recorder.planned, batch), spent)
+        scheduler.settle(batch, result_of(batch), 0.0)
+        timed(recorder.settled, spent)
+        scheduler.take_outputs()
+        if decoding:
+            samples.append(sum(spent))
+    recorder.close()
+    return samples, (path.stat().st_size - first_byte) / rounds
 
 
 if __name__ == "__main__":

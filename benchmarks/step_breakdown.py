@@ -35,8 +35,7 @@ import msgspec
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.machine import cpu_seconds, process_name, tree
-from benchmarks.peers.server import running
-from benchmarks.peers.sides import HOST, MODEL_NAME, Side
+from benchmarks.peers.server import HOST, MODEL_NAME, Side, running
 from engine.cli.bench.result_file import git_revision, machine_facts, read_results
 from engine.launch.child.openmp import shorten_spinning
 
@@ -231,7 +230,7 @@ def _time_case(
 
 def _plans(case: Case, players: Sequence[Player], num_steps: int) -> Iterator[list[Any]]:
     """One plan for each player in turn: the next decode, or a new prompt."""
-    from benchmarks.smollm2 import VOCAB
+    from benchmarks.player import VOCAB
 
     source = random.Random(0)
     for turn in range(num_steps + 1):

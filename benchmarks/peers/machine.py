@@ -1,4 +1,4 @@
-"""The CPU use during a measurement: CPU time of process trees from /proc, and that of all other processes."""
+"""CPU time and memory of process trees, read from /proc."""
 
 from __future__ import annotations
 
@@ -6,75 +6,39 @@ import os
 import resource
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
-class MachineTime(NamedTuple):
-    """Seconds of all cores together since the machine started."""
-
-    busy_s: float
-    stolen_s: float  # by the host, from a virtual machine
-
-
-class Share(msgspec.Struct, frozen=True):
-    """CPU cores used during a measurement.
-
-    Attributes:
-        server: of the server's process tree.
-        client: of the client and this process.
-        others: of all other processes, including idle servers.
-        stolen: taken by the host of a virtual machine.
-    """
-
-    server: float
-    client: float
-    others: float
-    stolen: float
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """CPU times at one moment; two of them give a `Share`."""
+class Snapshot(NamedTuple):
+    """Seconds of CPU at one moment: of all cores, and of one process tree with this process and its children."""
 
     at_s: float
-    machine: MachineTime
-    server_s: float
-    own_s: float
+    busy_s: float
+    ours_s: float
 
     @classmethod
     def take(cls, server_pid: int | None) -> Snapshot:
-        """Read the CPU times. The client is a child of this process, and is waited for before the second reading."""
-        own = sum(
-            usage.ru_utime + usage.ru_stime
-            for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        )
-        server_s = sum(cpu_seconds(pid) for pid in tree(server_pid)) if server_pid is not None else 0.0
-        return cls(time.monotonic(), machine_time((PROC / "stat").read_text()), server_s, own)
+        """Read the CPU times. A client is a child of this process, and is waited for before the second reading."""
+        usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        ours = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        if server_pid is not None:
+            ours += sum(map(cpu_seconds, tree(server_pid)))
+        return cls(time.monotonic(), busy_seconds((PROC / "stat").read_text()), ours)
 
-    def until(self, later: Snapshot) -> Share:
-        """The CPU use between two readings."""
-        wall_s = max(later.at_s - self.at_s, 1e-9)
-        server_s, own_s = later.server_s - self.server_s, later.own_s - self.own_s
-        busy_s = later.machine.busy_s - self.machine.busy_s
-        return Share(
-            server=server_s / wall_s,
-            client=own_s / wall_s,
-            others=max(0.0, busy_s - server_s - own_s) / wall_s,
-            stolen=(later.machine.stolen_s - self.machine.stolen_s) / wall_s,
-        )
+    def others_until(self, later: Snapshot) -> float:
+        """CPU cores that all other processes, idle servers included, used between two readings."""
+        others_s = (later.busy_s - self.busy_s) - (later.ours_s - self.ours_s)
+        return max(0.0, others_s) / max(later.at_s - self.at_s, 1e-9)
 
 
-def machine_time(stat: str) -> MachineTime:
-    """Parse /proc/stat. The time of guests is included in user time; idle and iowait are not busy."""
-    user, nice, system, _, _, irq, softirq, steal = (int(field) for field in stat.split(None, 9)[1:9])
-    return MachineTime((user + nice + system + irq + softirq) / _TICKS_PER_S, steal / _TICKS_PER_S)
+def busy_seconds(stat: str) -> float:
+    """Busy time of all cores in /proc/stat. User time includes guests; idle, iowait and stolen time are not busy."""
+    user, nice, system, _, _, irq, softirq = (int(field) for field in stat.split(None, 8)[1:8])
+    return (user + nice + system + irq + softirq) / _TICKS_PER_S
 
 
 def tree(root_pid: int) -> list[int]:
@@ -96,22 +60,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S if fields else 0.0
 
 
-class Memory(msgspec.Struct, frozen=True):
-    """Memory of a process tree.
+def resident_bytes(root_pid: int) -> int:
+    """Memory of a process tree; a page that several processes share counts once."""
+    return sum(_proportional_bytes(pid) for pid in tree(root_pid))
 
-    Attributes:
-        resident_bytes: the processes' resident sizes added up, as `top` shows them: shared pages count in each.
-        proportional_bytes: with shared pages divided among their users, so that the sum is exact.
-    """
 
-    resident_bytes: int
-    proportional_bytes: int
-
-    @classmethod
-    def of_tree(cls, root_pid: int) -> Memory:
-        """Now."""
-        sizes = [_rollup(pid) for pid in tree(root_pid)]
-        return cls(sum(size["Rss"] for size in sizes), sum(size["Pss"] for size in sizes))
+def peak_bytes(root_pid: int) -> int:
+    """Peak memory of the largest process of a tree."""
+    statuses = [(PROC / str(pid) / "status").read_text() for pid in tree(root_pid)]
+    return max(int(status.partition("VmHWM:")[2].split()[0]) << 10 for status in statuses)
 
 
 def process_name(pid: int) -> str:
@@ -123,17 +80,12 @@ def process_name(pid: int) -> str:
     return command.strip()[:60]
 
 
-def _rollup(pid: int) -> dict[str, int]:
-    sizes = {"Rss": 0, "Pss": 0}
+def _proportional_bytes(pid: int) -> int:
     try:
-        lines = (PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+        rollup = (PROC / str(pid) / "smaps_rollup").read_text()
     except OSError:
-        return sizes  # it has just ended
-    for line in lines:
-        name, _, rest = line.partition(":")
-        if name in sizes:
-            sizes[name] = int(rest.split()[0]) * 1024
-    return sizes
+        return 0  # it has just ended
+    return int(rollup.partition("\nPss:")[2].split()[0]) << 10
 
 
 def _parents() -> Iterator[tuple[int, int]]:

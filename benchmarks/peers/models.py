@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.limits import ModelCosts, ServedModel
-from benchmarks.peers.sides import Models, form_of
+from benchmarks.peers.server import Models
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf.gguf_tokenizer import build_gguf_tokenizer
 from engine.models.gguf_config import read_gguf_spec
@@ -46,14 +46,14 @@ def served_model(models: Models, sides: Sequence[str]) -> ServedModel:
     """
     spec = _spec_of(models.bf16_folder)
     costs = ModelCosts.of(spec)
-    others = [side for side in sides if ModelCosts.of(_spec_of(form_of(side, models))) != costs]
+    others = [side for side in sides if ModelCosts.of(_spec_of(models.form_of(side))) != costs]
     if others:
         raise OtherModelError(
             f"{models.bf16_folder} holds another model than {' and '.join(others)} would serve, "
-            f"{form_of(others[0], models)}: leave out these --sides, or give all forms of one model "
+            f"{models.form_of(others[0])}: leave out these --sides, or give all forms of one model "
             "(--gguf, --bf16-folder, --bf16-gguf)"
         )
-    if not any(form_of(side, models) == models.gguf for side in sides):
+    if not any(models.form_of(side) == models.gguf for side in sides):
         return ServedModel(costs)
     in_file = models.gguf.stat().st_size * costs.all_parameters / num_parameters(spec)
     return ServedModel(costs, round(in_file / 1e6))

@@ -1,4 +1,8 @@
-"""`Server`: one side's process, from its command to the first completion, and until all its processes have ended."""
+"""Servers beside each other: a `Side` as data, and a running `Server` from its command to the end of its processes.
+
+All sides get the same share of the machine: every core that this process may use, the same KV capacity in tokens,
+sequences of the same length. Other settings are those that its makers recommend and that measured best.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,142 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from benchmarks.peers.sides import HOST, MODEL_NAME, Side
+from benchmarks.peers.setup import LlamaCpp, Vllm
 
+MODEL_NAME: Final = "smollm2"
+MAX_MODEL_LEN: Final = 4096
+HOST: Final = "127.0.0.1"
+START_LIMIT_S: Final = 600.0
+LLAMA_SLOTS: Final = 16
+"""Slots of llama.cpp, which divide its KV: more make each slower, with fewer, requests wait."""
+ENGINE_VARIANTS: Final[Mapping[str, tuple[str, ...]]] = {
+    "engine-bf16": (),
+    "engine-4bit": (),  # the GGUF file's own weights are kept as they are
+    "engine-int8": ("--quantization", "int8", "--kv-cache-dtype", "int8"),
+}
+PEERS: Final = ("vllm", "llama-bf16", "llama-4bit")
+SIDES: Final = (*ENGINE_VARIANTS, *PEERS)
 _FIRST_PROMPT: Final = [788, 216, 34, 32, 34, 36, 28, 1792]
 _POLL_S: Final = 0.05
 _STOP_S: Final = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One server.
+
+    Attributes:
+        environment: added to ours.
+        fills_kv: its KV pool becomes resident only when it is written, so it is filled before memory is read.
+        path, body: the request whose answer shows that it is ready, 8 tokens of a completion if None.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    port: int
+    environment: Mapping[str, str] = field(default_factory=dict)
+    fills_kv: bool = True
+    path: str = "/v1/completions"
+    body: Mapping[str, object] | None = None
+
+    @property
+    def url(self) -> str:
+        """The address of the server."""
+        return f"http://{HOST}:{self.port}"
+
+    def settings(self) -> dict[str, object]:
+        """The settings that affect a result."""
+        return {"command": list(self.command), "environment": dict(self.environment)}
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """One model in all its forms; `bf16_folder` may be another model, for the sides that serve no other form."""
+
+    gguf: Path
+    bf16_folder: Path
+    bf16_gguf: Path
+
+    def form_of(self, side: str) -> Path:
+        """The form that the side of this name serves."""
+        match side:
+            case "engine-4bit" | "llama-4bit":
+                return self.gguf
+            case "llama-bf16":
+                return self.bf16_gguf
+            case _:
+                return self.bf16_folder
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """KV capacity of every server."""
+
+    num_tokens: int
+    token_bytes: int
+
+
+def make_side(
+    name: str, port: int, models: Models, vllm: Vllm, llama: LlamaCpp, cores: tuple[int, ...], room: Room
+) -> Side:
+    """The side of this name, on this port."""
+    model = str(models.form_of(name))
+    if name in ENGINE_VARIANTS:
+        options = ("--max-model-len", str(MAX_MODEL_LEN), "--max-total-tokens", str(room.num_tokens))
+        return engine_side(name, port, model, *options, *ENGINE_VARIANTS[name])
+    if name == "vllm":
+        limits = ["--dtype", "bfloat16", "--enable-prefix-caching", "--max-model-len", str(MAX_MODEL_LEN)]
+        limits += ["--max-num-seqs", "128", "--max-num-batched-tokens", "2048"]
+        # In bytes, because its environment variable accepts only whole GiB.
+        limits += ["--kv-cache-memory-bytes", str(room.num_tokens * room.token_bytes)]
+        return vllm_side(vllm, port, model, cores, *limits)
+    slots = ("--parallel", str(LLAMA_SLOTS), "--no-kv-unified", "--ctx-size", str(room.num_tokens))
+    return llama_side(llama, name, port, model, len(cores), *slots)
+
+
+def engine_side(
+    name: str, port: int, model: str | None, *options: str, body: Mapping[str, object] | None = None
+) -> Side:
+    """This engine; `model`: None for its default."""
+    # -P: without the current folder, which would allow `import runtime`.
+    command = [sys.executable, "-P", "-m", "engine", "serve", *([model] if model else [])]
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), *options]
+    return Side(name, tuple(command), port)
+
+
+def vllm_side(vllm: Vllm, port: int, model: str, cores: tuple[int, ...], *options: str) -> Side:
+    """vLLM's build for CPUs."""
+    command = (str(vllm.command), "serve", model, "--served-model-name", MODEL_NAME, "--host", HOST)
+    environment = {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(vllm.cache),
+        "VLLM_CACHE_ROOT": str(vllm.cache / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(vllm.cache / "inductor"),
+        "LD_PRELOAD": ":".join(map(str, vllm.preloads)),
+        "PATH": f"{vllm.command.parent}:{os.environ.get('PATH', '')}",
+        "PYTHONPATH": "",  # not the engine's
+    }
+    return Side("vllm", (*command, "--port", str(port), *options), port, environment)
+
+
+def llama_side(llama: LlamaCpp, name: str, port: int, model: str, num_threads: int, *options: str) -> Side:
+    """llama.cpp. It clears its KV at the start, so all of it is resident from then on."""
+    command = [str(llama.server), "--model", model, "--alias", MODEL_NAME, "--host", HOST]
+    command += ["--port", str(port), "--threads", str(num_threads), *options]
+    return Side(name, tuple(command), port, fills_kv=False)
 
 
 class ServerError(Exception):
@@ -30,7 +159,7 @@ class Server:
     """A running side.
 
     Attributes:
-        first_completion_s: from its command until a request of 8 tokens was answered.
+        first_completion_s: from its command until its first request was answered.
     """
 
     def __init__(self, side: Side, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -50,7 +179,7 @@ class Server:
         return self._process.poll() is None
 
     def wait_for_completion(self, timeout_s: float) -> float:
-        """Wait until it is healthy, and for an answer of 8 tokens; returns the seconds.
+        """Wait until it is healthy, and for its first answer; returns the seconds.
 
         Raises:
             ServerError: it ended, or is not ready in time.
@@ -64,10 +193,15 @@ class Server:
             if time.monotonic() - started_s > timeout_s:
                 raise ServerError(f"{self.side.name} is not ready after {timeout_s:.0f} s:\n{self._tail()}")
             time.sleep(_POLL_S)
-        body = {"model": MODEL_NAME, "prompt": _FIRST_PROMPT, "max_tokens": 8, "temperature": 0}
+        body = self.side.body or {
+            "model": MODEL_NAME,
+            "prompt": _FIRST_PROMPT,
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         try:
             status, answer = self._ask(
-                "POST", "/v1/completions", body, timeout_s - (time.monotonic() - started_s)
+                "POST", self.side.path, body, timeout_s - (time.monotonic() - started_s)
             )
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"{self.side.name} broke off its first answer: {error!r}") from error
@@ -110,7 +244,7 @@ class Server:
         return "\n".join(lines[-num_lines:])
 
 
-def start(side: Side, log: Path, timeout_s: float) -> Server:
+def start(side: Side, log: Path, timeout_s: float = START_LIMIT_S) -> Server:
     """Start a side and wait for its first completion.
 
     Raises:
@@ -147,7 +281,7 @@ def start(side: Side, log: Path, timeout_s: float) -> Server:
 
 
 @contextmanager
-def running(side: Side, log: Path, timeout_s: float) -> Iterator[Server]:
+def running(side: Side, log: Path, timeout_s: float = START_LIMIT_S) -> Iterator[Server]:
     """A server for the time of the block; see `start`."""
     server = start(side, log, timeout_s)
     try:

@@ -6,12 +6,67 @@ workload: the time of a server from its command to the first completion, and its
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
+from benchmarks.peers.server import MODEL_NAME
 from engine.cli.bench.records import BenchRequest
+from engine.cli.bench.result_file import RequestRow, read_results
 from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings, WorkloadTokenizer
+
+START, MEMORY = "start", "memory"
+"""Names of the figures that belong to no workload, in the place of a workload's name."""
+
+
+class RunError(Exception):
+    """One measurement failed; the others can continue."""
+
+
+def run_client(
+    url: str, options: Sequence[str], limit_s: float
+) -> tuple[dict[str, Any], Sequence[RequestRow]]:
+    """The summary and the requests of one run of `engine bench serve`.
+
+    Raises:
+        RunError: it failed, or took too long.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run.json"
+        # -P: without the current folder, which would allow `import runtime`.
+        command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", url, *options]
+        command += ["--output-file", str(out)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise RunError(f"not done after {limit_s:.0f} s") from None
+        if done.returncode != 0:
+            raise RunError(f"{(done.stdout + done.stderr).strip()[-1000:]}")
+        result = read_results(out).runs[0]
+    return msgspec.to_builtins(result.summary), result.requests
+
+
+def check_counts(requests: Sequence[BenchRequest], rows: Sequence[RequestRow]) -> None:
+    """Check that every request had exactly its tokens.
+
+    Raises:
+        RunError: a request had other counts.
+    """
+    if len(requests) != len(rows):
+        raise RunError(f"{len(rows)} answers to {len(requests)} requests")
+    for idx, (request, row) in enumerate(zip(requests, rows, strict=True)):
+        wanted = (request.prompt_len, request.output_len)
+        if (row.prompt_tokens, row.output_tokens) != wanted:
+            raise RunError(
+                f"request {idx} was {wanted[0]} tokens in, {wanted[1]} out, but the server counted "
+                f"{row.prompt_tokens} in, {row.output_tokens} out"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +122,20 @@ class Workload:
     def requests(self, tokenizer: WorkloadTokenizer, seed: int) -> list[BenchRequest]:
         """The requests that the client sends with these flags and this seed."""
         return WorkloadSettings(**self.settings, seed=seed).requests(tokenizer)
+
+    def run(self, url: str, tokenizer: Path, seed: int, limit_s: float) -> dict[str, float]:
+        """The figures of one run of the client.
+
+        Raises:
+            RunError: it failed, took too long, or a request had another number of tokens than asked for.
+        """
+        options = ("--model", MODEL_NAME, "--tokenizer", str(tokenizer), "--seed", str(seed), *self.flags())
+        summary, rows = run_client(url, options, limit_s)
+        check_counts(self.requests(WorkloadTokenizer.load(str(tokenizer)), seed), rows)
+        try:
+            return {figure.name: figure.of(summary) for figure in self.figures}
+        except ValueError as error:
+            raise RunError(str(error)) from error
 
 
 WORKLOADS: Final = (

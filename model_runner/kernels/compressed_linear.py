@@ -23,7 +23,7 @@ def reasons_against_compression(isa: Isa) -> list[str]:
     """Why bfloat16 weights keep 16 bits per value with the kernels of this ISA target; empty: they are compressed.
 
     Matmuls of both forms give the same bits, so the choice affects speed only. Unpacking costs arithmetic; reading
-    fewer bytes saves memory time: `python benchmarks/compressed_weights.py --isa ISA` measures both.
+    fewer bytes saves memory time: `python benchmarks/cpu_kernels.py --what compressed --isa ISA` measures both.
     """
     match isa:
         case "avx512_bf16":
