@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 MIN_MAJOR: Final = 5
-TIMES_SLOWER: Final = 1.2
+TIMES_SLOWER: Final = 2.0
 """CPU time of a token through transformers' code / that of the engine's own, on a CPU in bfloat16: the larger of decode
 and prefill over three families, rounded up; measured by `benchmarks/fallback_step.py`. More for a model in which few
-modules are recognized (`model_runner/hf_backend/swapping`)."""
+modules are recognized (`model_runner/hf_backend/swap`)."""
 _INSTALL: Final = 'pip install "transformers>=5.0"'
 _LANGUAGE_MODELS: Final = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?^\)", re.MULTILINE | re.DOTALL)
 _NAME: Final = re.compile(r'\(\s*"([^"]+)"\s*,')

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +16,8 @@ from ...runtime.cache_dir import cache_dir
 from ...runtime.errors import ConfigError
 from ..weights.dummy import DummyStore
 from ..weights.safetensors import SafetensorsStore
-from .layer_check import check_forms, checked_decoder
-from .swapping.swap import summary, swap_modules
-from .transformers_check import ModelCheck, check_model
+from .swap import swap_modules
+from .transformers_check import ModelCheck, check_forms
 from .transformers_model import ATTENTION_NAME, TransformersModel, attend
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ def load_transformers_model(
     The whole model is loaded into host memory first.
 
     Args:
-        ops: replace modules by these kernels where they compute the same, see `swapping`; None: no module is replaced.
+        ops: replace modules by these kernels, see `swap`; None: no module is replaced.
 
     Raises:
         ConfigError: transformers is missing or does not know the architecture, the weights do not belong to it, or its
@@ -54,11 +52,11 @@ def load_transformers_model(
     """
     _refuse_formats(config, source)
     transformers = _import_transformers()
-    name = spec.model_type
-    if name not in transformers.CONFIG_MAPPING:
+    if spec.model_type not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f"{source.path}: transformers {transformers.__version__} has no built-in model for model_type {name!r}, "
-            "and code from a model's folder is never run; a newer transformers may know it: pip install -U transformers"
+            f"{source.path}: transformers {transformers.__version__} has no built-in model for model_type "
+            f"{spec.model_type!r}, and code from a model's folder is never run; a newer transformers may know it: "
+            "pip install -U transformers"
         )
     model_config = _read_config(transformers, source, spec)
     if getattr(model_config, "quantization_config", None) is not None:
@@ -78,45 +76,39 @@ def load_transformers_model(
         return causal_lm.eval().requires_grad_(False).to(device)
 
     causal_lm = load()
-    check = check_model(causal_lm, spec, source.path)
-    found = None if ops is None else _swapped(causal_lm, check, spec, ops, max_model_len)
-    if found is None and ops is not None:
-        del causal_lm  # some of its modules are replaced
-        causal_lm = load()
-    model, worst = found or _unchanged(causal_lm, check)
+    class_name = type(causal_lm).__name__
+    check = ModelCheck(causal_lm, spec, source.path)
+    model = None if ops is None else _swapped(causal_lm, check, ops)
+    if model is None:
+        if ops is not None:
+            del causal_lm  # some of its modules are replaced
+            causal_lm = load()
+        model = TransformersModel(causal_lm)
+        check.compare(model)
     logger.info(
         "model_impl=transformers class=%s transformers=%s worst_relative_difference=%.1e",
-        type(causal_lm).__name__,
+        class_name,
         transformers.__version__,
-        worst,
+        check.worst,
     )
     return model
 
 
-def _unchanged(causal_lm: Any, check: ModelCheck) -> tuple[TransformersModel, float]:
-    """The model as it is, and `ModelCheck.compare` of it."""
-    model = TransformersModel(causal_lm)
-    return model, check.compare(model)
-
-
-def _swapped(
-    causal_lm: Any, check: ModelCheck, spec: ModelSpec, ops: Ops, max_model_len: int
-) -> tuple[TransformersModel, float] | None:
-    """The model with the engine's kernels where they compute the same; None: the whole does not, for all the tests."""
-    started_s = time.perf_counter()
+def _swapped(causal_lm: Any, check: ModelCheck, ops: Ops) -> TransformersModel | None:
+    """The model with the engine's kernels; None: it does not compute the same."""
     try:
-        counts = swap_modules(causal_lm, checked_decoder(causal_lm, ""), spec, ops, max_model_len)
-        found = _unchanged(causal_lm, check)
+        counts = swap_modules(causal_lm, ops)
+        model = TransformersModel(causal_lm)
+        check.compare(model)
     except Exception as error:  # any type: it is the code of some model
-        logger.warning(
-            "%s cannot run with the engine's kernels in it, so it runs more slowly: %s: %s",
-            type(causal_lm).__name__,
-            type(error).__name__,
-            error,
-        )
+        name, kind = type(causal_lm).__name__, type(error).__name__
+        message = "%s cannot run with the engine's kernels in it, so it runs more slowly: %s: %s"
+        logger.warning(message, name, kind, error)
         return None
-    logger.info("swapped_modules=%s seconds=%.1f", summary(counts), time.perf_counter() - started_s)
-    return found
+    logger.info(
+        "swapped_modules=%s", ", ".join(f"{counts[kind]} {kind}" for kind in sorted(counts)) or "nothing"
+    )
+    return model
 
 
 def check_architecture(source: ModelSource, spec: ModelSpec) -> None:

@@ -1,20 +1,17 @@
 """`TransformersModel`: any decoder of transformers with our KV pool and attention, for `--model-impl transformers`.
 
-This is the fallback for architectures without a module in `models`. Transformers' code computes everything except
+This is the fallback for architectures without a structure of ours. Transformers' code computes everything except
 attention, which is replaced through its `AttentionInterface`. `attend` gets the rotated q, k and v of each layer,
 stores k and v in the pool, and calls the batch's attention backend. A step is one sequence of all its tokens with
-their positions, so chunks, prefixes and mixed steps work as with our own models. On CPUs modules are replaced by our
-kernels where they compute the same (`swapping`), and steps are recorded where all that is left can be; CUDA graphs are
-not used.
-
-`transformers_check` refuses models with another kind of attention at start, with the reason.
+their positions, so chunks, prefixes and mixed steps work as with our own models. On CPUs linear layers, embeddings and
+norms are our kernels (`swap`). Steps are not recorded.
 """
 
 # Shapes: T new tokens in the batch, Hq query heads, H KV heads, D head dim, n rows that need logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -23,25 +20,10 @@ from ..kernels.plain import store_kv
 
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
-    from ..attention.backend import StepAttention
     from ..forward_batch import ForwardBatch
-    from ..memory.kv_pool import KVPool
 
 ATTENTION_NAME: Final = "engine"
 """The name under which our attention is registered in transformers."""
-
-
-class AttentionStep(Protocol):
-    """The attributes of a `ForwardBatch` that attention needs; see there."""
-
-    @property
-    def kv_pool(self) -> KVPool: ...
-
-    @property
-    def out_cache_loc(self) -> Tensor: ...
-
-    @property
-    def attention(self) -> StepAttention: ...
 
 
 class TransformersModel:
@@ -59,20 +41,15 @@ class TransformersModel:
         self._decoder.warn_if_padding_and_no_attention_mask = lambda *_: None
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Here it includes the final norm, and all tokens pass through all layers."""
-        hidden = self.hidden_states(batch.input_ids, batch.positions, batch)
-        return hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
-
-    def hidden_states(self, input_ids: Tensor, positions: Tensor, step: AttentionStep) -> Tensor:
-        """[T] int64 tokens and their positions -> [T, hidden]."""
+        """The decoder, with the final norm; all tokens pass through all layers."""
         out = self._decoder(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
-            engine_step=step,
+            engine_step=batch,
         )
         hidden: Tensor = out.last_hidden_state[0]
-        return hidden
+        return hidden if batch.logits_indices is None else hidden.index_select(0, batch.logits_indices)
 
     def final_states(self, hidden: Tensor) -> Tensor:
         """`forward` has applied the final norm."""
@@ -95,7 +72,7 @@ class _GivenHidden(nn.Module):
     """Replaces the decoder: returns its input embeddings as hidden states."""
 
     def forward(self, *_: object, inputs_embeds: Tensor, **__: object) -> _DecoderOutput:
-        return _DecoderOutput(inputs_embeds)
+        return _DecoderOutput((inputs_embeds,))
 
     @property
     def decoder(self) -> _GivenHidden:
@@ -103,17 +80,15 @@ class _GivenHidden(nn.Module):
         return self
 
 
-class _DecoderOutput:
+class _DecoderOutput(tuple[Tensor]):
     """A decoder's output with hidden states only; all other attributes are None."""
 
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
 
     def __getattr__(self, name: str) -> None:
         return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return (self.last_hidden_state,)[index]
 
 
 def attend(
@@ -123,7 +98,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    engine_step: AttentionStep | None = None,
+    engine_step: ForwardBatch | None = None,
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
@@ -138,11 +113,11 @@ def attend(
         [1, T, Hq, D], and no weights.
 
     Raises:
-        ValueError: the model passes a mask; our masks follow from positions. `check_model` finds this at start.
+        ValueError: the model passes a mask; our masks follow from positions. `ModelCheck` finds this at start.
     """
     if attention_mask is not None:
         raise ValueError("a mask of its own for attention")
-    assert engine_step is not None  # `check_model` has verified that every layer passes it on
+    assert engine_step is not None  # `ModelCheck` has verified that every layer passes it on
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     store_kv(engine_step.kv_pool.layer(module.layer_idx), k, v, engine_step.out_cache_loc)
     root = q.shape[-1] ** 0.5

@@ -1,4 +1,4 @@
-"""Whole models of transformers with the engine's kernels inside: the same results, and recorded steps."""
+"""Whole models of transformers with the engine's kernels inside compute the same."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import gc
 import logging
 import random
 import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,31 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from engine.model_runner.hf_backend.swapping.modules import (
-    MLP,
-    Attention,
-    Norm,
-    PackedEmbedding,
-    PackedHead,
-    PackedLinear,
-    RotaryTable,
-)
+from engine.model_runner import op_selection
+from engine.model_runner.hf_backend import transformers_check
+from engine.model_runner.hf_backend.swap import KernelModule
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.model_runner.recording.programs.forward_program import ProgrammedForward
 from engine.runtime.sampling_params import SamplingParams
 
-KINDS = {
-    Attention: "attention",
-    PackedEmbedding: "embedding",
-    PackedHead: "head",
-    PackedLinear: "linear",
-    MLP: "mlp",
-    Norm: "norm",
-    RotaryTable: "rotary",
-}
 SHAPE = {"hidden_size": 96, "intermediate_size": 160}  # heads of 16
 ALL_HEADS = {**SHAPE, "num_key_value_heads": 6}
-WHOLE = {"attention": 2, "embedding": 1, "head": 1, "mlp": 2, "rotary": 1}
+WHOLE = {"embedding": 1, "head": 1}
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
     "gpt_neox: fused projections, biases, parallel blocks": (
         "gpt_neox",
@@ -45,16 +32,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             **ALL_HEADS,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
         },
-        {**WHOLE, "norm": 5},
+        {**WHOLE, "linear": 8, "norm": 5},
     ),
-    "phi: a bias in the head, partial rotary": ("phi", ALL_HEADS, {**WHOLE, "norm": 3}),
+    "gpt2: transposed weights, learned positions": (
+        "gpt2",
+        {"n_inner": 80, **ALL_HEADS},
+        {"embedding": 2, "head": 1, "linear": 8, "norm": 5},
+    ),
+    "phi: a bias in the head, partial rotary": ("phi", ALL_HEADS, {**WHOLE, "linear": 12, "norm": 3}),
     "gemma: unit offsets, scaled embedding, tied head": (
         "gemma",
         {**SHAPE, "tie_word_embeddings": True, "head_dim": 16},
-        {**WHOLE, "norm": 5},
+        {**WHOLE, "linear": 14, "norm": 5},
     ),
-    "cohere: neighbors rotated together, scaled logits": ("cohere", SHAPE, {**WHOLE, "norm": 3}),
-    "helium: the same with halves of angles": ("helium", {**SHAPE, "head_dim": 16}, {**WHOLE, "norm": 5}),
+    "cohere: layer norms of its own stay": ("cohere", SHAPE, {**WHOLE, "linear": 14}),
+    "helium: neighbors rotated together": (
+        "helium",
+        {**SHAPE, "head_dim": 16},
+        {**WHOLE, "linear": 14, "norm": 5},
+    ),
     "exaone4: head norms, some layers without rotary": (
         "exaone4",
         {
@@ -64,35 +60,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "sliding_window_pattern": "LG",
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
-        {**WHOLE, "attention": 4, "mlp": 4, "norm": 9},
+        {**WHOLE, "linear": 28, "norm": 17},
     ),
-    "olmo: norms without weights": ("olmo", SHAPE, {**WHOLE, "norm": 5}),
-    "olmo, clipped projections stay": (
+    "olmo, clipped projections, norms without weights": (
         "olmo",
         {**SHAPE, "clip_qkv": 0.7},
-        {**WHOLE, "attention": 0, "linear": 8, "norm": 5},
+        {**WHOLE, "linear": 14},
     ),
-    "olmo2: norms of whole projections stay in attention": (
-        "olmo2",
-        SHAPE,
-        {**WHOLE, "attention": 0, "linear": 8, "norm": 9},
-    ),
+    "olmo2: norms of whole projections": ("olmo2", SHAPE, {**WHOLE, "linear": 14, "norm": 9}),
     "granite: four scales": (
         "granite",
         {**SHAPE, "attention_multiplier": 0.0625, "logits_scaling": 4.0, "residual_multiplier": 0.3},
-        {**WHOLE, "norm": 5},
+        {**WHOLE, "linear": 14, "norm": 5},
     ),
     "opt: learned positions, scaled queries, no block of its own": (
         "opt",
         {**ALL_HEADS, "ffn_dim": 64, "word_embed_proj_dim": 96},
-        {"attention": 2, "embedding": 1, "head": 1, "linear": 4, "norm": 5},
+        {**WHOLE, "linear": 12, "norm": 5},
     ),
-    "starcoder2: plain blocks": ("starcoder2", {**SHAPE, "sliding_window": 21}, {**WHOLE, "norm": 5}),
+    "starcoder2: plain blocks": (
+        "starcoder2",
+        {**SHAPE, "sliding_window": 21},
+        {**WHOLE, "linear": 12, "norm": 5},
+    ),
 }
 families = pytest.mark.parametrize(
     ("model_type", "options", "expected"), FAMILIES.values(), ids=[name.split(":")[0] for name in FAMILIES]
 )
-NOT_RECORDED = ("olmo, clipped projections stay", "olmo2", "opt")
 
 
 def tokens_of(length: int, seed: int = 0) -> list[int]:
@@ -100,21 +94,11 @@ def tokens_of(length: int, seed: int = 0) -> list[int]:
     return [source.randrange(96) for _ in range(length)]
 
 
-def modules_of(model: Any) -> list[nn.Module]:
-    """All modules of the decoder and of what is around it."""
-    return [*model._decoder.modules(), *model._causal_lm.modules()]
-
-
 def swapped(driver: Any) -> dict[str, int]:
     """How many modules of each kind a model has."""
-    counts: dict[str, int] = {}
-    parts: set[nn.Module] = set()
-    for module in modules_of(driver.runner.model):
-        kind = KINDS.get(type(module))
-        if kind is not None and module not in parts:
-            counts[kind] = counts.get(kind, 0) + 1
-            parts.update(module.modules())
-    return counts
+    model = driver.runner.model
+    modules = {*model._decoder.modules(), *model._causal_lm.modules()}
+    return dict(Counter(each.kind for each in modules if isinstance(each, KernelModule)))
 
 
 def logprobs_of(driver: Any, unpack: Any, prompt: list[int], chunks: list[int]) -> np.ndarray:
@@ -142,8 +126,8 @@ def test_logprobs_and_decodes_are_those_of_transformers(
 
 @pytest.mark.fast_cases(1)
 @families
-def test_in_bfloat16_they_are_as_close_to_the_exact_ones_and_steps_are_recorded(
-    make_tiny_model, make_driver, unpack, model_type, options, expected, request
+def test_in_bfloat16_they_are_as_close_to_the_exact_ones(
+    make_tiny_model, make_driver, unpack, model_type, options, expected
 ):
     if reasons := reasons_against_library():
         pytest.skip(reasons[0])
@@ -164,40 +148,31 @@ def test_in_bfloat16_they_are_as_close_to_the_exact_ones_and_steps_are_recorded(
     assert np.abs(ours - exact).mean() < 1.25 * np.abs(theirs - exact).mean() + 1e-3
     replayed = tiny.logprobs(req.tokens)[range(len(prompt) - 1, len(req.tokens) - 1), req.output]
     assert float(tiny.logprobs(req.tokens)[len(prompt) - 1 : -1].amax(-1).sub(replayed).max()) < 0.2
-    is_recorded = request.node.callspec.id not in NOT_RECORDED
-    assert isinstance(driver.native.eager.forward, ProgrammedForward) == is_recorded
-    assert (driver.native.num_replayed > 0) == is_recorded
 
 
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_recorded_steps_equal_those_run_call_by_call(make_tiny_model, make_driver, kv_cache_dtype):
-    if reasons := reasons_against_library():
-        pytest.skip(reasons[0])
-    tiny = make_tiny_model("phi", dtype="bfloat16", **ALL_HEADS)
-    drivers = [
-        make_driver(
-            tiny.spec, tiny.folder, dtype="bfloat16", model_impl="transformers", kv_cache_dtype=kv_cache_dtype
-        )
-        for _ in range(2)
-    ]
-    drivers[1].run_eagerly()
-    drivers[1].runner.executor.forward = drivers[1].runner.model.forward
-    prompts = [tokens_of(length, seed=length) for length in (3, 40, 11)]
+def count_packed(monkeypatch: Any, note: Callable[[torch.Tensor], None]) -> None:
+    """Call `note` with each weight that is packed for a model of transformers."""
+    select = op_selection.select_ops
 
-    recorded, eager = (driver.generate(prompts, num=8, chunk=16) for driver in drivers)
+    def selected(*args: Any) -> Any:
+        ops = select(*args)
 
-    assert recorded == eager
-    assert drivers[0].native.num_replayed > 0
+        def pack(weight: torch.Tensor) -> Any:
+            note(weight)
+            return ops.pack_linear(weight)
+
+        return replace(ops, pack_linear=pack)
+
+    monkeypatch.setattr("engine.model_runner.load.select_ops", selected)
 
 
 def test_a_tied_head_keeps_one_copy_of_the_table(make_tiny_model, make_driver):
     if reasons := reasons_against_library():
         pytest.skip(reasons[0])
     tiny = make_tiny_model("gemma", dtype="bfloat16", **SHAPE, tie_word_embeddings=True, head_dim=16)
-    model = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", model_impl="transformers").runner.model
-    embedding = next(each for each in modules_of(model) if isinstance(each, PackedEmbedding))
-    assert embedding._table is model._causal_lm.lm_head.packed
+    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", model_impl="transformers")
+    model = driver.runner.model
+    assert swapped(driver)["embedding"] == 1
     assert not any(list(each.parameters()) for each in (model._decoder, model._causal_lm))
 
 
@@ -226,40 +201,21 @@ def test_a_model_whose_code_reads_weights_runs_unchanged(
     np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(29), prompt[1:]], atol=1e-4)
 
 
-def test_attention_that_does_more_stays(make_tiny_model, make_driver, monkeypatch, unpack):
-    from transformers.models.cohere import modeling_cohere
-
-    plain = modeling_cohere.apply_rotary_pos_emb
-
-    def rotated(q, k, cos, sin, **options):
-        q, k = plain(q, k, cos, sin, **options)
-        return q, 100 * torch.tanh(k / 100)
-
-    monkeypatch.setattr(modeling_cohere, "apply_rotary_pos_emb", rotated)
-    tiny = make_tiny_model("cohere", **SHAPE)
-    driver = make_driver(tiny.spec, tiny.folder, model_impl="transformers")
-
-    assert "attention" not in swapped(driver)
-    prompt = tokens_of(30)
-    found = logprobs_of(driver, unpack, prompt, [30])
-    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(29), prompt[1:]], atol=1e-4)
-
-
 def test_replaced_modules_are_freed_one_by_one(make_tiny_model, make_driver, monkeypatch):
-    from engine.model_runner.hf_backend.swapping import swap
-
     kept: list[int] = []
     alive: weakref.WeakSet[nn.Linear] = weakref.WeakSet()
-    replace = swap._Swapper._replace
+    check = transformers_check.ModelCheck
 
-    def counted(self: Any, old: nn.Module, new: nn.Module, kind: str) -> None:
-        if not kept:
-            alive.update(each for each in self._model.modules() if type(each) is nn.Linear)
+    def checked(causal_lm: Any, *args: Any) -> Any:
+        alive.update(each for each in causal_lm.modules() if type(each) is nn.Linear)
+        return check(causal_lm, *args)
+
+    def count(weight: torch.Tensor) -> None:
         gc.collect()
         kept.append(len(alive))
-        replace(self, old, new, kind)
 
-    monkeypatch.setattr(swap._Swapper, "_replace", counted)
+    monkeypatch.setattr("engine.model_runner.hf_backend.transformers_load.ModelCheck", checked)
+    count_packed(monkeypatch, count)
     tiny = make_tiny_model("phi", num_hidden_layers=4, **ALL_HEADS)
     gc.freeze()  # what other tests left is not looked through in each collection
     try:
@@ -267,8 +223,8 @@ def test_replaced_modules_are_freed_one_by_one(make_tiny_model, make_driver, mon
     finally:
         gc.unfreeze()
 
-    assert kept[0] == 4 * 6 + 1  # four in attention, two in the MLP, and the head
-    assert kept[4] <= kept[0] - 2 * 4  # when the fourth layer's attention is replaced, two layers' are gone
-    assert kept[8] <= kept[0] - 4 * 4 - 2 * 2
+    total = 4 * 6 + 1  # four in attention, two in the MLP, and the head
+    assert len(kept) == total and kept[0] == total
+    assert all(found <= total - done + 1 for done, found in enumerate(kept))
     gc.collect()
     assert not alive
