@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING
 from ..runtime.errors import RequestError
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
-from ..tokenizer_manager.conversation.end_of_turn import turn_without_end
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
-from ..tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
-from ..tokenizer_manager.http.schema.tool_schemas import ToolSchemas
+from ..tokenizer_manager.conversation.template_choice import (
+    load_chat_template,
+    turn_without_end,
+    why_no_template,
+)
+from ..tokenizer_manager.http.openai.tools import ToolSchemas
 
 if TYPE_CHECKING:
     from ..launch.resolve.prepare import Prepared

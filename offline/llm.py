@@ -24,8 +24,8 @@ from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import Explanation, FlushCacheDone, PinDone
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
-from ..tokenizer_manager.http.chat_grammar import chat_grammar, check_constraint_with_tools
-from ..tokenizer_manager.pooling.task import check_task
+from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools
+from ..tokenizer_manager.pooling.embedding import check_task
 from .adapters import Adapter, LocalAdapters
 from .batch import Batch
 from .build import start_engine

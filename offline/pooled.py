@@ -20,7 +20,16 @@ from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
 from ..tokenizer_manager.admission.feasibility_check import check_pooled_length, truncated
-from ..tokenizer_manager.pooling.embedding import embedding_params, prompt_text, with_prompt
+from ..tokenizer_manager.pooling.embedding import (
+    POOLING_SAMPLING,
+    Want,
+    check_instruction,
+    check_ranking,
+    check_task,
+    embedding_params,
+    prompt_text,
+    with_prompt,
+)
 from ..tokenizer_manager.pooling.scoring import (
     Pair,
     ScoredInputs,
@@ -31,13 +40,6 @@ from ..tokenizer_manager.pooling.scoring import (
     scores_of,
     text_inputs,
     uses_pairs,
-)
-from ..tokenizer_manager.pooling.task import (
-    POOLING_SAMPLING,
-    Want,
-    check_instruction,
-    check_ranking,
-    check_task,
 )
 from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids

@@ -38,15 +38,14 @@ from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate
 from .conversation.detection import detect_formats
-from .conversation.end_of_turn import turn_without_end
 from .conversation.planner import Planner
-from .conversation.template_choice import load_chat_template
+from .conversation.template_choice import load_chat_template, turn_without_end
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
 from .dispatch.handoffs import Handoffs
 from .dispatch.pair import Pair
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
-from .http.schema.tool_schemas import ToolSchemas
+from .http.openai.tools import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager

@@ -164,8 +164,7 @@ def run_offline(
     from ...launch.resolve.prepare import prepare
     from ...models.tokenizer.tokenizer import load_tokenizer
     from ...offline.build import start_engine
-    from ...tokenizer_manager.pooling.embedding import embedding_params
-    from ...tokenizer_manager.pooling.task import check_task
+    from ...tokenizer_manager.pooling.embedding import check_task, embedding_params
 
     workload.check()
     output.check()

@@ -173,8 +173,11 @@ def _tokenizer_facts(
     source: ModelSource, template_choice: str | None, spec: ModelSpec | None
 ) -> dict[str, Any]:
     from ...models.tokenizer.tokenizer import Tokenizer, load_tokenizer
-    from ...tokenizer_manager.conversation.end_of_turn import turn_without_end
-    from ...tokenizer_manager.conversation.template_choice import load_chat_template, why_no_template
+    from ...tokenizer_manager.conversation.template_choice import (
+        load_chat_template,
+        turn_without_end,
+        why_no_template,
+    )
 
     tokenizer: Tokenizer | None
     encode_only = spec is not None and spec.pooling is not None

@@ -14,7 +14,7 @@ from .backend import EmbedOptions, PartError, Scored, Vectors, in_options, parts
 if TYPE_CHECKING:
     from ...launch.resolve.prepare import Prepared
     from ...offline.llm import LLM
-    from ...tokenizer_manager.pooling.task import Want
+    from ...tokenizer_manager.pooling.embedding import Want
 
 BASE_SETTINGS: Final = from_arguments({"model": MINILM.short_names[0]})
 
@@ -40,7 +40,7 @@ class InProcessBackend:
         """
         display.step("import the engine")
         from ...offline.llm import LLM
-        from ...tokenizer_manager.pooling.task import check_task
+        from ...tokenizer_manager.pooling.embedding import check_task
 
         def check(prepared: Prepared) -> None:
             try:

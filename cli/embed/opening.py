@@ -19,7 +19,7 @@ from .backend import Backend
 from .in_process import BASE_SETTINGS, InProcessBackend
 
 if TYPE_CHECKING:
-    from ...tokenizer_manager.pooling.task import Want
+    from ...tokenizer_manager.pooling.embedding import Want
     from .server import ServerBackend
 
 _PANEL: Final = "Where it runs"

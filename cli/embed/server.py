@@ -17,7 +17,7 @@ from ..chat.http import base_url, connection_problem, error_of
 from .backend import EmbedOptions, PartError, Scored, Vectors, parts_of
 
 if TYPE_CHECKING:
-    from ...tokenizer_manager.pooling.task import Want
+    from ...tokenizer_manager.pooling.embedding import Want
 
 Part = TypeVar("Part")
 

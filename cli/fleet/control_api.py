@@ -19,10 +19,10 @@ from ...supervisor.fleet.router import Router
 from ...tokenizer_manager.http.exchange import ClientGone, Exchange, Receive, Scope, Send
 from ...tokenizer_manager.http.guards.auth import Authorizer, Keys
 from ...tokenizer_manager.http.guards.body_budget import BodyBudget
-from ...tokenizer_manager.http.guards.hosts import Hosts
-from ...tokenizer_manager.http.guards.origins import Origins
+from ...tokenizer_manager.http.guards.origins import Hosts, Origins
 from ...tokenizer_manager.http.schema.errors import MethodNotAllowedError, reply_to
-from ...tokenizer_manager.http.schema.json_body import convert, parse_object, show
+from ...tokenizer_manager.http.schema.json_body import parse_object
+from ...tokenizer_manager.http.schema.values import convert, show
 
 logger = logging.getLogger(__name__)
 

@@ -68,15 +68,14 @@ from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
-from engine.tokenizer_manager.conversation.detection import detect_formats
-from engine.tokenizer_manager.conversation.formats import AnswerFormats
+from engine.tokenizer_manager.conversation.detection import AnswerFormats, detect_formats
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.dispatch.pair import Pair
 from engine.tokenizer_manager.grammar_proofs import GrammarProver
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
-from engine.tokenizer_manager.http.schema.tool_schemas import ToolSchemas
+from engine.tokenizer_manager.http.openai.tools import ToolSchemas
 from engine.tokenizer_manager.http.server import HttpServer
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager

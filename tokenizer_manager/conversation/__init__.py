@@ -1,1 +1,1 @@
-"""Chat messages to prompt text: the model's chat template in a sandbox."""
+"""Chats: messages, tools and reasoning to a prompt and a grammar, and the text of an answer to its parts."""

@@ -1,4 +1,4 @@
-"""`detect_formats`: which formats of tool calls and reasoning a model's chat template writes.
+"""`AnswerFormats`: how a model writes tool calls and reasoning; `detect_formats` finds it out from its chat template.
 
 Short conversations are rendered. A family of tool calls is a candidate if its first marker is in the template's output,
 and matches if the parser finds exactly the calls that were rendered: one with nested arguments, text and a call, and
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import jinja2
@@ -20,11 +21,53 @@ from ...runtime.errors import ConfigError, RequestError
 from .chat_template import ChatTemplate
 from .conversation import Tool
 from .deltas import CallArguments, CallBegin, CallEnd, Content, Delta
-from .formats import AnswerFormats
-from .parsing.families import FAMILIES, GENERIC, HARMONY, Form, ToolFamily
+from .parsing.families import (
+    FAMILIES,
+    GENERIC,
+    HARMONY,
+    HARMONY_REASONING,
+    REASONING_FAMILIES,
+    Form,
+    ReasoningFamily,
+    ToolFamily,
+)
 from .parsing.output_parser import OutputParser
-from .parsing.reasoning_families import HARMONY_REASONING, REASONING_FAMILIES, ReasoningFamily
-from .tool_messages import tool_for_template
+from .tools import tool_for_template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormats:
+    """Found once, at start.
+
+    Attributes:
+        tools: the format of calls; None (`--tool-call-parser none`): answers are not parsed for calls.
+        reasoning: None: the model does not reason, or its reasoning is not told from the answer.
+        template_tools: the template shows tools and calls; otherwise they are written into the messages.
+        object_arguments: the template wants the arguments of earlier calls as objects; otherwise as JSON text.
+        several_calls: the template can show several calls of one message.
+        variables: names of the variables that the template reads.
+    """
+
+    tools: ToolFamily | None = GENERIC
+    reasoning: ReasoningFamily | None = None
+    template_tools: bool = False
+    object_arguments: bool = True
+    several_calls: bool = True
+    variables: frozenset[str] = frozenset()
+
+    @property
+    def is_generic(self) -> bool:
+        """Calls are described in the system message and always constrained."""
+        return self.tools is not None and self.tools.form is Form.GENERIC
+
+    @property
+    def reasoning_switch(self) -> str | None:
+        """The variable that turns reasoning on and off."""
+        for name in ("enable_thinking", "thinking"):
+            if name in self.variables:
+                return name
+        return None
+
 
 logger = logging.getLogger(__name__)
 

@@ -21,16 +21,13 @@ from ...runtime.config.answer_config import AnswerConfig
 from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock
 from .conversation import ChoiceMode, Conversation, Tool
-from .formats import AnswerFormats
+from .detection import AnswerFormats
 from .parsing.emitter import MakeId
-from .parsing.families import Form, ToolFamily
+from .parsing.families import Form, ReasoningFamily, ToolFamily
 from .parsing.output_parser import OutputParser
-from .parsing.reasoning_families import ReasoningFamily
-from .reasoning_counter import ReasoningCounter
-from .reasoning_plan import reasoning_block, reasoning_variables
-from .tool_checks import checked_tools
+from .reasoning import ReasoningCounter, reasoning_block, reasoning_variables
 from .tool_grammars import ToolGrammars, generic_grammar
-from .tool_messages import generic_messages, history_warnings, messages_for_template, tool_for_template
+from .tools import checked_tools, generic_messages, history_warnings, messages_for_template, tool_for_template
 
 _ANSWER_SHARE: Final = 10  # percent of max_tokens that the reasoning leaves for a constrained answer
 

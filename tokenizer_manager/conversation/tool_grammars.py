@@ -11,7 +11,7 @@ from ...runtime.grammar_use import GrammarKind, GrammarSpec, Triggered, Whitespa
 from .conversation import Tool
 from .parsing.emitter import CUSTOM_INPUT
 from .parsing.families import Form, Pieces, ToolFamily
-from .tool_messages import NO_PARAMETERS, parameters_of
+from .tools import NO_PARAMETERS, parameters_of
 
 MarkerId = Callable[[str], int | None]
 """The id of the special token that a literal is; None if it is text."""

@@ -14,7 +14,7 @@ import logging
 
 from ..generation import Choice, Generation
 from .exchange import Exchange
-from .schema.json_body import show
+from .schema.values import show
 
 logger = logging.getLogger(__name__)
 

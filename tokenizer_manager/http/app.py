@@ -16,15 +16,13 @@ from typing import Final
 
 from ...runtime.errors import RequestError
 from .access_log import AccessLog, NoAccessLog, show_word
-from .error_shapes import shape_of
 from .exchange import ClientGone, Exchange, Receive, Scope, Send
 from .guards.auth import Caller, key_of
-from .guards.hosts import Hosts
-from .guards.origins import Origins
+from .guards.origins import Hosts, Origins
 from .page.files import PageFiles
 from .reference.openapi import ApiDocs
 from .routes import ROUTES, Handler, Route
-from .schema.errors import MethodNotAllowedError, reply_to
+from .schema.errors import MethodNotAllowedError, reply_to, shape_of
 from .services import Services
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from ...runtime.config.request_limits import RequestLimits
 from ...runtime.errors import RequestError
 from ..admission.queue_limiter import QueueFullError
 from .exchange import ClientGone, DisconnectScope
-from .schema.json_body import Body, parse_object
+from .schema.json_body import parse_object
+from .schema.values import Body
 
 IN_PLACE_BYTES: Final = 8 << 10
 SMALL_BYTES: Final = 64 << 10

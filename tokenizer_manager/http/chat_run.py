@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple, Protocol, Self
 
 from ...runtime.messages import Finish, FinishKind, TextOutput
 from ...runtime.sampling_params import SamplingParams
@@ -19,16 +19,15 @@ from ..conversation.conversation import Conversation
 from ..conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ..conversation.parsing.output_parser import OutputParser
 from ..conversation.planner import AnswerPlan
-from ..conversation.reasoning_counter import ReasoningCounter
+from ..conversation.reasoning import ReasoningCounter
 from ..generation import Choice, Generation, GenerationRequest
 from ..scheduling_options import Scheduling
-from .chat_grammar import chat_grammar, check_constraint_with_tools
 from .delivery import Collected
-from .exchange import Exchange
-from .logprobs.entries import int32s
-from .schema.constraints import Constraint, check_room
+from .exchange import EVENT_STREAM, Exchange
+from .schema.constraints import Constraint, chat_grammar, check_constraint_with_tools, check_room
 from .schema.errors import renamed_fields
 from .services import Services
+from .token_logprobs import int32s
 
 _NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -263,3 +262,39 @@ async def plan_generation(services: Services, call: ChatCall) -> tuple[AnswerPla
         keep_special_ids=plan.keep_special_ids,
     )
     return plan, request
+
+
+class AnswerWriter(Protocol):
+    """Writes the stream of one API."""
+
+    def begin(self, row: AnswerRow) -> bytes:
+        """What comes before the first row, framed."""
+        ...
+
+    def row(self, row: AnswerRow) -> bytes:
+        """What is new in a row, framed; may be empty."""
+        ...
+
+    def closing(self) -> bytes:
+        """The end of the stream, framed."""
+        ...
+
+
+async def send_stream(
+    exchange: Exchange, chat: ChatGeneration, writer: AnswerWriter, media_type: bytes = EVENT_STREAM
+) -> None:
+    """Send an answer as a stream. It begins with the first row, so that earlier failures have an HTTP status.
+
+    Raises:
+        EngineError: the generation failed; what was sent so far is incomplete.
+    """
+    async for rows in chat:
+        events = b""
+        for row in rows:
+            if not exchange.streaming:
+                await exchange.start_events(media_type)
+                events += writer.begin(row)
+            events += writer.row(row)
+        if events:
+            await exchange.send_events(events)
+    await exchange.end_events(writer.closing())

@@ -8,10 +8,9 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from ..telemetry.build_info import BuildInfo
-from .anthropic.bodies import CountBody, MessageBody, MessageEvent
 from .anthropic.endpoint import count_tokens, messages
-from .anthropic.fields import CountTokensRequest, MessagesRequest
-from .endpoints import diagnosis, operations, rendering, tokenizing, worker
+from .anthropic.wire import CountBody, CountTokensRequest, MessageBody, MessageEvent, MessagesRequest
+from .endpoints import diagnosis, operations, tokenizing, worker
 from .endpoints.adapters import (
     AdaptersBody,
     LoadAdapterRequest,
@@ -21,12 +20,30 @@ from .endpoints.adapters import (
 )
 from .endpoints.cache_pins import pin_prefix
 from .endpoints.grammar_check import GrammarCheckBody, GrammarCheckRequest, check_grammar
-from .endpoints.native import GenerateBody, generate
-from .endpoints.openai_chat import ChatChunk, ChatCompletion, chat_completions
-from .endpoints.openai_completions import Completion, completions
+from .endpoints.wire import (
+    AbortBody,
+    AbortedBody,
+    DetokenizeRequest,
+    FlushedBody,
+    HealthBody,
+    LiveRequestsBody,
+    LogLevelBody,
+    ModelBody,
+    ModelsBody,
+    PinnedBody,
+    PinRequest,
+    ProfileBody,
+    ProfileStartedBody,
+    ServerInfoBody,
+    TextBody,
+    TokenizeRequest,
+    TokensBody,
+    WhyBody,
+)
 from .exchange import Exchange
+from .native.convert import generate
+from .native.wire import GenerateBody, NativeRequest
 from .ollama import models as ollama_models
-from .ollama.bodies import OllamaChatBody, OllamaGenerateBody, RunningBody, ShowBody, TagsBody, VersionBody
 from .ollama.embed import (
     OllamaEmbedBody,
     OllamaEmbedRequest,
@@ -36,41 +53,34 @@ from .ollama.embed import (
     ollama_embeddings,
 )
 from .ollama.endpoint import ollama_chat, ollama_generate
-from .ollama.fields import OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest
-from .pooling.bodies import EmbeddingsBody, RerankBody, ScoreBody
+from .ollama.wire import (
+    OllamaChatBody,
+    OllamaChatRequest,
+    OllamaGenerateBody,
+    OllamaGenerateRequest,
+    OllamaShowRequest,
+    RunningBody,
+    ShowBody,
+    TagsBody,
+    VersionBody,
+)
+from .openai import rendering
+from .openai.chat import chat_completions
+from .openai.completions import completions
+from .openai.wire import ChatChunk, ChatCompletion, ChatRequest, Completion, CompletionRequest, RenderedBody
 from .pooling.embeddings import embeddings
-from .pooling.fields import EmbeddingsRequest, RerankRequest, ScoreRequest
 from .pooling.rerank import rerank
 from .pooling.score import score
-from .responses.bodies import InputTokensBody, ResponseBody, ResponseEvent
+from .pooling.wire import (
+    EmbeddingsBody,
+    EmbeddingsRequest,
+    RerankBody,
+    RerankRequest,
+    ScoreBody,
+    ScoreRequest,
+)
 from .responses.endpoint import response_input_tokens, responses
-from .responses.fields import ResponsesRequest
-from .schema.answers import (
-    AbortedBody,
-    FlushedBody,
-    HealthBody,
-    LiveRequestsBody,
-    LogLevelBody,
-    ModelBody,
-    ModelsBody,
-    PinnedBody,
-    ProfileBody,
-    ProfileStartedBody,
-    RenderedBody,
-    ServerInfoBody,
-    TextBody,
-    TokensBody,
-    WhyBody,
-)
-from .schema.protocol import (
-    AbortBody,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    NativeRequest,
-    PinRequest,
-    TokenizeRequest,
-)
+from .responses.wire import InputTokensBody, ResponseBody, ResponseEvent, ResponsesRequest
 from .services import Services
 
 Handler = Callable[[Exchange, Services], Awaitable[None]]

@@ -25,7 +25,7 @@ from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
 from ..manager import PreparedPrompt, TokenizerManager
-from ..pooling.task import check_task
+from ..pooling.embedding import check_task
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
 from ..telemetry.build_info import BuildInfo
@@ -36,7 +36,7 @@ from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
 from .schema.errors import POSITION_HEADER
-from .schema.json_body import Body, show
+from .schema.values import Body, show
 
 T = TypeVar("T")
 

@@ -9,8 +9,7 @@ import pytest
 from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.errors import ConfigError
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
-from engine.tokenizer_manager.conversation.detection import detect_formats
-from engine.tokenizer_manager.conversation.formats import AnswerFormats
+from engine.tokenizer_manager.conversation.detection import AnswerFormats, detect_formats
 from tests.tokenizer_manager.conversation import chat_templates
 from tests.tokenizer_manager.fake_engine import TOKENIZER
 

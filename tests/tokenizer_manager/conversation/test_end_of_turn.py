@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
-from engine.tokenizer_manager.conversation.end_of_turn import turn_without_end
+from engine.tokenizer_manager.conversation.template_choice import turn_without_end
 from tests.tokenizer_manager.fake_engine import TEMPLATE, TOKENIZER
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}END{% endfor %}"

@@ -18,8 +18,7 @@ from engine.tokenizer_manager.conversation.conversation import (
     ToolChoice,
 )
 from engine.tokenizer_manager.conversation.deltas import CallBegin, Content, Reasoning
-from engine.tokenizer_manager.conversation.detection import detect_formats
-from engine.tokenizer_manager.conversation.formats import AnswerFormats
+from engine.tokenizer_manager.conversation.detection import AnswerFormats, detect_formats
 from engine.tokenizer_manager.conversation.parsing.families import FAMILIES
 from engine.tokenizer_manager.conversation.planner import AnswerPlan, Planner
 from tests.tokenizer_manager.conversation import chat_templates

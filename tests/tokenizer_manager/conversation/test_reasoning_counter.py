@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from engine.tokenizer_manager.conversation.parsing.reasoning_families import REASONING_FAMILIES
-from engine.tokenizer_manager.conversation.reasoning_counter import ReasoningCounter
+from engine.tokenizer_manager.conversation.parsing.families import REASONING_FAMILIES
+from engine.tokenizer_manager.conversation.reasoning import ReasoningCounter
 
 
 def count(family: str | None, opened: bool, tokens: list[str]) -> int:

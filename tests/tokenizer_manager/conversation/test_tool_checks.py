@@ -6,7 +6,7 @@ import pytest
 
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode, Tool, ToolChoice
-from engine.tokenizer_manager.conversation.tool_checks import checked_tools
+from engine.tokenizer_manager.conversation.tools import checked_tools
 
 NOW = Tool(name="now")
 DEEP: dict[str, Any] = {}

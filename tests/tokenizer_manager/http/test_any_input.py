@@ -18,12 +18,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.tokenizer_manager.http.app import App
-from engine.tokenizer_manager.http.error_shapes import shape_of
-from engine.tokenizer_manager.http.reference.examples import OF_EMBEDDERS
+from engine.tokenizer_manager.http.native.wire import NativeSampling
+from engine.tokenizer_manager.http.reference.field_notes import OF_EMBEDDERS
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.routes import ROUTES
-from engine.tokenizer_manager.http.schema.errors import ErrorBody
-from engine.tokenizer_manager.http.schema.protocol import NativeSampling
+from engine.tokenizer_manager.http.schema.errors import ErrorBody, shape_of
 from tests.adapter_files import write_adapter
 from tests.selection import examples
 

@@ -17,7 +17,7 @@ from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, LONG_S, SMALL_BYTES, BodyReader
 from engine.tokenizer_manager.http.exchange import ClientGone, DisconnectScope
-from engine.tokenizer_manager.http.schema.json_body import Body
+from engine.tokenizer_manager.http.schema.values import Body
 
 from ..fake_engine import WAIT_S, FakeEngine, make_services, say_all
 from .calling import Reply, call

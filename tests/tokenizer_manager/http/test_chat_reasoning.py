@@ -12,7 +12,7 @@ from engine.runtime.grammar_use import GrammarKind
 from ..conftest import Serve, Served
 from ..conversation.chat_templates import QWEN3
 from ..fake_engine import LENGTH, TOKENIZER, ids_of, say_all
-from .surfaces.serving import ROOMY
+from .serving import ROOMY
 from .test_chat import HI, PATH, events
 
 THOUGHT = "Rain, or sun?"

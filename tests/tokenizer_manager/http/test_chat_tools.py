@@ -13,7 +13,7 @@ from engine.runtime.messages import Finish, FinishKind
 from ..conftest import Serve, Served
 from ..conversation.chat_templates import QWEN3
 from ..fake_engine import LENGTH, STOP, TOKENIZER, ids_of, say_all
-from .surfaces.serving import ROOMY
+from .serving import ROOMY
 from .test_chat import HI, PATH, events
 
 WEATHER = {

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from engine.tokenizer_manager.http.ndjson import line
+from engine.tokenizer_manager.http.framing import line
 
 
 def test_a_value_is_one_line_for_clients_that_split_text():

@@ -13,8 +13,9 @@ import msgspec
 import pytest
 
 from engine.tokenizer_manager.http.app import App
-from engine.tokenizer_manager.http.ollama.fields import OllamaOptions
-from engine.tokenizer_manager.http.reference.examples import OF_EMBEDDERS
+from engine.tokenizer_manager.http.native.wire import NativeSampling
+from engine.tokenizer_manager.http.ollama.wire import OllamaOptions
+from engine.tokenizer_manager.http.reference.field_notes import OF_EMBEDDERS
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.field_policy import (
     CHAT_NOT_YET,
@@ -22,7 +23,6 @@ from engine.tokenizer_manager.http.schema.field_policy import (
     SAMPLING_NOT_YET,
 )
 from engine.tokenizer_manager.http.schema.generation_fields import StreamOptions
-from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 
 from ..fake_engine import CAPACITY, WAIT_S, FakeEngine, make_services, say_all
 from .calling import call

@@ -14,7 +14,7 @@ from engine.runtime.transport.message_base import Logprobs
 from ..conftest import Serve, Served
 from ..conversation.chat_templates import QWEN3
 from ..fake_engine import LENGTH, MODEL, TOKENIZER, WAIT_S, floats, ids_of, row, say_all
-from .surfaces.serving import ROOMY
+from .serving import ROOMY
 
 HI = [{"role": "user", "content": "hi"}]
 

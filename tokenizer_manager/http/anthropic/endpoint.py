@@ -7,20 +7,14 @@ from typing import Any, Final
 from msgspec import UNSET
 
 from ....runtime.errors import RequestError
-from ...conversation.deltas import Delta
-from ...scheduling_options import Scheduling
-from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
+from ...conversation.deltas import Delta, merged
+from ..chat_run import AnswerRow, ChatCall, ChatGeneration, send_stream, start_chat
 from ..exchange import Exchange
-from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.field_policy import first_warnings
 from ..services import Services
-from ..surfaces.deltas import merged
-from ..surfaces.sending import send_stream
-from .bodies import CountBody, MessageBody, MessageUsage, OutputTokensDetails, StopReason
-from .fields import CountTokensRequest
-from .reading import LENGTH_PARAM, NAMES, ReadCount, ReadMessages, read_count, read_messages
-from .stream import MessageStream
+from .convert import LENGTH_PARAM, NAMES, MessageStream, ReadCount, ReadMessages, read_count, read_messages
+from .wire import CountBody, CountTokensRequest, MessageBody, MessageUsage, OutputTokensDetails, StopReason
 
 _REQUEST_ID: Final = b"request-id"
 """The header in which Anthropic's clients look for `Exchange.request_id`."""
@@ -35,7 +29,9 @@ async def messages(exchange: Exchange, services: Services) -> None:
         conversation=read.conversation,
         sampling=read.sampling,
         id_prefix="msg",
-        scheduling=services.with_adapter(_scheduling(exchange.caller, read.user), read.request.model),
+        scheduling=services.with_adapter(
+            exchange.caller.scheduling(read.request, read.user), read.request.model
+        ),
         length_param=LENGTH_PARAM,
         constraint=constraint,
         arrival_s=services.manager.now_s(),
@@ -84,10 +80,6 @@ def _read_count(body: dict[str, Any], services: Services) -> ReadCount:
 
 def _check_model(request: CountTokensRequest, services: Services) -> None:
     services.check_model(request.model)
-
-
-def _scheduling(caller: Caller, user: str | None) -> Scheduling:
-    return Scheduling(tenant=caller.tenant(user), extra_key=caller.namespace(None), owner=caller.owner)
 
 
 class _Writer:

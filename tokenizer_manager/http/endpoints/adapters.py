@@ -14,7 +14,7 @@ from ...adapters.registry import UNLOAD_TIMEOUT_S
 from ..exchange import Exchange
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import MAX_TTL_S, Seconds
-from ..schema.json_body import Body, convert
+from ..schema.values import Body, convert
 from ..services import Services
 
 

@@ -11,14 +11,14 @@ from ....runtime.errors import RequestError
 from ...generation import Prompt
 from ...scheduling_options import Scheduling, checked_salt
 from ..exchange import Exchange
-from ..schema.answers import PinnedBody
-from ..schema.chat_conversation import rendered_conversation
-from ..schema.chat_messages import template_messages
+from ..openai.messages import template_messages
 from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.field_types import MAX_TTL_S
-from ..schema.json_body import Body, convert
-from ..schema.protocol import PinRequest, prompts_of
+from ..schema.generation_fields import prompts_of
+from ..schema.values import Body, convert
 from ..services import Services
+from .tokenizing import rendered_conversation
+from .wire import PinnedBody, PinRequest
 
 _POLICY: Final = FieldPolicy(PinRequest, {})
 

@@ -11,11 +11,11 @@ from ....runtime.config.log_config import LogLevel
 from ....runtime.errors import RequestError
 from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..exchange import Exchange
-from ..schema.answers import LogLevelBody, ProfileBody, ProfileStartedBody
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import MAX_PROFILE_HZ, MAX_PROFILE_S, MIN_PROFILE_HZ, ProfileRate, ProfileSeconds
-from ..schema.json_body import convert
+from ..schema.values import convert
 from ..services import Services
+from .wire import LogLevelBody, ProfileBody, ProfileStartedBody
 
 LOG_LEVEL_PATH: Final = "/log_level"
 

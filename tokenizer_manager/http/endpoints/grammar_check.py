@@ -23,7 +23,7 @@ from ..schema.constraint_fields import ConstraintFields
 from ..schema.constraints import GRAMMAR_CODES, Constraint, constraint_of
 from ..schema.errors import ErrorObject
 from ..schema.field_policy import FieldPolicy, first_warnings
-from ..schema.json_body import Body, convert
+from ..schema.values import Body, convert
 from ..services import Services
 
 _MAX_KEYWORDS: Final = 1000

@@ -18,12 +18,16 @@ from ....runtime.messages import LiveRequest, SchedulerReport, base_rid
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ...engine_state import EngineState
 from ...generation import GenerationRequest
-from ...pooling.task import POOLING_SAMPLING, probe_of
+from ...pooling.embedding import POOLING_SAMPLING, probe_of
 from ...scheduling_options import MAX_PRIORITY, Scheduling
 from ...telemetry.instruments import CONTENT_TYPE
 from ..delivery import collect
 from ..exchange import Exchange
-from ..schema.answers import (
+from ..schema.field_policy import FieldPolicy
+from ..schema.values import convert
+from ..services import Services
+from .wire import (
+    AbortBody,
     AbortedBody,
     FlushedBody,
     HealthBody,
@@ -36,10 +40,6 @@ from ..schema.answers import (
     ServerInfoBody,
     WhyBody,
 )
-from ..schema.field_policy import FieldPolicy
-from ..schema.json_body import convert
-from ..schema.protocol import AbortBody
-from ..services import Services
 from .worker import tokenizer_path
 
 MODELS_PATH: Final = "/v1/models"

@@ -8,15 +8,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....runtime.errors import RequestError
+from ...conversation.conversation import Conversation
 from ...prompt_encoder import NO_BOS, second_bos
 from ..exchange import Exchange
-from ..schema.answers import TextBody, TokensBody
-from ..schema.chat_conversation import rendered_conversation
-from ..schema.chat_messages import template_messages
+from ..openai.messages import checked_template_variables, template_messages
+from ..openai.tools import tools_of
 from ..schema.field_policy import FieldPolicy
-from ..schema.json_body import Body, convert
-from ..schema.protocol import DetokenizeRequest, TokenizeRequest
+from ..schema.values import Body, convert
 from ..services import Services
+from .wire import DetokenizeRequest, PinRequest, TextBody, TokenizeRequest, TokensBody
 
 _TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
 _DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
@@ -119,3 +119,19 @@ async def detokenize(exchange: Exchange, services: Services) -> None:
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
     )
     await exchange.send_json(TextBody(text=text, prompt=text, warnings=warnings or UNSET))
+
+
+def rendered_conversation(
+    request: TokenizeRequest | PinRequest, messages: list[dict[str, Any]], *, add_generation_prompt: bool
+) -> Conversation:
+    """The conversation of a request that is only rendered.
+
+    Raises:
+        RequestError: a tool is invalid.
+    """
+    return Conversation(
+        messages=messages,
+        tools=tools_of(request.tools or (), "tools"),
+        variables=checked_template_variables(request.chat_template_kwargs),
+        add_generation_prompt=add_generation_prompt,
+    )

@@ -12,7 +12,9 @@ import hmac
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from ....runtime.config.server_config import ServerConfig
 from ....runtime.errors import ConfigError, RequestError
@@ -25,8 +27,6 @@ from ...scheduling_options import (
     digest_of,
     tenant_of,
 )
-from ..schema.generation_fields import GenerationFields
-from ..schema.protocol import NativeRequest
 
 OPEN_PATHS: Final = frozenset({"/health", "/ping"})
 KEY_HEADER_PATHS: Final = frozenset({"/v1/messages", "/v1/messages/count_tokens"})
@@ -125,34 +125,38 @@ class Caller(NamedTuple):
             return f"key-{self.owner}/{digest_of(user.encode())}"
         return tenant_of(user, self.token)
 
+    def scheduling(self, request: msgspec.Struct, user: str | None = None) -> Scheduling:
+        """The scheduling options of a body, which has the fields of its API.
 
-def scheduling_of(request: GenerationFields | NativeRequest, caller: Caller) -> Scheduling:
-    """The scheduling options of a request.
+        Args:
+            request: the body.
+            user: the tenant's name, in an API that has no field `user`.
 
-    Raises:
-        RequestError: a value is out of range.
-    """
-    return Scheduling(
-        priority=checked_priority(request.priority),
-        tenant=caller.tenant(request.user),
-        extra_key=caller.namespace(checked_salt(request.cache_salt)),
-        queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
-        timeout_s=checked_timeout(request.timeout, "timeout"),
-        replica=request.data_parallel_rank,
-        owner=caller.owner,
-        bootstrap=_bootstrap_of(request),
-    )
+        Raises:
+            RequestError: a value is out of range.
+        """
 
+        def field(name: str) -> Any:
+            return getattr(request, name, None)
 
-def _bootstrap_of(request: GenerationFields | NativeRequest) -> Bootstrap | None:
-    if request.bootstrap_room is None and request.kv_transfer_params is None:
-        return None
-    return Bootstrap(
-        host=request.bootstrap_host,
-        port=request.bootstrap_port,
-        room=request.bootstrap_room,
-        kv_transfer_params=request.kv_transfer_params,
-    )
+        bootstrap = None
+        if field("bootstrap_room") is not None or field("kv_transfer_params") is not None:
+            bootstrap = Bootstrap(
+                host=field("bootstrap_host"),
+                port=field("bootstrap_port"),
+                room=field("bootstrap_room"),
+                kv_transfer_params=field("kv_transfer_params"),
+            )
+        return Scheduling(
+            priority=checked_priority(field("priority")),
+            tenant=self.tenant(user or field("user")),
+            extra_key=self.namespace(checked_salt(field("cache_salt"))),
+            queue_timeout_s=checked_timeout(field("queue_timeout"), "queue_timeout"),
+            timeout_s=checked_timeout(field("timeout"), "timeout"),
+            replica=field("data_parallel_rank"),
+            owner=self.owner,
+            bootstrap=bootstrap,
+        )
 
 
 class Authorizer:

@@ -9,17 +9,15 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...generation import GenerationRequest
-from ...pooling.embedding import embedding_params, prompt_text, with_prompt
-from ...pooling.task import check_task
+from ...pooling.embedding import check_task, embedding_params, prompt_text, with_prompt
 from ..exchange import Exchange
 from ..guards.auth import Caller
-from ..pooling.fields import PoolingFields
-from ..pooling.results import json_in_parts
-from ..pooling.run import most_token_ids, pooled_request, run_pooled
+from ..pooling.run import json_in_parts, most_token_ids, pooled_request, run_pooled
+from ..pooling.wire import PoolingFields
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import Count, Prompts
-from ..schema.json_body import Body, convert
-from ..schema.protocol import prompts_of
+from ..schema.generation_fields import prompts_of
+from ..schema.values import Body, convert
 from ..services import Services
 
 _NS_PER_S: Final = 1_000_000_000

@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
-from ...conversation.deltas import Content, Delta
+from ...conversation.deltas import Content, Delta, merged
 from ...generation import Generation, GenerationRequest
 from ...scheduling_options import Scheduling
-from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
+from ..chat_run import AnswerRow, ChatCall, ChatGeneration, send_stream, start_chat
 from ..delivery import finish_reason
 from ..exchange import Exchange
 from ..guards.auth import Caller
@@ -18,10 +18,16 @@ from ..schema.accounting import timings_of, usage_of
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import first_warnings
 from ..services import Services
-from ..surfaces.deltas import merged
-from ..surfaces.sending import send_stream
-from .reading import LENGTH_PARAM, NAMES, ReadOllama, read_chat, read_generate
-from .stream import CONTENT_TYPE, Durations, OllamaStream
+from .convert import (
+    CONTENT_TYPE,
+    LENGTH_PARAM,
+    NAMES,
+    Durations,
+    OllamaStream,
+    ReadOllama,
+    read_chat,
+    read_generate,
+)
 
 _DONE_REASONS: Final = {"tool_calls": "stop"}
 _NS_PER_MS: Final = 1_000_000

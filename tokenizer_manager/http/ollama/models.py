@@ -13,10 +13,12 @@ from msgspec import UNSET
 from ....models.weight_files.weight_memory import num_parameters, weight_bytes
 from ....runtime.errors import RequestError
 from ..exchange import Exchange
-from ..schema.json_body import convert
+from ..schema.values import convert
 from ..services import Services
-from .bodies import (
+from .wire import (
+    SHOW_POLICY,
     ModelDetails,
+    OllamaShowRequest,
     RunningBody,
     RunningModel,
     ShowBody,
@@ -24,7 +26,6 @@ from .bodies import (
     TagsBody,
     VersionBody,
 )
-from .fields import SHOW_POLICY, OllamaShowRequest
 
 _GREETING: Final = b"Ollama is running"
 """Clients look for this text."""

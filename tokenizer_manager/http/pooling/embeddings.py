@@ -11,17 +11,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...generation import GenerationRequest
-from ...pooling.embedding import embedding_params, prompt_text, with_prompt
-from ...pooling.task import check_task
+from ...pooling.embedding import check_task, embedding_params, prompt_text, with_prompt
 from ..exchange import Exchange
 from ..guards.auth import Caller
-from ..schema.json_body import Body, convert
-from ..schema.protocol import prompts_of
+from ..schema.generation_fields import prompts_of
+from ..schema.values import Body, convert
 from ..services import Services
-from .bodies import Embedding, EmbeddingsBody, PoolingUsage
-from .fields import EMBEDDINGS_POLICY, EmbeddingsRequest
-from .results import json_in_parts
-from .run import most_token_ids, pooled_request, run_pooled
+from .run import json_in_parts, most_token_ids, pooled_request, run_pooled
+from .wire import EMBEDDINGS_POLICY, Embedding, EmbeddingsBody, EmbeddingsRequest, PoolingUsage
 
 
 async def embeddings(exchange: Exchange, services: Services) -> None:

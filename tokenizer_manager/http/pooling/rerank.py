@@ -9,14 +9,12 @@ from msgspec import UNSET
 from ....runtime.errors import RequestError
 from ....runtime.request_checks import check_integer
 from ....runtime.sampling_params import MAX_COUNT
-from ...pooling.task import check_ranking
+from ...pooling.embedding import check_ranking
 from ..exchange import Exchange
-from ..schema.json_body import Body, convert, show
-from ..schema.limits import check_limit
+from ..schema.values import Body, check_limit, convert, show
 from ..services import Services
-from .bodies import Ranked, RankedText, RerankBody
-from .fields import RERANK_POLICY, RerankRequest
-from .scoring import score_pairs
+from .run import score_pairs
+from .wire import RERANK_POLICY, Ranked, RankedText, RerankBody, RerankRequest
 
 
 async def rerank(exchange: Exchange, services: Services) -> None:

@@ -10,17 +10,14 @@ from msgspec import UNSET
 
 from ....runtime.errors import RequestError
 from ...generation import Prompt
+from ...pooling.embedding import check_task
 from ...pooling.scoring import Pair, label_id, label_inputs, label_scores
-from ...pooling.task import check_task
 from ..exchange import Exchange
-from ..schema.json_body import Body, convert, show
-from ..schema.limits import check_limit
-from ..schema.protocol import prompts_of
+from ..schema.generation_fields import prompts_of
+from ..schema.values import Body, check_limit, convert, show
 from ..services import Services
-from .bodies import Score, ScoreBody
-from .fields import SCORE_POLICY, ScoreRequest
-from .run import most_token_ids, pooled_request, run_pooled
-from .scoring import score_pairs
+from .run import most_token_ids, pooled_request, run_pooled, score_pairs
+from .wire import SCORE_POLICY, Score, ScoreBody, ScoreRequest
 
 _FORMS: Final = "send text_1 and text_2, or queries and documents, or query and items with label_token_ids"
 _OF_TEXTS: Final = ("text_1", "text_2")

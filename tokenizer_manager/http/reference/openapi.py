@@ -11,15 +11,14 @@ from typing import Any, Final
 
 import msgspec
 
-from ..error_shapes import shape_of
 from ..exchange import Exchange
 from ..guards.auth import KEY_HEADER_PATHS, OPEN_PATHS
+from ..native.wire import NativeSampling
 from ..page.files import security_headers
 from ..routes import Route
+from ..schema.errors import shape_of
 from ..schema.field_types import OVERRIDES
-from ..schema.protocol import NativeSampling
-from .examples import BODIES, PATH_PARTS
-from .field_notes import with_notes
+from .field_notes import BODIES, PATH_PARTS, with_notes
 from .reference_page import render_reference
 
 _REF: Final = "#/components/schemas/{name}"

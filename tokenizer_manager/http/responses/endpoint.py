@@ -8,18 +8,15 @@ from typing import Any, Final
 
 from msgspec import UNSET
 
-from ...conversation.deltas import Delta
-from ...scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout
-from ..chat_run import AnswerRow, ChatCall, ChatGeneration, start_chat
+from ...conversation.deltas import Delta, merged
+from ..chat_run import AnswerRow, ChatCall, ChatGeneration, send_stream, start_chat
 from ..exchange import Exchange
-from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
 from ..schema.field_policy import first_warnings
 from ..services import Services
-from ..surfaces.deltas import merged
-from ..surfaces.sending import send_stream
-from .bodies import (
+from .convert import LENGTH_PARAM, NAMES, ReadResponses, ResponseStream, read_responses
+from .wire import (
     InputDetails,
     InputTokensBody,
     OutputDetails,
@@ -27,9 +24,6 @@ from .bodies import (
     ResponseError,
     ResponsesUsage,
 )
-from .fields import ResponsesRequest
-from .reading import LENGTH_PARAM, NAMES, ReadResponses, read_responses
-from .stream import ResponseStream
 
 _ABORTED: Final = ResponseError("server_error", "the request was aborted")
 
@@ -38,7 +32,7 @@ async def responses(exchange: Exchange, services: Services) -> None:
     """Answer a chat in the form of the Responses API."""
     read = await services.read(exchange, lambda body: _read(body, services))
     request = read.request
-    scheduling = services.with_adapter(_scheduling(request, exchange.caller), request.model)
+    scheduling = services.with_adapter(exchange.caller.scheduling(request), request.model)
     constraint = read.constraint
     call = ChatCall(
         conversation=read.conversation,
@@ -71,7 +65,7 @@ async def responses(exchange: Exchange, services: Services) -> None:
 async def response_input_tokens(exchange: Exchange, services: Services) -> None:
     """The number of tokens of the prompt of a response."""
     read = await services.read(exchange, lambda body: _read(body, services))
-    scheduling = _scheduling(read.request, exchange.caller)
+    scheduling = exchange.caller.scheduling(read.request)
     async with exchange.abort_on_disconnect():
         plan = await services.plan_chat(read.conversation, scheduling=scheduling, messages_param="input")
         [ids] = await services.encoder.encode([plan.prompt], add_special_tokens=False, param="input")
@@ -86,17 +80,6 @@ def _read(body: dict[str, Any], services: Services) -> ReadResponses:
     )
     services.check_model(read.request.model)
     return read
-
-
-def _scheduling(request: ResponsesRequest, caller: Caller) -> Scheduling:
-    return Scheduling(
-        priority=checked_priority(request.priority),
-        tenant=caller.tenant(request.user),
-        extra_key=caller.namespace(checked_salt(request.cache_salt)),
-        queue_timeout_s=checked_timeout(request.queue_timeout, "queue_timeout"),
-        timeout_s=checked_timeout(request.timeout, "timeout"),
-        owner=caller.owner,
-    )
 
 
 class _Writer:

@@ -1,7 +1,9 @@
 """`constraint_of`: from the fields of a request to what the answer is constrained to, or errors with the client's path.
 
 Everything that can be found without compiling is found here, in microseconds to milliseconds; a large body is built off
-the event loop, with this in it. Errors of the compiler come later, under `Constraint.param`.
+the event loop, with this in it. Errors of the compiler come later, under `Constraint.param`. `chat_grammar` joins a
+constraint with the plan of a chat; `json_object` and `json_schema` are the formats of the agent APIs, read as the
+`response_format` of chat completions.
 """
 
 from __future__ import annotations
@@ -27,22 +29,15 @@ from ....grammar.schema.report import Finding
 from ....grammar.schema.size import parse_schema
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
-from .constraint_fields import ConstraintFields
-from .field_policy import NOTHING, first_warnings
-from .json_body import show, without_nulls
-
-_FORMATS: Final = ("text", "json_object", "json_schema", "structural_tag")
-_STRUCTURED: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_OPTIONS: Final = (
-    "whitespace_pattern",
-    "disable_any_whitespace",
-    "disable_fallback",
-    "disable_additional_properties",
-)
-
+from ...conversation.conversation import ChoiceMode, Conversation
+from ...conversation.planner import AnswerPlan
+from .constraint_fields import Asked, ConstraintFields, asked_constraint, flag_of, unusable
+from .field_policy import first_warnings
+from .values import convert, refused
 
 GRAMMAR_CODES: Final = frozenset(
     {
@@ -75,20 +70,6 @@ class Constraint(NamedTuple):
     findings: tuple[Finding, ...] = ()
 
 
-class _Asked(NamedTuple):
-    """One constraint of a request.
-
-    Attributes:
-        kind: json, json_object, regex, choice, grammar or structural_tag.
-        strict: the client asks for exact enforcement.
-    """
-
-    kind: str
-    value: Any
-    param: str
-    strict: bool = False
-
-
 def constraint_of(
     fields: ConstraintFields,
     config: AnswerConfig,
@@ -112,7 +93,7 @@ def constraint_of(
         RequestError: two constraints, a wrong form, or a constraint that cannot be met; `param` is the client's path.
     """
     warnings: list[str] = []
-    asked = _asked(fields, f"{at}." if at else "", warnings, strict=strict_server)
+    asked = asked_constraint(fields, f"{at}." if at else "", warnings, strict=strict_server)
     if asked is None:
         return None
     with _as_request_errors(asked.param):
@@ -163,143 +144,11 @@ def check_room(constraint: Constraint, max_tokens: int | None, param: str, token
 # ---------------------------------------------------------------- which constraint
 
 
-def _asked(fields: ConstraintFields, prefix: str, warnings: list[str], *, strict: bool) -> _Asked | None:
-    found: list[_Asked] = []
-    for name, kind in (
-        ("guided_json", "json"),
-        ("json_schema", "json"),
-        ("guided_regex", "regex"),
-        ("regex", "regex"),
-        ("guided_choice", "choice"),
-        ("guided_grammar", "grammar"),
-        ("grammar", "grammar"),
-        ("ebnf", "grammar"),
-        ("structural_tag", "structural_tag"),
-    ):
-        value = getattr(fields, name)
-        if value not in NOTHING:
-            found.append(_Asked(kind, value, prefix + name))
-    if fields.response_format is not None:
-        asked = _of_response_format(
-            fields.response_format, f"{prefix}response_format", warnings, strict=strict
-        )
-        found += [asked] if asked is not None else []
-    if fields.structured_outputs is not None:
-        found += _of_structured_outputs(
-            fields.structured_outputs, f"{prefix}structured_outputs", warnings, strict=strict
-        )
-    if len(found) > 1:
-        raise RequestError(
-            f"{found[0].param} and {found[1].param} both constrain the answer; send one of them",
-            param=found[1].param,
-            code="conflicting_constraints",
-        )
-    return found[0] if found else None
-
-
-def _of_response_format(
-    value: dict[str, Any], param: str, warnings: list[str], *, strict: bool
-) -> _Asked | None:
-    value = without_nulls(value)
-    kind = value.get("type")
-    if kind not in _FORMATS:
-        raise RequestError(
-            f"{param}.type is {show(kind)}, but it must be one of {', '.join(_FORMATS)}",
-            param=f"{param}.type",
-            code="missing_field" if kind is None else "invalid_value",
-        )
-    if kind == "structural_tag":
-        return _Asked(kind, value, param)
-    nested = value.get("json_schema")
-    _check_names(
-        value, ("type", "json_schema", "schema", "name", "strict", "description"), param, warnings, strict
-    )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        if value.get("schema") is not None:  # llama.cpp's spelling of json_schema
-            return _Asked("json", value["schema"], f"{param}.schema", _flag(value, "strict", param))
-        return _Asked("json_object", None, param)
-    if nested is None and value.get("schema") is not None:  # flat, as in /v1/responses
-        nested, inner = value, param
-    else:
-        inner = f"{param}.json_schema"
-        if not isinstance(nested, dict):
-            raise _missing(nested, inner, "an object with a schema")
-        nested = without_nulls(nested)
-        _check_names(nested, ("name", "schema", "strict", "description"), inner, warnings, strict)
-    if nested.get("schema") is None:
-        raise _missing(None, f"{inner}.schema", "a JSON Schema")
-    return _Asked("json", nested["schema"], f"{inner}.schema", _flag(nested, "strict", inner))
-
-
-def _of_structured_outputs(
-    value: dict[str, Any], param: str, warnings: list[str], *, strict: bool
-) -> Iterator[_Asked]:
-    value = without_nulls(value)
-    _check_names(value, (*_STRUCTURED, *_OPTIONS), param, warnings, strict)
-    if _flag(value, "disable_additional_properties", param):
-        name = f"{param}.disable_additional_properties"
-        raise RequestError(
-            f"{name} is not supported; set additionalProperties to false in the schema",
-            param=name,
-            code="unsupported_field",
-        )
-    for kind in _STRUCTURED:
-        inner = value.get(kind)
-        path = f"{param}.{kind}"
-        if kind == "json_object":
-            if _flag(value, kind, param):
-                yield _Asked(kind, None, path)
-        elif inner not in NOTHING:
-            wanted = {
-                "json": (dict | str | bool, "a JSON Schema, as an object or a string"),
-                "structural_tag": (dict | str, "an object or a string with JSON"),
-                "choice": (list, "a list of strings"),
-            }.get(kind, (str, "a string"))
-            if not isinstance(inner, wanted[0]) or (
-                kind == "choice" and not all(isinstance(c, str) for c in inner)
-            ):
-                raise _missing(inner, path, wanted[1])
-            yield _Asked(kind, inner, path)
-
-
-def _check_names(
-    value: dict[str, Any], known: tuple[str, ...], param: str, warnings: list[str], strict: bool
-) -> None:
-    for name in value:
-        if name not in known:
-            if strict:
-                raise RequestError(
-                    f"{param}.{name} is not a field of this request; leave it out, or run the server without --strict",
-                    param=f"{param}.{name}",
-                    code="unknown_field",
-                )
-            warnings.append(f"unknown field {param}.{name[:100]} was ignored")
-
-
-def _flag(value: dict[str, Any], name: str, param: str) -> bool:
-    flag = value.get(name)
-    if flag is not None and not isinstance(flag, bool):
-        raise _missing(flag, f"{param}.{name}", "true or false")
-    return bool(flag)
-
-
-def _missing(value: object, param: str, wanted: str) -> RequestError:
-    if value is None:
-        return RequestError(
-            f"{param} is missing; the request must have it", param=param, code="missing_field"
-        )
-    return RequestError(
-        f"{param} is {show(value)}, but it must be {wanted}", param=param, code="invalid_type"
-    )
-
-
 # ---------------------------------------------------------------- what it means
 
 
 def _made(
-    asked: _Asked,
+    asked: Asked,
     whitespace: Whitespace,
     pattern: str,
     limits: RequestLimits,
@@ -349,7 +198,7 @@ def _whitespace(
 ) -> tuple[Whitespace, str]:
     options = fields.structured_outputs or {}
     whitespace = config.whitespace
-    if _flag(options, "disable_any_whitespace", f"{prefix}structured_outputs"):
+    if flag_of(options, "disable_any_whitespace", f"{prefix}structured_outputs"):
         whitespace = Whitespace.COMPACT
     for value, param in (
         (fields.whitespace_pattern, f"{prefix}whitespace_pattern"),
@@ -358,7 +207,7 @@ def _whitespace(
     ):
         if value is not None:
             if not isinstance(value, str):
-                raise _missing(value, param, "a string")
+                raise unusable(value, param, "a string")
             if not value:
                 return Whitespace.COMPACT, ""
             return whitespace, regex_text(value, param, limits)
@@ -371,3 +220,122 @@ def _as_request_errors(param: str) -> Iterator[None]:
         yield
     except GrammarError as error:
         raise RequestError(error.message, param=error.at or param, code=error.code) from None
+
+
+def check_constraint_with_tools(conversation: Conversation, constraint: Constraint | None) -> None:
+    """Refuse a constraint beside tools that exclude it; call it before the chat is planned.
+
+    Raises:
+        RequestError: the answer must be a call, or the constraint has triggers of its own (structural tags).
+    """
+    if constraint is None or not conversation.tools:
+        return
+    mode = conversation.tool_choice.mode
+    if mode in (ChoiceMode.REQUIRED, ChoiceMode.NAMED):
+        raise RequestError(
+            f"{constraint.param} constrains the answer, but tool_choice demands a tool call; send one of them",
+            param="tool_choice",
+            code="conflicting_constraints",
+        )
+    if constraint.use.spec is None and mode is not ChoiceMode.NONE:
+        raise RequestError(
+            f"{constraint.param} and tools exclude each other; send one of them",
+            param=constraint.param,
+            code="conflicting_constraints",
+        )
+
+
+def chat_grammar(plan: AnswerPlan, constraint: Constraint | None) -> GrammarUse | None:
+    """The grammars of the plan, or those of structural tags after the plan's reasoning block.
+
+    A JSON answer is also complete if it ends by its limit of tokens, unless the request does not want that.
+    """
+    use = plan.grammar
+    if constraint is None:
+        return use
+    if constraint.use.spec is None:
+        return replace(constraint.use, reasoning=plan.reasoning)
+    is_json = use is not None and use.spec is not None and use.spec.kind is GrammarKind.JSON_SCHEMA
+    return replace(use, complete=constraint.use.complete) if use is not None and is_json else use
+
+
+_SCHEMA_PATH: Final = "response_format.json_schema.schema"
+_FIELD_PATH: Final = "response_format"
+
+
+def json_object(at: str, config: EngineConfig, fields: ConstraintFields | None = None) -> Constraint:
+    """Any JSON object.
+
+    Args:
+        at: path of the field.
+        config: whitespace.
+        fields: of the request, for its options: whitespace, completion. None: the API has none.
+    """
+    return _read({"type": "json_object"}, at, at, config, fields)
+
+
+def json_schema(
+    schema: object,
+    at: str,
+    schema_at: str,
+    config: EngineConfig,
+    *,
+    strict: bool,
+    fields: ConstraintFields | None = None,
+) -> Constraint:
+    """Values of a JSON Schema.
+
+    Args:
+        schema: an object.
+        at: path of the field that has the format.
+        schema_at: path of the schema.
+        config: whitespace.
+        strict: refuse what cannot be enforced.
+        fields: see `json_object`.
+
+    Raises:
+        RequestError: it is missing, is no schema, or cannot be enforced.
+    """
+    if schema is None:
+        raise refused(schema_at, "is missing; the format must have it", "missing_field")
+    inner = {"name": "answer", "schema": convert(schema, dict[str, Any], schema_at), "strict": strict}
+    return _read({"type": "json_schema", "json_schema": inner}, at, schema_at, config, fields)
+
+
+def _read(
+    form: dict[str, Any], at: str, schema_at: str, config: EngineConfig, fields: ConstraintFields | None
+) -> Constraint:
+    options = ConstraintFields() if fields is None else fields
+    with _renamed(at, schema_at):
+        found = constraint_of(
+            ConstraintFields(
+                response_format=form,
+                whitespace_pattern=options.whitespace_pattern,
+                guided_whitespace_pattern=options.guided_whitespace_pattern,
+                complete_json=options.complete_json,
+            ),
+            config.answers,
+            config.limits,
+            strict_server=config.server.strict,
+        )
+    assert found is not None
+    return found._replace(
+        param=_own(found.param, at, schema_at),
+        warnings=[_own(warning, at, schema_at) for warning in found.warnings],
+    )
+
+
+@contextlib.contextmanager
+def _renamed(at: str, schema_at: str) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        error.message = _own(error.message, at, schema_at)
+        error.args = (error.message,)
+        if error.param is not None:
+            error.param = _own(error.param, at, schema_at)
+        raise
+
+
+def _own(text: str, at: str, schema_at: str) -> str:
+    return text.replace(_SCHEMA_PATH, schema_at).replace(_FIELD_PATH, at)

@@ -1,6 +1,6 @@
-"""Errors as OpenAI's error objects: `{"error": {"message", "type", "param", "code"}}`, one mapping for all routes.
+"""Errors of all routes: one mapping from exceptions to OpenAI's error objects, and the other APIs' forms of them.
 
-`renamed_fields` puts the client's names of fields into errors.
+`renamed_fields` puts the client's names of fields into errors; `shape_of` finds the form of a path.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
 from ....runtime.errors import EngineDeadError, RequestError
 from ...admission.queue_limiter import QueueFullError
-from .json_body import shortened
+from ..framing import error_event, event, line
+from .values import shortened
 
 logger = logging.getLogger(__name__)
 
@@ -132,3 +133,99 @@ def _reply(
 def _printable(text: str) -> str:
     """A value quoted from a request may have half of a surrogate pair, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+_ANTHROPIC_TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class AnthropicError(msgspec.Struct):
+    """The class of an error, and its text."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """Anthropic's error object."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicError
+    request_id: str
+
+
+class OllamaErrorBody(msgspec.Struct):
+    """Ollama's error object."""
+
+    error: str
+
+
+class ErrorShape(Protocol):
+    """The errors of one API."""
+
+    @property
+    def kind(self) -> type[msgspec.Struct]:
+        """The type of the body."""
+        ...
+
+    def body(self, reply: ErrorReply, request_id: str) -> Any:
+        """The body of a response."""
+        ...
+
+    def event(self, reply: ErrorReply, request_id: str) -> bytes:
+        """The end of a stream that fails, framed."""
+        ...
+
+
+class _OpenAI:
+    kind: type[msgspec.Struct] = ErrorBody
+
+    def body(self, reply: ErrorReply, request_id: str) -> Any:
+        return reply.body
+
+    def event(self, reply: ErrorReply, request_id: str) -> bytes:
+        return error_event(reply.body)
+
+
+class _Anthropic:
+    kind: type[msgspec.Struct] = AnthropicErrorBody
+
+    def body(self, reply: ErrorReply, request_id: str) -> Any:
+        usual = "api_error" if reply.status >= 500 else "invalid_request_error"
+        error = AnthropicError(_ANTHROPIC_TYPES.get(reply.status, usual), reply.body.error.message)
+        return AnthropicErrorBody(error=error, request_id=request_id)
+
+    def event(self, reply: ErrorReply, request_id: str) -> bytes:
+        return b"event: error\n" + event(self.body(reply, request_id))
+
+
+class _Ollama:
+    kind: type[msgspec.Struct] = OllamaErrorBody
+
+    def body(self, reply: ErrorReply, request_id: str) -> Any:
+        return OllamaErrorBody(reply.body.error.message)
+
+    def event(self, reply: ErrorReply, request_id: str) -> bytes:
+        return line(self.body(reply, request_id))
+
+
+_OPENAI: Final = _OpenAI()
+_ANTHROPIC: Final = _Anthropic()
+_OLLAMA: Final = _Ollama()
+
+
+def shape_of(path: str) -> ErrorShape:
+    """The errors of a path, whether the path exists or not."""
+    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+        return _ANTHROPIC
+    if path.startswith("/api/"):
+        return _OLLAMA
+    return _OPENAI

@@ -5,7 +5,7 @@
 - not yet: would change the answer and is not supported; refused unless it has a neutral value;
 - unknown: accepted with a warning in the response, since routers and clients add fields; refused under `--strict`.
 
-The same holds for objects inside a request, under their path.
+The same holds for objects inside a request, under their path. `Notes` collects the warnings of one request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from ....runtime.errors import RequestError
-from .json_body import Body, shortened, show
+from .values import Body, shortened, show
 
 NotYet = dict[str, tuple[Any, ...]]
 """Field -> its neutral values, which have no effect; null and empty strings and lists always are."""
@@ -171,3 +171,43 @@ def first_warnings(warnings: list[str]) -> list[str]:
     if len(warnings) <= _MAX_WARNINGS + 1:
         return warnings
     return [*warnings[:_MAX_WARNINGS], f"and {len(warnings) - _MAX_WARNINGS} warnings more"]
+
+
+_TYPE: Final = "type"
+
+
+def policy_of(fields: Iterable[str], no_effect: Iterable[str] = ()) -> FieldPolicy:
+    """The policy of an item with these fields and `type`."""
+    names = [(name, Any, None) for name in {_TYPE, *fields}]
+    return FieldPolicy(msgspec.defstruct("Item", names), {}, no_effect=no_effect)
+
+
+class Notes:
+    """What is noticed while a request is read."""
+
+    def __init__(self, warnings: list[str], *, strict: bool) -> None:
+        """Begin.
+
+        Args:
+            warnings: so far.
+            strict: refuse unknown fields.
+        """
+        self._warnings = warnings
+        self._strict = strict
+
+    @property
+    def warnings(self) -> list[str]:
+        """For the answer."""
+        return first_warnings(self._warnings)
+
+    def warn(self, *warnings: str) -> None:
+        """Add warnings."""
+        self._warnings += warnings
+
+    def check(self, policy: FieldPolicy, item: Body, at: str) -> None:
+        """Check the fields of an item.
+
+        Raises:
+            RequestError: an unknown field, under `--strict`.
+        """
+        self._warnings += policy.check(item, strict=self._strict, at=at)

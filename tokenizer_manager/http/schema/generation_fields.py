@@ -36,8 +36,7 @@ from .field_types import (
     TokenId,
     TopK,
 )
-from .json_body import show
-from .limits import check_count, check_limit
+from .values import DEFAULT_LIMITS, check_count, check_limit, convert, show
 
 V = TypeVar("V")
 
@@ -210,3 +209,65 @@ def _logit_bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 def _or(value: V | None, default: V) -> V:
     return default if value is None else value
+
+
+def prompts_of(
+    value: object, param: str, limits: RequestLimits = DEFAULT_LIMITS, *, max_prompt_len: int
+) -> list[str | list[int]]:
+    """The prompts in a field that is a string, a list of strings, token ids, or a list of token ids.
+
+    Counts and lengths are checked before values are looked at.
+
+    Args:
+        value: the field.
+        param: its name.
+        limits: on how many prompts there may be.
+        max_prompt_len: token ids that the context holds.
+
+    Raises:
+        RequestError: another type, or empty.
+    """
+    match value:
+        case None:
+            raise RequestError(
+                f"{param} is missing; the request must have it", param=param, code="missing_field"
+            )
+        case "" | []:
+            raise RequestError(
+                f"{param} is empty; a prompt has at least one token", param=param, code="empty_prompt"
+            )
+        case str():
+            return [value]
+        case [str(), *_]:
+            check_limit(param, len(value), "prompts", limits.max_prompts, "max_prompts")
+            prompts: list[str | list[int]] = [*convert(value, list[str], param)]
+        case [list(), *_]:
+            check_limit(param, len(value), "prompts", limits.max_prompts, "max_prompts")
+            prompts = [_ids(ids, f"{param}[{i}]", max_prompt_len) for i, ids in enumerate(value)]
+        case list():
+            return [_ids(value, param, max_prompt_len)]
+        case _:
+            raise RequestError(
+                f"{param} is {show(value)}, but it must be a string, a list of strings, a list of token ids or a list "
+                f"of such lists",
+                param=param,
+                code="invalid_type",
+            )
+    for i, prompt in enumerate(prompts):
+        if not prompt:
+            at = f"{param}[{i}]"
+            raise RequestError(
+                f"{at} is empty; a prompt has at least one token", param=at, code="empty_prompt"
+            )
+    return prompts
+
+
+def _ids(value: object, param: str, max_prompt_len: int) -> list[int]:
+    if isinstance(value, list) and len(value) > max_prompt_len:
+        raise RequestError(
+            f"{param} has {len(value)} token ids, but the context holds {max_prompt_len}; send fewer, or raise "
+            f"--max-model-len",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return convert(value, list[Int], param)

@@ -9,20 +9,15 @@ and object, and `--max-json-items` bounds the strings.
 from __future__ import annotations
 
 import codecs
-import functools
 import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, TypeVar
-
-import msgspec
+from typing import Any, Final
 
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
-from .limits import DEFAULT_LIMITS
-
-Body = dict[str, Any]
+from .values import DEFAULT_LIMITS, Body
 
 _COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 _OTHER_UNICODE: Final = {
@@ -36,23 +31,8 @@ _ITEM_MARKS: Final = ("[", "{")
 _STRINGS: Final = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """Matches an unterminated string too, once: searching for its end from each quote inside it would take days."""
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-_PATH: Final = re.compile(r" - at `(?:key in )?(.*)`$")
-_EXPECTED: Final = re.compile(r"^Expected `([^`]*)`(.*?)(?:, got `[^`]*`)?$")
-_MISSING: Final = re.compile(r"missing required field `([^`]*)`")
-_STEP: Final = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]|\[\.\.\.\]")
 _MAX_EXACT_FLOAT: Final = 2.0**53
-_MAX_SHOWN_CHARS: Final = 60
 _SMALL_CHARS: Final = 64 << 10  # parsed in a few milliseconds
-_WORDS: Final = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "an object",
-}
-
-T = TypeVar("T")
 
 
 def parse_object(body: bytes, limits: RequestLimits = DEFAULT_LIMITS) -> Body:
@@ -151,70 +131,6 @@ def _decoded(text: str) -> object:
         raise _describe_flaw(text) from None
 
 
-def convert(value: object, target: type[T], at: str = "") -> T:
-    """`value` as a struct, strictly: a string is no number, a boolean is no integer. A null member counts as
-    missing where it may be.
-
-    Args:
-        value: plain data from `parse_object`.
-        target: the struct.
-        at: path of `value` in the body, for errors.
-
-    Raises:
-        RequestError: a field is missing or of the wrong type.
-    """
-    if isinstance(value, dict) and msgspec.inspect.is_struct_type(target):
-        required = _required(target)
-        value = {key: member for key, member in value.items() if member is not None or key in required}
-    try:
-        return msgspec.convert(value, target)
-    except msgspec.ValidationError as error:
-        raise _type_error(str(error), value, at) from None
-    except (OverflowError, RecursionError) as error:
-        raise RequestError(
-            f"{at or 'the body'} has a value that is out of range: {error}",
-            param=at or None,
-            code="invalid_value",
-        ) from None
-
-
-@functools.cache
-def _required(target: type[msgspec.Struct]) -> frozenset[str]:
-    """The fields of a struct without a default, whose null is an error."""
-    return frozenset(field.encode_name for field in msgspec.structs.fields(target) if field.required)
-
-
-def without_nulls(value: Body) -> Body:
-    """An object without its null members, which ask for nothing; those of objects inside it stay."""
-    return {name: member for name, member in value.items() if member is not None}
-
-
-def show(value: object) -> str:
-    """A value for an error message or the log, as JSON and short; half of a surrogate pair is escaped."""
-    try:
-        text = _beginning(value)
-    except (TypeError, ValueError, RecursionError):
-        text = repr(value)
-    return shortened(text, _MAX_SHOWN_CHARS).encode("utf-8", "backslashreplace").decode()
-
-
-def _beginning(value: object) -> str:
-    """The beginning of a value as JSON: of millions of items, a few are written."""
-    if isinstance(value, str):
-        value = value[: _MAX_SHOWN_CHARS + 1]
-    text = ""
-    for part in _SHOWING_ENCODER.iterencode(value):
-        text += part
-        if len(text) > _MAX_SHOWN_CHARS:
-            break
-    return text
-
-
-def shortened(text: str, max_chars: int) -> str:
-    """The beginning of a text."""
-    return text if len(text) <= max_chars else text[:max_chars] + "…"
-
-
 class _Flawed(Exception):
     """The body has a duplicate key or NaN; a second, slower parse finds the place."""
 
@@ -285,7 +201,6 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-_SHOWING_ENCODER: Final = json.JSONEncoder(ensure_ascii=False)
 _NOT_A_NUMBER: Final = float("nan")  # compared by identity
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, parse_float=_whole, parse_constant=_flawed)
 _YIELDING_DECODER: Final = json.JSONDecoder(
@@ -320,44 +235,3 @@ def _refuse_lone_surrogates(value: object, path: str = "") -> None:
             for i, item in enumerate(value):
                 if isinstance(item, dict | list) or (isinstance(item, str) and not item.isascii()):
                     _refuse_lone_surrogates(item, f"{path}[{i}]")
-
-
-def _type_error(message: str, value: object, at: str) -> RequestError:
-    """msgspec's error as a `RequestError` with field, value and rule."""
-    path_match = _PATH.search(message)
-    path = path_match[1] if path_match else "$"
-    message = message[: path_match.start()] if path_match else message
-    param = _join(at, path)
-    if missing := _MISSING.search(message):
-        name = _join(param, missing[1])
-        return RequestError(f"{name} is missing; the request must have it", param=name, code="missing_field")
-    if (expected := _EXPECTED.match(message)) is None:
-        rule = message[:1].lower() + message[1:]
-    else:
-        kinds = [_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
-        rule = f"it must be {' or '.join(kinds)}{expected[2]}"
-    found, exact = _look_up(value, path)
-    shown = f" is {show(found)}, but" if exact else " has a wrong value:"
-    return RequestError(f"{param or 'the body'}{shown} {rule}", param=param or None, code="invalid_type")
-
-
-def _join(at: str, path: str) -> str:
-    inner = path.removeprefix("$").replace("[...]", "")
-    joined = at + (inner if inner.startswith(("[", ".")) or not inner else f".{inner}")
-    return joined.lstrip(".")
-
-
-def _look_up(value: Any, path: str) -> tuple[object, bool]:
-    """The value at a path of msgspec's, and whether the path is exact."""
-    for step in _STEP.finditer(path.removeprefix("$")):
-        key, index = step[1], step[2]
-        try:
-            if key is not None:
-                value = value[key]
-            elif index is not None:
-                value = value[int(index)]
-            else:
-                return None, False
-        except (KeyError, IndexError, TypeError):
-            return None, False
-    return value, True

@@ -9,7 +9,7 @@ from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
-from engine.tokenizer_manager.http.anthropic.reading import ReadMessages, read_count, read_messages
+from engine.tokenizer_manager.http.anthropic.convert import ReadMessages, read_count, read_messages
 
 HI = {"role": "user", "content": "hi"}
 CACHED = {"type": "ephemeral"}

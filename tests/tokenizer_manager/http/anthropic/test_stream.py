@@ -16,13 +16,13 @@ from engine.tokenizer_manager.conversation.deltas import (
     Content,
     Delta,
     Reasoning,
+    merged,
 )
-from engine.tokenizer_manager.http.anthropic.bodies import MessageBody, MessageUsage, OutputTokensDetails
-from engine.tokenizer_manager.http.anthropic.stream import MessageStream
-from engine.tokenizer_manager.http.surfaces.deltas import merged
+from engine.tokenizer_manager.http.anthropic.convert import MessageStream
+from engine.tokenizer_manager.http.anthropic.wire import MessageBody, MessageUsage, OutputTokensDetails
 from tests.selection import examples
 
-from ..surfaces.answers import answers, rows_of, sse
+from ..answers import answers, rows_of, sse
 
 BEGIN = MessageUsage(
     input_tokens=4, cache_read_input_tokens=3, output_tokens=1, output_tokens_details=OutputTokensDetails(0)

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from engine.runtime.messages import SchedulerReport
-from engine.tokenizer_manager.http.error_shapes import shape_of
 from engine.tokenizer_manager.http.routes import ROUTES
+from engine.tokenizer_manager.http.schema.errors import shape_of
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import LENGTH, MODEL, WAIT_S, FakeClock, row, say_all
 

@@ -17,7 +17,7 @@ from engine.tokenizer_manager.http.routes import ROUTES
 from ...conftest import NO_TLS, Serve, Served
 from ...fake_engine import LENGTH, MODEL, TOKENIZER, FakeEngine, ids_of, make_services, row, say_all
 from ..calling import Reply, call
-from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
+from ..serving import CALL, FAILED, PARAMETERS, ROOMY
 
 HI = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}

@@ -8,7 +8,7 @@ from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
-from engine.tokenizer_manager.http.ollama.reading import ReadOllama, read_chat, read_generate
+from engine.tokenizer_manager.http.ollama.convert import ReadOllama, read_chat, read_generate
 
 HI = {"role": "user", "content": "hi"}
 

@@ -8,12 +8,11 @@ import ollama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.tokenizer_manager.conversation.deltas import CallArguments, CallBegin, Delta
-from engine.tokenizer_manager.http.ollama.stream import CONTENT_TYPE, Durations, OllamaStream
-from engine.tokenizer_manager.http.surfaces.deltas import merged
+from engine.tokenizer_manager.conversation.deltas import CallArguments, CallBegin, Delta, merged
+from engine.tokenizer_manager.http.ollama.convert import CONTENT_TYPE, Durations, OllamaStream
 from tests.selection import examples
 
-from ..surfaces.answers import answers, plain, rows_of
+from ..answers import answers, plain, rows_of
 
 DURATIONS = Durations(30, 7, 10, 5, 20)
 

@@ -10,7 +10,7 @@ import pytest
 from tests.browser import Browser, Tab
 from tests.tokenizer_manager.conftest import Serve, Served
 from tests.tokenizer_manager.fake_engine import Script
-from tests.tokenizer_manager.http.surfaces.serving import ROOMY
+from tests.tokenizer_manager.http.serving import ROOMY
 
 
 class Opened(NamedTuple):

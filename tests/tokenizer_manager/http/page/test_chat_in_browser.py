@@ -10,7 +10,7 @@ import pytest
 from engine.runtime.messages import Finish, FinishKind
 from engine.runtime.sampling_defaults import SamplingDefaults
 from tests.tokenizer_manager.fake_engine import LENGTH, STOP, WAIT_S, row, say_all
-from tests.tokenizer_manager.http.surfaces.serving import CALL
+from tests.tokenizer_manager.http.serving import CALL
 
 from .chat_page import ANSWERED, ask, choose, fill, kept, prompt_of
 

@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from engine.models.spec.pooling_spec import PoolingSpec
-from engine.tokenizer_manager.http.pooling.results import NUMBERS_AT_ONCE, json_in_parts, scores_in_parts
+from engine.tokenizer_manager.http.pooling.run import NUMBERS_AT_ONCE, json_in_parts, scores_in_parts
 from engine.tokenizer_manager.pooling.scoring import ScoredInputs
 
 SIZE = 1024

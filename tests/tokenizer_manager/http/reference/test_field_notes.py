@@ -9,12 +9,17 @@ import shlex
 import msgspec
 import pytest
 
-from engine.tokenizer_manager.http.reference.examples import BODIES, OF_ADAPTERS, OF_EMBEDDERS
-from engine.tokenizer_manager.http.reference.field_notes import DEFAULTS, NOTES
+from engine.tokenizer_manager.http.native.wire import NativeSampling
+from engine.tokenizer_manager.http.reference.field_notes import (
+    BODIES,
+    DEFAULTS,
+    NOTES,
+    OF_ADAPTERS,
+    OF_EMBEDDERS,
+)
 from engine.tokenizer_manager.http.reference.openapi import ApiDocs
 from engine.tokenizer_manager.http.reference.reference_page import curl, render_reference
 from engine.tokenizer_manager.http.routes import ROUTES
-from engine.tokenizer_manager.http.schema.protocol import NativeSampling
 from tests.adapter_files import loaded, write_adapter
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import SPEC, say_all

@@ -8,8 +8,8 @@ import pytest
 
 from ...conftest import Serve, Served
 from ...fake_engine import LENGTH, MODEL, WAIT_S, row, say_all
-from ..surfaces.answers import sse
-from ..surfaces.serving import CALL, FAILED, PARAMETERS, ROOMY
+from ..answers import sse
+from ..serving import CALL, FAILED, PARAMETERS, ROOMY
 from .test_reading import CODING_AGENT
 
 PATH = "/v1/responses"

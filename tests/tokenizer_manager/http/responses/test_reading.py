@@ -9,7 +9,7 @@ from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
-from engine.tokenizer_manager.http.responses.reading import ReadResponses, read_responses
+from engine.tokenizer_manager.http.responses.convert import ReadResponses, read_responses
 
 SHELL = {
     "type": "function",

@@ -15,19 +15,19 @@ from engine.tokenizer_manager.conversation.deltas import (
     Content,
     Delta,
     Reasoning,
+    merged,
 )
-from engine.tokenizer_manager.http.responses.bodies import (
+from engine.tokenizer_manager.http.responses.convert import ResponseStream
+from engine.tokenizer_manager.http.responses.wire import (
     InputDetails,
     OutputDetails,
     ResponseBody,
     ResponseError,
     ResponsesUsage,
 )
-from engine.tokenizer_manager.http.responses.stream import ResponseStream
-from engine.tokenizer_manager.http.surfaces.deltas import merged
 from tests.selection import examples
 
-from ..surfaces.answers import answers, plain, rows_of, sse
+from ..answers import answers, plain, rows_of, sse
 
 USAGE = ResponsesUsage(7, InputDetails(3), 5, OutputDetails(2), 12)
 

@@ -8,7 +8,7 @@ import pytest
 
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
-from engine.tokenizer_manager.http.schema.chat_messages import template_messages
+from engine.tokenizer_manager.http.openai.messages import template_messages
 
 
 def read(*messages: dict[str, Any], strict: bool = False) -> list[dict[str, Any]]:

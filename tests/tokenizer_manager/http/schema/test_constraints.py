@@ -13,7 +13,7 @@ from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from engine.tokenizer_manager.http.schema.constraint_fields import ConstraintFields
 from engine.tokenizer_manager.http.schema.constraints import Constraint, check_room, constraint_of
-from engine.tokenizer_manager.http.schema.json_body import convert
+from engine.tokenizer_manager.http.schema.values import convert
 
 from ...fake_engine import TOKENIZER
 

@@ -4,13 +4,13 @@ import msgspec
 import pytest
 
 from engine.runtime.errors import RequestError
+from engine.tokenizer_manager.http.openai.wire import ChatRequest, CompletionRequest
 from engine.tokenizer_manager.http.schema.field_policy import (
     CHAT_NO_EFFECT,
     CHAT_NOT_YET,
     COMPLETION_NOT_YET,
     FieldPolicy,
 )
-from engine.tokenizer_manager.http.schema.protocol import ChatRequest, CompletionRequest
 
 CHAT = FieldPolicy(ChatRequest, CHAT_NOT_YET)
 

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
+from engine.tokenizer_manager.http.openai.wire import ChatRequest
 from engine.tokenizer_manager.http.schema.field_types import Int
-from engine.tokenizer_manager.http.schema.json_body import convert, parse_object, show
-from engine.tokenizer_manager.http.schema.protocol import ChatRequest, prompts_of
+from engine.tokenizer_manager.http.schema.generation_fields import prompts_of
+from engine.tokenizer_manager.http.schema.json_body import parse_object
+from engine.tokenizer_manager.http.schema.values import convert, show
 
 
 class Sample(msgspec.Struct):

@@ -9,7 +9,7 @@ import pytest
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode, Tool, ToolChoice
-from engine.tokenizer_manager.http.schema.tools import choice_of, function_choice_of, function_of, tool_of
+from engine.tokenizer_manager.http.openai.tools import choice_of, function_choice_of, function_of, tool_of
 
 SCHEMA = {"type": "object", "properties": {}}
 LARK = {"syntax": "lark", "definition": 'start: "a"'}

@@ -1,0 +1,459 @@
+"""The Messages API: its blocks to a `Conversation`, its settings to a request, and deltas to events and blocks.
+
+Order of events: message_start, ping; for each block content_block_start, deltas, content_block_stop; message_delta,
+message_stop. Blocks do not interleave, and their indices are dense.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple, assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from ....runtime.config.engine_config import EngineConfig
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.sampling_defaults import SamplingDefaults
+from ....runtime.sampling_params import SamplingParams
+from ...conversation.conversation import (
+    TEXT_SEPARATOR,
+    ChoiceMode,
+    Conversation,
+    History,
+    ReasoningOptions,
+    Tool,
+    ToolChoice,
+)
+from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ...conversation.parsing.json_text import object_of
+from ..schema.constraints import Constraint, json_schema
+from ..schema.errors import renamed_fields
+from ..schema.field_policy import Notes, policy_of
+from ..schema.generation_fields import SamplingFields, at_least_one
+from ..schema.values import (
+    Body,
+    check_is_no_media,
+    check_limit,
+    convert,
+    effort_options,
+    objects,
+    one_of,
+    refused,
+    show,
+    text_of,
+)
+from .wire import (
+    COUNT_POLICY,
+    MESSAGES_POLICY,
+    Block,
+    CountTokensRequest,
+    MessageBody,
+    MessageDelta,
+    MessageEvent,
+    MessagesRequest,
+    MessageUsage,
+    Metadata,
+    OutputConfig,
+    StopReason,
+    TextBlock,
+    ThinkingBlock,
+    ThinkingFields,
+    ToolUseBlock,
+)
+
+LENGTH_PARAM: Final = "max_tokens"
+FORMAT_PARAM: Final = "output_config.format"
+NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "stop": "stop_sequences"}
+_TEXT: Final = frozenset({"text"})
+_RUN_BY_SERVERS: Final = frozenset(
+    {
+        "bash_code_execution_tool_result",
+        "code_execution_tool_result",
+        "mcp_tool_result",
+        "mcp_tool_use",
+        "server_tool_use",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "web_fetch_tool_result",
+        "web_search_tool_result",
+    }
+)
+"""Blocks of tools that the server of an earlier answer ran."""
+_BLOCKS: Final = {
+    "text": policy_of(("text",), ("cache_control", "citations")),
+    "thinking": policy_of(("thinking",), ("cache_control", "signature")),
+    "tool_use": policy_of(("id", "name", "input"), ("cache_control", "caller", "toolset_name")),
+    "tool_result": policy_of(("tool_use_id", "content", "is_error"), ("cache_control", "toolset_name")),
+}
+_MESSAGE: Final = policy_of(("role", "content"))
+_TOOL: Final = policy_of(
+    ("name", "description", "input_schema", "strict"),
+    ("allowed_callers", "cache_control", "defer_loading", "eager_input_streaming", "input_examples"),
+)
+_BILLING_HEADER: Final = "x-anthropic-billing-header:"
+"""Begins a system block that a coding agent adds for Anthropic's accounting. It differs between requests, so that no
+prompt would share a prefix with the one before it."""
+
+
+class ReadMessages(NamedTuple):
+    """A checked request; `user`: its `metadata.user_id`."""
+
+    request: MessagesRequest
+    conversation: Conversation
+    constraint: Constraint | None
+    sampling: SamplingParams
+    warnings: list[str]
+    user: str | None
+
+
+class ReadCount(NamedTuple):
+    """A checked request to count tokens."""
+
+    request: CountTokensRequest
+    conversation: Conversation
+    warnings: list[str]
+
+
+def read_messages(
+    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
+) -> ReadMessages:
+    """Check a request of `/v1/messages`; `defaults`: for the sampling fields that it leaves out.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    notes = Notes(MESSAGES_POLICY.check(body, strict=strict), strict=strict)
+    request = convert(body, MessagesRequest)
+    _note_edits(body, notes)
+    conversation, constraint = _conversation(request, limits, answers, notes)
+    fields = SamplingFields(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        stop=request.stop_sequences,
+    )
+    with renamed_fields(NAMES):
+        sampling = fields.sampling(
+            limits,
+            defaults,
+            max_new_tokens=at_least_one(request.max_tokens, LENGTH_PARAM),
+            min_new_tokens=None,
+            keep_stop=False,
+        )
+    user = convert(request.metadata or {}, Metadata, "metadata").user_id
+    return ReadMessages(request, conversation, constraint, sampling, notes.warnings, user)
+
+
+def read_count(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadCount:
+    """Check a request of `/v1/messages/count_tokens`.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    notes = Notes(COUNT_POLICY.check(body, strict=strict), strict=strict)
+    request = convert(body, CountTokensRequest)
+    _note_edits(body, notes)
+    conversation, _ = _conversation(request, limits, answers, notes)
+    return ReadCount(request, conversation, notes.warnings)
+
+
+def _note_edits(body: Body, notes: Notes) -> None:
+    """Warn of edits of the context, which are not made; an edit that keeps everything is none."""
+    management = body.get("context_management")
+    edits = management.get("edits") if isinstance(management, dict) else management
+    if not isinstance(edits, list):
+        edits = [] if edits is None else [edits]
+    if any(not isinstance(edit, dict) or edit.get("keep") != "all" for edit in edits):
+        notes.warn("context_management has no effect: the whole conversation is the prompt")
+
+
+def _conversation(
+    request: CountTokensRequest, limits: RequestLimits, answers: EngineConfig, notes: Notes
+) -> tuple[Conversation, Constraint | None]:
+    if not request.messages:
+        raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
+    check_limit("messages", len(request.messages), "messages", limits.max_messages, "max_messages")
+    history = History()
+    if request.system is not None:
+        system = _system(request.system)
+        if system:
+            history.system(system)
+    for at, message in objects(request.messages, "messages"):
+        _read_message(message, at, history, notes)
+    config = convert(request.output_config or {}, OutputConfig, "output_config")
+    constraint = None if config.format is None else _format(config.format, answers)
+    if constraint is not None:
+        notes.warn(*constraint.warnings)
+    conversation = Conversation(
+        messages=history.messages,
+        tools=_tools(request.tools or [], notes),
+        tool_choice=_tool_choice(request.tool_choice),
+        tool_path="tools[{}]",
+        schema_field="input_schema",
+        spec=None if constraint is None else constraint.use.spec,
+        reasoning=_reasoning(request.thinking, config.effort),
+        continue_final_message=_continues(history, len(request.messages) - 1),
+    )
+    return conversation, constraint
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _system(value: str | list[dict[str, Any]]) -> str:
+    if isinstance(value, str):
+        return value
+    return TEXT_SEPARATOR.join(
+        text
+        for at, block in objects(value, "system")
+        if not (text := text_of([block], at, _TEXT)).startswith(_BILLING_HEADER)
+    )
+
+
+def _read_message(message: Body, at: str, history: History, notes: Notes) -> None:
+    notes.check(_MESSAGE, message, at)
+    role = one_of(message.get("role"), ("user", "assistant", "system"), f"{at}.role")
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    elif not isinstance(content, list):
+        raise refused(
+            f"{at}.content",
+            f"is {show(content)}, but it must be a string or a list of blocks",
+            "invalid_type",
+        )
+    for place, block in objects(content, f"{at}.content"):
+        _read_block(block, role, place, history, notes)
+
+
+def _read_block(block: Body, role: str, at: str, history: History, notes: Notes) -> None:
+    kind = block.get("type")
+    if isinstance(kind, str) and kind in _BLOCKS:
+        notes.check(_BLOCKS[kind], block, at)
+    match role, kind:
+        case _, "text":
+            text = _text(block, "text", at)
+            add = {"user": history.user, "assistant": history.assistant, "system": history.system}[role]
+            add(text)
+        case "assistant", "thinking":
+            if text := _text(block, "thinking", at):
+                history.reasoning(text)
+        case "assistant", "redacted_thinking":
+            notes.warn(f"{at} (redacted_thinking) was left out: this server cannot read it")
+        case "assistant", "tool_use":
+            arguments = convert(block.get("input") or {}, dict[str, Any], f"{at}.input")
+            history.call(
+                _text(block, "id", at), _text(block, "name", at), json.dumps(arguments, ensure_ascii=False)
+            )
+        case "user", "tool_result":
+            text = "" if block.get("content") is None else text_of(block["content"], f"{at}.content", _TEXT)
+            if block.get("is_error") is True:
+                text = f"Error: {text}"
+            history.result(_text(block, "tool_use_id", at), text)
+        case _, str() if kind in _RUN_BY_SERVERS:
+            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+        case _:
+            check_is_no_media(kind, at)
+            raise RequestError(
+                f"{at}.type is {show(kind)}, which is not supported in a message of the {role}; this model takes text",
+                param=f"{at}.type",
+                code="unsupported_value",
+            )
+
+
+def _continues(history: History, index: int) -> bool:
+    """Whether the last message is the beginning of the answer."""
+    if not history.messages:
+        raise refused("messages", "has no text; a chat has at least one message", "empty_prompt")
+    last = history.messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if "tool_calls" in last:
+        raise refused(f"messages[{index}]", "ends with tool_use, but there is no tool_result for it; add one")
+    return bool(last["content"])
+
+
+def _text(block: Body, key: str, at: str) -> str:
+    if key not in block:
+        raise refused(f"{at}.{key}", "is missing; the block must have it", "missing_field")
+    return convert(block[key], str, f"{at}.{key}")
+
+
+# ---------------------------------------------------------------- tools and settings
+
+
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
+    """The tools with a schema; those that Anthropic defines or runs are left out with a warning."""
+    kept: list[Tool] = []
+    for at, tool in objects(tools, "tools"):
+        kind = tool.get("type")
+        if kind not in (None, "custom"):
+            notes.warn(f"{at} ({show(kind)}) was left out: this server knows only tools with input_schema")
+            continue
+        notes.check(_TOOL, tool, at)
+        if "input_schema" not in tool:
+            raise refused(f"{at}.input_schema", "is missing; the tool must have it", "missing_field")
+        kept.append(
+            Tool(
+                name=_text(tool, "name", at),
+                description=convert(tool.get("description") or "", str, f"{at}.description"),
+                parameters=convert(tool["input_schema"], dict[str, Any], f"{at}.input_schema"),
+                strict=convert(tool.get("strict") or False, bool, f"{at}.strict"),
+            )
+        )
+    return tuple(kept)
+
+
+_MODES: Final = {
+    "auto": ChoiceMode.AUTO,
+    "any": ChoiceMode.REQUIRED,
+    "tool": ChoiceMode.NAMED,
+    "none": ChoiceMode.NONE,
+}
+
+
+def _tool_choice(choice: dict[str, Any] | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    mode = _MODES[one_of(choice.get("type"), tuple(_MODES), "tool_choice.type")]
+    name = _text(choice, "name", "tool_choice") if mode is ChoiceMode.NAMED else ""
+    return ToolChoice(mode=mode, name=name, parallel=choice.get("disable_parallel_tool_use") is not True)
+
+
+def _format(form: dict[str, Any], config: EngineConfig) -> Constraint:
+    one_of(form.get("type"), ("json_schema",), f"{FORMAT_PARAM}.type")
+    return json_schema(form.get("schema"), FORMAT_PARAM, f"{FORMAT_PARAM}.schema", config, strict=False)
+
+
+def _reasoning(thinking: dict[str, Any] | None, effort: str | None) -> ReasoningOptions:
+    options = effort_options(effort, "output_config.effort")
+    if thinking is None:
+        return options
+    fields = convert(thinking, ThinkingFields, "thinking")
+    kind = one_of(fields.type, ("enabled", "adaptive", "between_tools", "disabled"), "thinking.type")
+    if kind == "disabled":
+        return replace(options, enabled=False)
+    if kind == "enabled" and fields.budget_tokens is None:
+        raise refused("thinking.budget_tokens", "is missing; enabled thinking must have it", "missing_field")
+    budget = at_least_one(fields.budget_tokens, "thinking.budget_tokens")
+    return replace(options, enabled=True, budget=budget, include=fields.display != "omitted")
+
+
+_encoder: Final = msgspec.json.Encoder()
+
+
+class MessageStream:
+    """Writes one message.
+
+    Attributes:
+        body: the message as of the latest event.
+    """
+
+    def __init__(self, body: MessageBody) -> None:
+        """Begin with a message without content."""
+        self.body = body
+        self._blocks: list[Block] = []
+        self._block: Block | None = None  # the open one, the last of `_blocks`
+        self._texts: list[str] = []  # of the open block
+
+    def begin(self, usage: MessageUsage) -> bytes:
+        """The first two events."""
+        self.body = replace(self.body, usage=usage)
+        return _event("message_start", message=self.body) + _event("ping")
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """The events for some deltas."""
+        return b"".join(map(self._delta, deltas))
+
+    def complete(self, stop_reason: StopReason, stop_sequence: str | None, usage: MessageUsage) -> bytes:
+        """The events that end a message."""
+        events = self._end_block()
+        self.body = replace(
+            self.body,
+            content=self._blocks,
+            stop_reason=stop_reason,
+            stop_sequence=stop_sequence,
+            usage=usage,
+        )
+        delta = MessageDelta(stop_reason=stop_reason, stop_sequence=stop_sequence)
+        return events + _event("message_delta", delta=delta, usage=usage) + _event("message_stop")
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the message has a call so far."""
+        return any(isinstance(block, ToolUseBlock) for block in self._blocks)
+
+    # ------------------------------------------------------------ blocks
+
+    def _delta(self, delta: Delta) -> bytes:
+        match delta:
+            case Reasoning(text):
+                return self._text(ThinkingBlock, text)
+            case Content(text):
+                return self._text(TextBlock, text)
+            case CallBegin(_, call_id, name):
+                return self._end_block() + self._start(ToolUseBlock(id=call_id, name=name))
+            case CallArguments(_, text):
+                return self._append(MessageDelta(type="input_json_delta", partial_json=text), text)
+            case CallEnd():
+                return self._end_block()
+
+    def _text(self, kind: type[TextBlock] | type[ThinkingBlock], text: str) -> bytes:
+        if not text:
+            return b""
+        events = b""
+        if not isinstance(self._block, kind):
+            events = self._end_block() + self._start(kind())
+        if kind is TextBlock:
+            return events + self._append(MessageDelta(type="text_delta", text=text), text)
+        return events + self._append(MessageDelta(type="thinking_delta", thinking=text), text)
+
+    def _start(self, block: Block) -> bytes:
+        self._block = block
+        self._blocks.append(block)
+        return _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _append(self, delta: MessageDelta, text: str) -> bytes:
+        if not text:
+            return b""
+        self._texts.append(text)
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _end_block(self) -> bytes:
+        """The events that end the open block, if there is one."""
+        if self._block is None:
+            return b""
+        events = b""
+        text = "".join(self._texts)
+        block: Block
+        match self._block:
+            case TextBlock():
+                block = TextBlock(text=text)
+            case ThinkingBlock():
+                signature = _signature(text)
+                block = ThinkingBlock(thinking=text, signature=signature)
+                events = self._append(MessageDelta(type="signature_delta", signature=signature), signature)
+            case ToolUseBlock():
+                block = replace(self._block, input=object_of(text))
+            case _ as unreachable:
+                assert_never(unreachable)
+        self._blocks[-1] = block
+        self._block = None
+        self._texts.clear()
+        return events + _event("content_block_stop", index=len(self._blocks) - 1)
+
+
+def _signature(text: str) -> str:
+    """Clients keep it and send it back; nothing is proved by it."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=24).digest()
+    return base64.b64encode(digest).decode()
+
+
+def _event(name: str, **fields: Any) -> bytes:
+    data = MessageEvent(type=name, **fields)
+    return b"event: " + name.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"

@@ -1,0 +1,1 @@
+"""`/generate`: the API of the engine itself, in the form of SGLang."""

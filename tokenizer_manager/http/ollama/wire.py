@@ -1,0 +1,227 @@
+"""The bodies of Ollama's API, and the fate of other fields. Durations are in nanoseconds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from ..schema.field_policy import FieldPolicy, NotYet
+from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, TopK, WideTemperature
+
+Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
+Think = Annotated[bool | str | None, Meta(description="Whether to reason, or an effort.")]
+
+
+class OllamaOptions(msgspec.Struct, kw_only=True):
+    """`options` of a request."""
+
+    num_predict: Int | None = None
+    num_ctx: Int | None = None
+    temperature: WideTemperature | None = None
+    top_k: TopK | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    seed: Int | None = None
+    stop: str | list[StopString] | None = None
+    repeat_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+
+
+class OllamaFields(msgspec.Struct, kw_only=True):
+    """The fields that both requests have."""
+
+    model: str | None = None
+    format: Format = None
+    options: dict[str, Any] | None = None
+    stream: bool | None = None
+    think: Think = None
+
+
+class OllamaChatRequest(OllamaFields, kw_only=True):
+    """Body of `POST /api/chat`."""
+
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerateRequest(OllamaFields, kw_only=True):
+    """Body of `POST /api/generate`."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class OllamaShowRequest(msgspec.Struct, kw_only=True):
+    """Body of `POST /api/show`."""
+
+    model: str | None = None
+    name: str | None = None
+
+
+_NO_EFFECT: Final = {"keep_alive"}
+_NOT_YET: Final[NotYet] = {
+    "images": (),
+    "logprobs": (False,),
+    "template": (),
+    "top_logprobs": (0,),
+}
+_OPTIONS_POLICY: Final = FieldPolicy(
+    OllamaOptions,
+    {
+        "mirostat": (0,),
+        "repeat_last_n": (-1, 64),
+        "tfs_z": (1,),
+        "typical_p": (1,),
+    },
+    no_effect={
+        "embedding_only",
+        "f16_kv",
+        "logits_all",
+        "low_vram",
+        "main_gpu",
+        "mirostat_eta",
+        "mirostat_tau",
+        "num_batch",
+        "num_gpu",
+        "num_keep",
+        "num_thread",
+        "numa",
+        "penalize_newline",
+        "use_mlock",
+        "use_mmap",
+        "vocab_only",
+    },
+)
+
+CHAT_POLICY: Final = FieldPolicy(
+    OllamaChatRequest, _NOT_YET, no_effect=_NO_EFFECT, nested={"options": _OPTIONS_POLICY}
+)
+GENERATE_POLICY: Final = FieldPolicy(
+    OllamaGenerateRequest,
+    _NOT_YET | {"context": (), "suffix": (), "width": (0,), "height": (0,), "steps": (0,)},
+    no_effect=_NO_EFFECT,
+    nested={"options": _OPTIONS_POLICY},
+)
+SHOW_POLICY: Final = FieldPolicy(OllamaShowRequest, {}, no_effect={"verbose"})
+
+
+class CalledFunction(msgspec.Struct):
+    """A tool and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str
+    function: CalledFunction
+
+
+class OllamaMessage(msgspec.Struct, kw_only=True):
+    """A message, or its new part."""
+
+    role: str = "assistant"
+    content: str = ""
+    thinking: str | UnsetType = UNSET
+    tool_calls: list[OllamaCall] | UnsetType = UNSET
+
+
+class OllamaAnswer(msgspec.Struct, kw_only=True):
+    """The fields that the answers of both endpoints have. Lines of a stream before the last have the first three."""
+
+    model: str
+    created_at: str
+    done: bool = False
+    done_reason: str | UnsetType = UNSET
+    total_duration: int | UnsetType = UNSET
+    load_duration: int | UnsetType = UNSET
+    prompt_eval_count: int | UnsetType = UNSET
+    prompt_eval_duration: int | UnsetType = UNSET
+    eval_count: int | UnsetType = UNSET
+    eval_duration: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+
+
+class OllamaChatBody(OllamaAnswer, kw_only=True):
+    """The answer of `/api/chat`, or a line of it."""
+
+    message: OllamaMessage
+
+
+class OllamaGenerateBody(OllamaAnswer, kw_only=True):
+    """The answer of `/api/generate`, or a line of it."""
+
+    response: str = ""
+    thinking: str | UnsetType = UNSET
+
+
+class ModelDetails(msgspec.Struct, kw_only=True):
+    """Facts about a model."""
+
+    parent_model: str = ""
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class TaggedModel(msgspec.Struct, kw_only=True):
+    """A model in `/api/tags`."""
+
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: ModelDetails
+
+
+class TagsBody(msgspec.Struct):
+    """The body of `/api/tags`."""
+
+    models: list[TaggedModel]
+
+
+class RunningModel(msgspec.Struct, kw_only=True):
+    """A model in `/api/ps`."""
+
+    name: str
+    model: str
+    size: int
+    size_vram: int
+    digest: str
+    details: ModelDetails
+    expires_at: str
+    context_length: int
+
+
+class RunningBody(msgspec.Struct):
+    """The body of `/api/ps`."""
+
+    models: list[RunningModel]
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """The body of `/api/show`."""
+
+    modelfile: str
+    parameters: str = ""
+    template: str
+    details: ModelDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+    warnings: list[str] | UnsetType = UNSET
+
+
+class VersionBody(msgspec.Struct):
+    """The body of `/api/version`."""
+
+    version: str

@@ -1,0 +1,301 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from ....models.tokenizer.tokenizer import Tokenizer
+from ....runtime.sampling_params import SamplingParams
+from ...conversation.conversation import Conversation
+from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ...generation import Choice
+from ...scheduling_options import Scheduling
+from ..chat_run import AnswerRow, ChatCall, ChatGeneration, CollectedAnswer, CollectedCall, start_chat
+from ..exchange import Exchange
+from ..framing import DONE
+from ..guards.auth import Caller
+from ..schema.accounting import truncated_of
+from ..schema.constraints import Constraint, constraint_of
+from ..schema.errors import OPENAI_NAMES, renamed_fields
+from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.generation_fields import StreamOptions
+from ..schema.values import Body, convert
+from ..services import Services
+from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, unpack
+from .chunks import ChunkWriter, whole_body
+from .messages import chat_conversation, template_messages
+from .wire import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatMessageBody,
+    ChatRequest,
+    ChatTokenLogprob,
+    ChatTopLogprob,
+    CustomBody,
+    FunctionBody,
+    ToolCallBody,
+)
+
+_POLICY: Final = FieldPolicy(
+    ChatRequest,
+    CHAT_NOT_YET,
+    no_effect=CHAT_NO_EFFECT,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+)
+
+
+async def chat_completions(exchange: Exchange, services: Services) -> None:
+    """Answer a chat."""
+    checked = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
+    call = checked.call(services.manager.now_s())
+    async with exchange.abort_on_disconnect():
+        with await start_chat(exchange, services, call) as chat:
+            warnings = first_warnings(checked.warnings + chat.warnings)
+            old_form = bool(checked.request.functions)
+            field = services.config.answers.reasoning_field
+            placements = [_placement(services, chat, checked.sampling) for _ in chat.generation.choices]
+            if checked.options is not None:
+                chunks = ChunkWriter(
+                    ChatChunk, services, chat.generation, checked.options, warnings, chat.reasoning_tokens
+                )
+                await _stream(
+                    exchange, chat, _ChatStream(services, chunks, placements, field, old_form=old_form)
+                )
+            else:
+                answers = await chat.collect()
+                choices = [
+                    _choice(services, choice, answer, placements[index], field, old_form=old_form)
+                    for index, (choice, answer) in enumerate(
+                        zip(chat.generation.choices, answers, strict=True)
+                    )
+                ]
+                await exchange.send_json(
+                    whole_body(
+                        ChatCompletion, services, chat.generation, choices, warnings, chat.reasoning_tokens()
+                    )
+                )
+
+
+class CheckedChat(NamedTuple):
+    """A chat request, checked.
+
+    Attributes:
+        conversation: its messages, tools and options.
+        constraint: of the answer; None: free text.
+        length_param: the field that bounds the answer.
+        options: of a stream; None: an answer in one piece.
+    """
+
+    request: ChatRequest
+    conversation: Conversation
+    constraint: Constraint | None
+    sampling: SamplingParams
+    num_choices: int
+    scheduling: Scheduling
+    length_param: str
+    options: StreamOptions | None
+    warnings: list[str]
+
+    def call(self, arrival_s: float) -> ChatCall:
+        """The chat to answer; it arrived at `arrival_s` by the manager's clock."""
+        return ChatCall(
+            conversation=self.conversation,
+            sampling=self.sampling,
+            n=self.num_choices,
+            id_prefix="chatcmpl",
+            scheduling=self.scheduling,
+            length_param=self.length_param,
+            constraint=self.constraint,
+            arrival_s=arrival_s,
+            names=OPENAI_NAMES | {"max_new_tokens": self.length_param},
+        )
+
+
+def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
+    """Check the body of a chat.
+
+    Raises:
+        RequestError: it is refused.
+    """
+    strict = services.config.server.strict
+    warnings = _POLICY.check(body, strict=strict)
+    request = convert(body, ChatRequest)
+    services.check_model(request.model)
+    options = request.events()
+    limits = services.config.limits
+    messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
+    warnings += more_warnings
+    constraint = constraint_of(request, services.config.answers, limits, strict_server=strict)
+    if constraint is not None:
+        warnings += constraint.warnings
+    spec = None if constraint is None else constraint.use.spec
+    conversation = chat_conversation(request, messages, spec)
+    max_new_tokens, length_param = request.max_new_tokens()
+    with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
+        sampling = request.sampling(
+            limits,
+            services.sampling_defaults,
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            keep_stop=request.include_stop_str_in_output,
+            logprobs=request.num_top_logprobs(limits),
+        )
+    return CheckedChat(
+        request,
+        conversation,
+        constraint,
+        sampling,
+        request.num_choices(limits),
+        services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        length_param,
+        options,
+        warnings,
+    )
+
+
+async def _stream(exchange: Exchange, chat: ChatGeneration, writer: _ChatStream) -> None:
+    """Send a chat as events; the response begins with the first row, so that earlier failures have a status."""
+    async for rows in chat:
+        if not exchange.streaming:
+            await exchange.start_events()
+        events = b"".join([writer.events(row) for row in rows])
+        if events:
+            await exchange.send_events(events)
+    await exchange.end_events(writer.closing() + DONE)
+
+
+def _placement(services: Services, chat: ChatGeneration, sampling: SamplingParams) -> AnswerPlacement:
+    return AnswerPlacement(
+        services.tokenizer,
+        skip_special_tokens=sampling.skip_special_tokens,
+        keep_special_ids=chat.plan.keep_special_ids,
+        has_stop_strings=bool(sampling.stop),
+    )
+
+
+def _choice(
+    services: Services,
+    choice: Choice,
+    answer: CollectedAnswer,
+    placement: AnswerPlacement,
+    field: str,
+    *,
+    old_form: bool,
+) -> ChatChoice:
+    calls = [_call_body(call) for call in answer.calls]
+    message = ChatMessageBody(content=answer.content if answer.content or not calls else None)
+    if answer.reasoning:
+        setattr(message, field, answer.reasoning)
+    if calls and old_form and answer.calls:
+        message.function_call = FunctionBody(answer.calls[0].name, answer.calls[0].arguments)
+    elif calls:
+        message.tool_calls = calls
+    raw = answer.raw
+    placed = placement.add(raw.logprobs, raw.text, raw.finish)
+    return ChatChoice(
+        index=choice.index,
+        message=message,
+        logprobs=chat_logprobs(placed, services.tokenizer) if raw.logprobs else None,
+        finish_reason=_finish_reason(answer.finish_reason, old_form=old_form),
+        truncated=truncated_of(choice, services.tokenizer),
+    )
+
+
+def _call_body(call: CollectedCall) -> ToolCallBody:
+    if call.custom:
+        return ToolCallBody(id=call.id, type="custom", custom=CustomBody(call.name, call.arguments))
+    return ToolCallBody(id=call.id, type="function", function=FunctionBody(call.name, call.arguments))
+
+
+def _finish_reason(reason: str | None, *, old_form: bool) -> str | None:
+    return "function_call" if old_form and reason == "tool_calls" else reason
+
+
+class _ChatStream:
+    """Writes a role chunk, chunks of reasoning, content and calls, and a finish chunk for each choice."""
+
+    def __init__(
+        self,
+        services: Services,
+        chunks: ChunkWriter[ChatChunkChoice],
+        placements: list[AnswerPlacement],
+        field: str,
+        *,
+        old_form: bool,
+    ) -> None:
+        self._services = services
+        self._placements = placements
+        self._chunks = chunks
+        self._field = field
+        self._old_form = old_form
+        self._begun: set[int] = set()
+        self._custom: set[tuple[int, int]] = set()  # choice and call
+
+    def events(self, row: AnswerRow) -> bytes:
+        """The events for one row."""
+        index, output = row.choice.index, row.output
+        events = b""
+        if index not in self._begun:
+            self._begun.add(index)
+            role = {"role": "assistant", "content": "", "refusal": None}
+            events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
+        entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
+        placed = self._placements[index].add(entries, output.text, output.finish)
+        logprobs = chat_logprobs(placed, self._services.tokenizer) if placed else None
+        bodies = [body for delta in row.deltas if (body := self._delta(index, delta)) is not None]
+        if logprobs is not None and not bodies:
+            bodies = [{"content": ""}]
+        for body in bodies:
+            events += self._chunks.event(ChatChunkChoice(index, body, logprobs))
+            logprobs = None
+        if output.finish is not None:
+            reason = _finish_reason(row.finish_reason, old_form=self._old_form)
+            truncated = truncated_of(row.choice, self._services.tokenizer)
+            events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason, truncated))
+        return events
+
+    def _delta(self, choice: int, delta: Delta) -> dict[str, Any] | None:
+        """The `delta` of a chunk; None if there is nothing to send."""
+        match delta:
+            case Reasoning(text):
+                return {self._field: text}
+            case Content(text):
+                return {"content": text}
+            case CallBegin(call, id_, name, custom):
+                if self._old_form:
+                    return {"function_call": {"name": name, "arguments": ""}} if call == 0 else None
+                kind = "custom" if custom else "function"
+                if custom:
+                    self._custom.add((choice, call))
+                inner = {"name": name, "input" if custom else "arguments": ""}
+                return {"tool_calls": [{"index": call, "id": id_, "type": kind, kind: inner}]}
+            case CallArguments(call, text):
+                if self._old_form:
+                    return {"function_call": {"arguments": text}} if call == 0 else None
+                if (choice, call) in self._custom:
+                    return {"tool_calls": [{"index": call, "custom": {"input": text}}]}
+                return {"tool_calls": [{"index": call, "function": {"arguments": text}}]}
+            case CallEnd():
+                return None
+
+    def closing(self) -> bytes:
+        """The usage chunk, if it was asked for."""
+        return self._chunks.closing()
+
+
+def chat_logprobs(placed: Sequence[PlacedLogprob], tokenizer: Tokenizer) -> ChatLogprobs:
+    """The tokens of a text in the chat API's shape."""
+    content: list[ChatTokenLogprob] = []
+    for entry, _ in placed:
+        top = [ChatTopLogprob(*_chat_token(token_id, value, tokenizer)) for token_id, value in entry.top]
+        content.append(ChatTokenLogprob(*_chat_token(entry.token_id, entry.logprob, tokenizer), top))
+    return ChatLogprobs(content)
+
+
+def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> tuple[str, float, list[int]]:
+    data = tokenizer.token_bytes(token_id)
+    return data.decode("utf-8", "replace"), logprob, list(data)

@@ -1,0 +1,124 @@
+"""The part that `/v1/chat/completions` and `/v1/completions` share: the body around the choices, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Generic
+
+from msgspec import UNSET
+
+from ...generation import Generation
+from ..framing import event
+from ..schema.accounting import UsageBody, timings_of, usage_of
+from ..schema.generation_fields import StreamOptions
+from ..services import Services
+from .wire import C, OpenAIBody
+
+
+def whole_body(
+    kind: type[OpenAIBody[C]],
+    services: Services,
+    generation: Generation,
+    choices: list[C],
+    warnings: list[str],
+    reasoning_tokens: int | None = None,
+) -> OpenAIBody[C]:
+    """The response of a finished generation in one piece."""
+    return kind(
+        id=generation.id,
+        created=int(time.time()),
+        model=generation.scheduling.served_as or services.served_model,
+        system_fingerprint=services.fingerprint,
+        choices=choices,
+        usage=usage_of(generation, reasoning_tokens, services.tokenizer),
+        timings=timings_of(generation),
+        warnings=warnings or UNSET,
+        kv_transfer_params=generation.kv_transfer_params or UNSET,
+    )
+
+
+class ChunkWriter(Generic[C]):
+    """Writes the events of one stream, with usage, timings and warnings where `stream_options` puts them.
+
+    The first event has the warnings. The last event has the timings: the usage chunk, if it was asked for, otherwise
+    the chunk that finishes the last choice.
+    """
+
+    def __init__(
+        self,
+        kind: type[OpenAIBody[C]],
+        services: Services,
+        generation: Generation,
+        options: StreamOptions,
+        warnings: list[str],
+        reasoning_tokens: Callable[[int | None], int | None] = lambda _unsent: None,
+    ) -> None:
+        """Take the parts.
+
+        Args:
+            kind: of the events.
+            services: of the server.
+            generation: that is streamed.
+            options: of the stream.
+            warnings: for the first event.
+            reasoning_tokens: those of all choices so far, but for the choice of this index; None for a model that does
+                not reason.
+        """
+        self._reasoning_tokens = reasoning_tokens
+        self._kind = kind
+        self._services = services
+        self._generation = generation
+        self._options = options
+        self._warnings = warnings
+        self._created = int(time.time())
+        self._num_finished = 0
+
+    def event(self, choice: C) -> bytes:
+        """An event with new text of a choice."""
+        return event(self._chunk([choice]))
+
+    def begin_event(self, choice: C, unsent: int) -> bytes:
+        """The event before the first text of the choice with the index `unsent`, which does not count its tokens."""
+        return event(self._chunk([choice], unsent))
+
+    def finish_event(self, choice: C) -> bytes:
+        """The event that finishes a choice; once per choice."""
+        self._num_finished += 1
+        chunk = self._chunk([choice])
+        if self._num_finished == len(self._generation.choices) and not self._options.include_usage:
+            chunk.timings = timings_of(self._generation)
+        return event(chunk)
+
+    def closing(self) -> bytes:
+        """The usage chunk if it was asked for, otherwise nothing."""
+        if not self._options.include_usage:
+            return b""
+        chunk = self._chunk([])
+        chunk.usage = self._usage()
+        chunk.timings = timings_of(self._generation)
+        return event(chunk)
+
+    def _usage(self, unsent: int | None = None) -> UsageBody:
+        usage = usage_of(self._generation, self._reasoning_tokens(unsent), self._services.tokenizer)
+        if unsent is not None:
+            num_unsent = self._generation.choices[unsent].usage.completion_tokens
+            usage.completion_tokens -= num_unsent
+            usage.total_tokens -= num_unsent
+        return usage
+
+    def _chunk(self, choices: list[C], unsent: int | None = None) -> OpenAIBody[C]:
+        chunk = self._kind(
+            id=self._generation.id,
+            created=self._created,
+            model=self._generation.scheduling.served_as or self._services.served_model,
+            system_fingerprint=self._services.fingerprint,
+            choices=choices,
+        )
+        if self._options.continuous_usage_stats and self._options.include_usage is not False:
+            chunk.usage = self._usage(unsent)
+        elif self._options.include_usage:
+            chunk.usage = None
+        if self._warnings:
+            chunk.warnings, self._warnings = self._warnings, []
+        return chunk

@@ -1,0 +1,302 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from msgspec import UnsetType
+
+from ....grammar.answer_report import Truncated
+from ....models.tokenizer.tokenizer import Tokenizer
+from ....runtime.messages import Finish, TextOutput
+from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
+from ...prompt_encoder import NO_BOS
+from ..delivery import Collected, Wanted, best_answers, collect, finish_reason, stream, wanted_answers
+from ..exchange import Exchange
+from ..guards.auth import Caller
+from ..schema.accounting import truncated_of
+from ..schema.constraints import check_room, constraint_of
+from ..schema.errors import OPENAI_NAMES, renamed_fields
+from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
+from ..schema.generation_fields import StreamOptions, at_least_one, prompts_of
+from ..schema.values import Body, convert
+from ..services import Services
+from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets
+from .chunks import ChunkWriter, whole_body
+from .wire import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's
+_POLICY: Final = FieldPolicy(
+    CompletionRequest,
+    COMPLETION_NOT_YET,
+    nested={"stream_options": FieldPolicy(StreamOptions, {}, no_effect=())},
+)
+
+
+async def completions(exchange: Exchange, services: Services) -> None:
+    """Continue prompts."""
+    made = await services.read(exchange, lambda body: read_completion(body, services, exchange.caller))
+    wanted = made.wanted
+    async with exchange.abort_on_disconnect():
+        with renamed_fields(made.names):
+            generation = await services.start(exchange, made.generation)
+        with generation:
+            made.warnings.extend(services.second_bos(generation, made.generation, NO_BOS))
+            writer = _ChoiceWriter(services, generation, made)
+            if made.options is not None:
+                chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)
+                await stream(exchange, generation, _CompletionStream(writer, chunks))
+            else:
+                choices = writer.choices(best_answers(generation, await collect(generation), wanted))
+                await exchange.send_json(whole_body(Completion, services, generation, choices, made.warnings))
+
+
+class CheckedCompletion(NamedTuple):
+    """A checked body.
+
+    Attributes:
+        prompts: of it.
+        generation: the request to generate.
+        wanted: what of it is returned.
+        options: of a stream; None: an answer in one piece.
+    """
+
+    request: CompletionRequest
+    prompts: list[Prompt]
+    generation: GenerationRequest
+    wanted: Wanted
+    options: StreamOptions | None
+    warnings: list[str]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Names of fields in this API, for errors."""
+        return _names(self.wanted)
+
+
+def read_completion(body: Body, services: Services, caller: Caller) -> CheckedCompletion:
+    """Check the body of a completion.
+
+    Raises:
+        RequestError: it is refused.
+    """
+    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    request = convert(body, CompletionRequest)
+    services.check_model(request.model)
+    options = request.events()
+    limits = services.config.limits
+    prompts = prompts_of(
+        request.prompt, "prompt", limits, max_prompt_len=services.manager.capacity.max_model_len
+    )
+    max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
+    wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
+    with renamed_fields(_names(wanted)):
+        sampling = request.sampling(
+            limits,
+            services.sampling_defaults,
+            max_new_tokens=DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            keep_stop=request.include_stop_str_in_output,
+            logprobs=wanted.logprobs(request.logprobs),
+            prompt_logprobs=request.logprobs if request.echo else None,
+        )
+    constraint = constraint_of(
+        request, services.config.answers, limits, strict_server=services.config.server.strict
+    )
+    if constraint is not None:
+        check_room(constraint, sampling.max_new_tokens, "max_tokens", services.tokenizer)
+        warnings += constraint.warnings
+    generation_request = GenerationRequest(
+        prompts=prompts,
+        sampling=sampling,
+        n=wanted.generated,
+        id_prefix="cmpl",
+        scheduling=services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        add_special_tokens=request.add_special_tokens is not False,
+        grammar=None if constraint is None else constraint.use,
+        grammar_param="" if constraint is None else constraint.param,
+    )
+    return CheckedCompletion(request, prompts, generation_request, wanted, options, warnings)
+
+
+def _names(wanted: Wanted) -> dict[str, str]:
+    """Names of fields in this API, for errors."""
+    return OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
+
+
+class _ChoiceWriter:
+    """Makes the choices of one request, whole or in parts."""
+
+    def __init__(
+        self,
+        services: Services,
+        generation: Generation,
+        made: CheckedCompletion,
+    ) -> None:
+        self._services = services
+        self._generation = generation
+        self._echo = bool(made.request.echo)
+        self._prompts = made.prompts
+        self._sent_as_ids = [isinstance(prompt, list) for prompt in made.prompts]
+        sampling = made.generation.sampling
+        self._skip_special_tokens = sampling.skip_special_tokens
+        self._logprobs: list[CompletionLogprobsBuilder] | None = None
+        if made.request.logprobs is not None:
+            self._logprobs = [
+                CompletionLogprobsBuilder(
+                    services.tokenizer,
+                    AnswerPlacement(
+                        services.tokenizer,
+                        skip_special_tokens=sampling.skip_special_tokens,
+                        has_stop_strings=bool(sampling.stop),
+                    ),
+                )
+                for _ in generation.choices
+            ]
+
+    def choices(self, answers: list[tuple[Choice, Collected]]) -> list[CompletionChoice]:
+        """Whole choices for these answers, in their order."""
+        return [
+            CompletionChoice(
+                index,
+                self.echo(choice) + answer.text,
+                self._logprobs_of(choice, answer, first=True, whole=True),
+                finish_reason(answer.finish),
+                self.truncated(choice),
+            )
+            for index, (choice, answer) in enumerate(answers)
+        ]
+
+    def part(self, choice: Choice, output: TextOutput, *, first: bool) -> CompletionChoice:
+        """The part of a choice that a row adds; the first part has the echo."""
+        row = Collected()
+        row.add(output, choice.prompt_ids)
+        text = (self.echo(choice) if first else "") + output.text
+        logprobs = self._logprobs_of(choice, row, first=first)
+        return CompletionChoice(choice.index, text, logprobs, None)
+
+    def truncated(self, choice: Choice) -> Truncated | UnsetType:
+        """Where a finished choice was cut and completed."""
+        return truncated_of(choice, self._services.tokenizer)
+
+    def _logprobs_of(
+        self, choice: Choice, answer: Collected, *, first: bool, whole: bool = False
+    ) -> CompletionLogprobs | None:
+        """The log-probabilities of new rows, with those of the prompt if they are the first; None for no token."""
+        if self._logprobs is None:
+            return None
+        builder, echoed = self._logprobs[choice.index], None
+        if first and self._echo:
+            skipped = self._skip_special_tokens and self._sent_as_ids[choice.index // self._generation.n]
+            echoed = builder.prompt(
+                self.echo(choice), choice.prompt_ids, answer.prompt_logprobs, skipped=skipped
+            )
+        if whole and echoed is None:
+            echoed = CompletionLogprobs([], [], [], [])
+        return builder.answer(answer.logprobs, answer.text, answer.finish, echoed)
+
+    def echo(self, choice: Choice) -> str:
+        """The prompt's text if the answer begins with it, otherwise an empty string."""
+        if not self._echo:
+            return ""
+        index = choice.index // self._generation.n
+        prompt = self._prompts[index]
+        if isinstance(prompt, list):  # once for all n
+            prompt = self._services.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+            self._prompts[index] = prompt
+        return prompt
+
+
+class _CompletionStream:
+    """Writes text chunks and a finish chunk for each choice."""
+
+    def __init__(self, writer: _ChoiceWriter, chunks: ChunkWriter[CompletionChoice]) -> None:
+        self._writer = writer
+        self._chunks = chunks
+        self._begun: set[int] = set()
+
+    def events(self, row: Row) -> bytes:
+        """The events for one row."""
+        choice, output = row
+        index = choice.index
+        events = b""
+        part = self._writer.part(choice, output, first=index not in self._begun)
+        if part.text or part.logprobs is not None:
+            events += self._chunks.event(part)
+        self._begun.add(index)
+        if output.finish is not None:
+            last = CompletionChoice(
+                index, "", None, finish_reason(output.finish), self._writer.truncated(choice)
+            )
+            events += self._chunks.finish_event(last)
+        return events
+
+    def closing(self) -> bytes:
+        """The usage chunk, if it was asked for."""
+        return self._chunks.closing()
+
+
+class CompletionLogprobsBuilder:
+    """Turns entries into the completions API's shape, chunk after chunk of one choice.
+
+    `text_offset` counts characters of the returned text, echoed prompt included: where a token is in the text, the text
+    from its offset on begins with it. A character that several tokens share belongs to the first of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, placement: AnswerPlacement) -> None:
+        """Begin a choice; `placement`: of its answer, without the echo."""
+        self._tokenizer = tokenizer
+        self._placement = placement
+        self._echo_len = 0
+
+    def prompt(
+        self, echo: str, token_ids: Sequence[int], entries: Sequence[TokenLogprob], *, skipped: bool
+    ) -> CompletionLogprobs:
+        """The chunk of the echoed prompt, once, before the answer's.
+
+        Args:
+            echo: the prompt's text.
+            token_ids: its tokens; the first one has no log-probability.
+            entries: of the others.
+            skipped: control tokens are not in the text; otherwise those that the client wrote are.
+        """
+        chunk = CompletionLogprobs([], [], [], [])
+        offsets = prompt_offsets(echo, token_ids, self._tokenizer, skipped=skipped)
+        self._add(chunk, token_ids[0], None, offsets[0])
+        for entry, offset in zip(entries, offsets[1:], strict=True):
+            self._add(chunk, entry.token_id, entry, offset)
+        self._echo_len = len(echo)
+        return chunk
+
+    def answer(
+        self,
+        entries: Sequence[TokenLogprob],
+        text: str,
+        finish: Finish | None,
+        chunk: CompletionLogprobs | None = None,
+    ) -> CompletionLogprobs | None:
+        """The chunk of a row of the answer, after `chunk` if that is given; None without one and without a token."""
+        for entry, offset in self._placement.add(entries, text, finish):
+            chunk = chunk or CompletionLogprobs([], [], [], [])
+            self._add(chunk, entry.token_id, entry, self._echo_len + offset)
+        return chunk
+
+    def _add(self, chunk: CompletionLogprobs, token_id: int, entry: TokenLogprob | None, offset: int) -> None:
+        token = self._token(token_id)
+        chunk.tokens.append(token)
+        chunk.token_logprobs.append(None if entry is None else entry.logprob)
+        chunk.text_offset.append(offset)
+        top = None
+        if entry is not None:
+            top = {self._token(each): value for each, value in entry.top}
+            top.setdefault(token, entry.logprob)  # OpenAI lists the sampled token too
+        chunk.top_logprobs.append(top)
+
+    def _token(self, token_id: int) -> str:
+        r"""A token as text; one that is not valid UTF-8 in OpenAI's form, `bytes:\xe2\x80`."""
+        data = self._tokenizer.token_bytes(token_id)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,365 @@
+"""Chat completions to a `Conversation`: messages, checked one by one and as templates expect them, and options."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, Literal
+
+import msgspec
+
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.grammar_use import GrammarSpec
+from ....runtime.sampling_params import MAX_COUNT
+from ...conversation.chat_template import RESERVED_NAMES
+from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
+from ..schema.field_policy import FieldPolicy, first_warnings
+from ..schema.values import Body, check_is_no_media, check_limit, convert, show, without_nulls
+from .tools import choice_of, function_choice_of, function_of, tools_of
+from .wire import ChatRequest
+
+_ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+_RENAMED: Final = {"developer": "system", "function": "tool"}
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, in the spelling of vLLM's newest
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: dict[str, Any] | None = None  # the old form of one tool call
+
+
+class TextPart(msgspec.Struct, kw_only=True):
+    """A text part of a message's content, the only supported kind."""
+
+    type: Literal["text"]
+    text: str
+
+
+class _CalledFunction(msgspec.Struct, kw_only=True):
+    """The function of a tool call; some clients replay arguments as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class _CalledCustom(msgspec.Struct, kw_only=True):
+    """A call of a custom tool."""
+
+    name: str
+    input: str = ""
+
+
+class _ToolCall(msgspec.Struct, kw_only=True):
+    """A tool call of an earlier answer."""
+
+    id: str = ""
+    type: str = "function"
+    function: _CalledFunction | None = None
+    custom: _CalledCustom | None = None
+
+
+_MESSAGE_POLICY: Final = FieldPolicy(
+    ChatMessage,
+    {"audio": ()},
+    no_effect={"annotations", "id", "refusal"},
+)
+_PART_POLICY: Final = FieldPolicy(
+    TextPart,
+    {
+        "audio_url": (),
+        "file": (),
+        "image": (),
+        "image_url": (),
+        "input_audio": (),
+        "refusal": (),
+        "video": (),
+        "video_url": (),
+    },
+    no_effect={"annotations", "cache_control", "id"},
+)
+
+
+def template_messages(
+    messages: list[Body], *, strict: bool, limits: RequestLimits
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages for the template, and warnings for the response.
+
+    `developer` becomes `system`, the name that templates use; text parts are joined by newlines; old function calls
+    become tool calls.
+
+    Raises:
+        RequestError: a message is invalid or not supported; names its path.
+    """
+    if not messages:
+        raise RequestError(
+            "messages is empty; a chat has at least one message", param="messages", code="empty_prompt"
+        )
+    check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
+    rendered: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    for i, raw in enumerate(messages):
+        at = f"messages[{i}]"
+        warnings += _MESSAGE_POLICY.check(raw, strict=strict, at=at)
+        message = convert(raw, ChatMessage, at)
+        role = _checked_role(message.role, at)
+        calls = _tool_calls(message, role, at)
+        if isinstance(message.content, list):
+            text, more_warnings = _joined(message.content, f"{at}.content", strict)
+            warnings += more_warnings
+        else:
+            text = _text_of(message, role, at)
+        fields: dict[str, Any] = {"role": role, "content": text}
+        if message.name is not None:
+            fields["name"] = message.name
+        reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
+        if reasoning is not None:
+            fields["reasoning_content"] = reasoning
+        if calls:
+            fields["tool_calls"] = calls
+        if message.tool_call_id is not None:
+            fields["tool_call_id"] = message.tool_call_id
+        rendered.append(fields)
+    return rendered, first_warnings(warnings)
+
+
+def _checked_role(role: str, at: str) -> str:
+    if role in _ROLES:
+        return _RENAMED.get(role, role)
+    raise RequestError(
+        f"{at}.role is {show(role)}, which is unknown; use one of {', '.join(_ROLES)}",
+        param=f"{at}.role",
+        code="invalid_value",
+    )
+
+
+def _tool_calls(message: ChatMessage, role: str, at: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's message, in OpenAI's form."""
+    raw = message.tool_calls or []
+    if message.function_call:
+        raw = [*raw, {"type": "function", "function": message.function_call}]
+    if raw and role != "assistant":
+        raise RequestError(
+            f"{at}.tool_calls is set, but only messages of the assistant have tool calls",
+            param=f"{at}.tool_calls",
+            code="invalid_value",
+        )
+    calls = []
+    for i, value in enumerate(raw):
+        place = f"{at}.tool_calls[{i}]"
+        call = convert(_without_nulls_inside(value), _ToolCall, place)
+        if call.custom is not None:
+            name, arguments = call.custom.name, json.dumps({"input": call.custom.input}, ensure_ascii=False)
+        elif call.function is not None:
+            name, given = call.function.name, call.function.arguments
+            arguments = given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False)
+        else:
+            raise RequestError(
+                f"{place}.function is missing; a tool call names a function",
+                param=f"{place}.function",
+                code="missing_field",
+            )
+        calls.append(
+            {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
+        )
+    return calls
+
+
+def _without_nulls_inside(call: Body) -> Body:
+    """A tool call whose function or custom tool has no null members."""
+    return {name: without_nulls(part) if isinstance(part, dict) else part for name, part in call.items()}
+
+
+def _text_of(message: ChatMessage, role: str, at: str) -> str:
+    if isinstance(message.content, str):
+        return message.content
+    if role in ("assistant", "tool"):  # calls without text, a tool without a result
+        return ""
+    raise RequestError(
+        f"{at}.content is missing; a {message.role} message must have it",
+        param=f"{at}.content",
+        code="missing_field",
+    )
+
+
+def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, list[str]]:
+    """The text of a list of parts, and warnings."""
+    texts: list[str] = []
+    warnings: list[str] = []
+    for i, part in enumerate(parts):
+        where = f"{at}[{i}]"
+        kind = part.get("type")
+        if kind != "text":
+            check_is_no_media(kind, where)
+            raise RequestError(
+                f'{where}.type is {show(kind)}, but only "text" is supported yet',
+                param=f"{where}.type",
+                code="unsupported_value",
+            )
+        warnings += _PART_POLICY.check(part, strict=strict, at=where)
+        texts.append(convert(part, TextPart, where).text)
+    return "\n".join(texts), first_warnings(warnings)
+
+
+EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+def chat_conversation(
+    request: ChatRequest, messages: list[dict[str, Any]], spec: GrammarSpec | None
+) -> Conversation:
+    """The conversation of a chat completion.
+
+    Args:
+        request: the body.
+        messages: checked, from `template_messages`.
+        spec: what the answer is constrained to.
+
+    Raises:
+        RequestError: tools, choice or options are invalid.
+    """
+    tools, choice = tools_and_choice(request)
+    if request.continue_final_message and request.add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other; send one of them",
+            param="continue_final_message",
+            code="invalid_value",
+        )
+    return Conversation(
+        messages=messages,
+        tools=tools,
+        tool_choice=choice,
+        tool_path="functions[{}]" if request.functions else "tools[{}].function",
+        spec=spec,
+        reasoning=reasoning_options(request),
+        variables=checked_template_variables(request.chat_template_kwargs),
+        documents=tuple(request.documents or ()),
+        continue_final_message=bool(request.continue_final_message),
+        add_generation_prompt=request.add_generation_prompt is not False,
+    )
+
+
+def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice]:
+    """The tools of a request and the choice among them; the old `functions` are tools.
+
+    Raises:
+        RequestError: they are invalid, or given in both forms.
+    """
+    old = bool(request.functions) or request.function_call not in (None, "")
+    if old and (request.tools or request.tool_choice not in (None, "")):
+        raise RequestError(
+            "functions and function_call are the old form of tools and tool_choice; send only one form",
+            param="functions",
+            code="invalid_value",
+        )
+    if old:
+        functions = request.functions or ()
+        tools = tuple(function_of(each, f"functions[{i}]") for i, each in enumerate(functions))
+        return tools, function_choice_of(request.function_call)
+    tools = tools_of(request.tools or (), "tools")
+    choice = choice_of(request.tool_choice, request.parallel_tool_calls)
+    if choice.mode is ChoiceMode.AUTO and not tools:
+        choice = ToolChoice(mode=ChoiceMode.NONE)
+    return tools, choice
+
+
+def reasoning_options(request: ChatRequest) -> ReasoningOptions:
+    """What a request says about reasoning, in the spellings of several APIs.
+
+    Raises:
+        RequestError: a value is invalid, or two spellings disagree.
+    """
+    thinking, reasoning = request.thinking or {}, request.reasoning or {}
+    efforts: dict[str, object] = {
+        "reasoning_effort": request.reasoning_effort or None,
+        "reasoning.effort": reasoning.get("effort") or None,
+    }
+    budgets: dict[str, object] = {
+        "thinking_token_budget": request.thinking_token_budget,
+        "thinking.budget_tokens": thinking.get("budget_tokens"),
+        "reasoning.max_tokens": reasoning.get("max_tokens"),
+    }
+    enabled = None
+    kind = thinking.get("type") or None
+    if kind is not None:
+        if kind not in ("enabled", "adaptive", "disabled"):
+            raise RequestError(
+                f"thinking.type is {show(kind)}, but it must be enabled, adaptive or disabled",
+                param="thinking.type",
+                code="invalid_value",
+            )
+        enabled = None if kind == "adaptive" else kind == "enabled"
+    return ReasoningOptions(
+        enabled=enabled,
+        effort=checked_effort(*_only(efforts)),
+        budget=checked_budget(*_only(budgets)),
+        include=request.include_reasoning is not False,
+        separate=request.separate_reasoning is not False,
+        stream=request.stream_reasoning is not False,
+    )
+
+
+def checked_effort(param: str, value: object) -> str | None:
+    """An effort, or None.
+
+    Raises:
+        RequestError: it is none of `EFFORTS`.
+    """
+    if value is not None and value not in EFFORTS:
+        raise RequestError(
+            f"{param} is {show(value)}, but it must be one of {', '.join(EFFORTS)}",
+            param=param,
+            code="invalid_value",
+        )
+    return None if value is None else str(value)
+
+
+def checked_budget(param: str, value: object) -> int | None:
+    """A number of tokens, or None.
+
+    Raises:
+        RequestError: it is no integer in [0, MAX_COUNT].
+    """
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
+        raise RequestError(
+            f"{param} is {show(value)}, but it must be a number of tokens, from 0 to {MAX_COUNT}",
+            param=param,
+            code="invalid_value",
+        )
+    return value
+
+
+def _only(values: Body) -> tuple[str, object]:
+    """The one that is set, with its name; the first one for none."""
+    given = [(name, value) for name, value in values.items() if value is not None]
+    for name, value in given[1:]:
+        if value != given[0][1]:
+            raise RequestError(
+                f"{given[0][0]} is {show(given[0][1])} and {name} is {show(value)}, but they mean the same; send one",
+                param=name,
+                code="invalid_value",
+            )
+    return given[0] if given else next(iter(values.items()))
+
+
+def checked_template_variables(variables: dict[str, Any] | None) -> dict[str, Any]:
+    """`chat_template_kwargs`, which must not replace the variables that the server sets.
+
+    Raises:
+        RequestError: it does.
+    """
+    taken = sorted(RESERVED_NAMES & (variables or {}).keys())
+    if taken:
+        raise RequestError(
+            f"chat_template_kwargs has {show(taken[0])}, which the server sets; leave it out",
+            param="chat_template_kwargs",
+            code="invalid_value",
+        )
+    return variables or {}

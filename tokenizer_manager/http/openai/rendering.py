@@ -1,0 +1,138 @@
+"""`POST /v1/chat/completions/render` and `POST /v1/completions/render`: the prompts of a request as token ids.
+
+vLLM has these endpoints and their form: one object for a chat, a list for completions. Routers use them to find the
+worker that has most of a prompt in its cache. A request is read, planned and checked by the code that answers it, so it
+is refused for the same reasons; but nothing is scheduled, and a full queue does not matter.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ....runtime.sampling_params import SamplingParams
+from ...generation import GenerationRequest
+from ...manager import PreparedPrompt
+from ...prompt_encoder import NO_BOS, second_bos
+from ..chat_run import plan_generation
+from ..delivery import Wanted
+from ..exchange import Exchange
+from ..schema.constraint_fields import ConstraintFields
+from ..schema.errors import renamed_fields
+from ..schema.field_policy import first_warnings
+from ..schema.generation_fields import GenerationFields
+from ..services import Services
+from .chat import read_chat
+from .completions import read_completion
+from .wire import RenderedBody
+
+_NATIVE_NAMES: Final = {"include_stop_str_in_output": "no_stop_trim"}
+"""Fields of `SamplingParams` whose name in `sampling_params` of `/generate` is another one."""
+_AT_THE_TOP: Final = ("logprobs", "prompt_logprobs")
+"""Fields of `SamplingParams` that `/generate` has outside of `sampling_params`."""
+_GRAMMAR_IS_LEFT_OUT: Final = (
+    "the answer of this chat has a grammar for tool calls, or one that begins after its reasoning; sampling_params has "
+    "no field for it, so send the chat itself"
+)
+
+
+class _EncodedBody(msgspec.Struct, kw_only=True):
+    """`RenderedBody` with ids that are JSON already: millions of them are encoded off the event loop."""
+
+    token_ids: msgspec.Raw
+    prompt: str | UnsetType
+    model: str
+    sampling_params: dict[str, Any]
+    stream: bool
+    priority: int
+    cache_salt: str | UnsetType
+    lora_path: str | UnsetType
+    return_logprob: bool | UnsetType
+    top_logprobs_num: int | UnsetType
+    warnings: list[str] | UnsetType
+
+
+assert _EncodedBody.__struct_fields__ == RenderedBody.__struct_fields__
+
+
+async def render_chat(exchange: Exchange, services: Services) -> None:
+    """The prompt of a chat."""
+    checked = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
+    call = checked.call(services.manager.now_s())
+    async with exchange.abort_on_disconnect():
+        plan, request = await plan_generation(services, call)
+        with renamed_fields(call.names):
+            [prompt] = await services.prepare(exchange, request)
+        wanted = Wanted(checked.num_choices, checked.num_choices)
+        warnings = checked.warnings + plan.warnings
+        has_fields = request.grammar is None or (plan.reasoning is None and not checked.conversation.tools)
+        if not has_fields:
+            warnings.append(_GRAMMAR_IS_LEFT_OUT)
+        params = _sampling_params(prompt.sampling, wanted, checked.request if has_fields else None)
+        body = await _body(services, checked.request, request, 0, prompt, params)
+        body.warnings = first_warnings(warnings) or UNSET
+        await exchange.send_json(body)
+
+
+async def render_completions(exchange: Exchange, services: Services) -> None:
+    """The prompts of completions, in their order; warnings are in the first."""
+    made = await services.read(exchange, lambda body: read_completion(body, services, exchange.caller))
+    async with exchange.abort_on_disconnect():
+        with renamed_fields(made.names):
+            prompts = await services.prepare(exchange, made.generation)
+        params = [_sampling_params(prompt.sampling, made.wanted, made.request) for prompt in prompts]
+        bodies = [
+            await _body(services, made.request, made.generation, index, prompt, params[index])
+            for index, prompt in enumerate(prompts)
+        ]
+        if made.generation.add_special_tokens:
+            encoded = [prompt.ids for prompt in prompts]
+            made.warnings.extend(second_bos(services.tokenizer, made.prompts, encoded, "prompt", NO_BOS))
+        bodies[0].warnings = made.warnings or UNSET
+        await exchange.send_json(bodies)
+
+
+async def _body(
+    services: Services,
+    fields: GenerationFields,
+    request: GenerationRequest,
+    index: int,
+    prompt: PreparedPrompt,
+    sampling_params: dict[str, Any],
+) -> _EncodedBody:
+    """The answer for prompt `index` of a request."""
+    text, scheduling, sampling = request.prompts[index], request.scheduling, prompt.sampling
+    return _EncodedBody(
+        token_ids=msgspec.Raw(await services.encoder.json_of(prompt.ids)),
+        prompt=text if isinstance(text, str) else UNSET,
+        model=scheduling.served_as or services.served_model,
+        sampling_params=sampling_params,
+        stream=bool(fields.stream),
+        priority=scheduling.priority,
+        cache_salt=fields.cache_salt or UNSET,
+        lora_path=scheduling.served_as or UNSET,
+        return_logprob=UNSET if sampling.logprobs is None else True,
+        top_logprobs_num=sampling.logprobs or UNSET,
+        warnings=UNSET,
+    )
+
+
+def _sampling_params(
+    sampling: SamplingParams, wanted: Wanted, constraint: ConstraintFields | None
+) -> dict[str, Any]:
+    """`sampling_params` of `/generate` for the same answer; None: without the constraint of the request."""
+    params = {
+        _NATIVE_NAMES.get(name, name): value
+        for name, value in msgspec.structs.asdict(sampling).items()
+        if value is not None and value != () and name not in _AT_THE_TOP
+    }
+    if wanted.returned > 1:
+        params["n"] = wanted.returned
+    if wanted.ranked:
+        params["best_of"] = wanted.generated
+    if constraint is not None:
+        given = ((name, getattr(constraint, name)) for name in ConstraintFields.__struct_fields__)
+        params |= {name: value for name, value in given if value is not None}
+    return params

@@ -1,0 +1,260 @@
+"""The bodies of `/v1/chat/completions`, `/v1/completions` and their `/render`, as typed structs.
+
+A field of a request is optional if OpenAI's is, and null means absent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from ....grammar.answer_report import Truncated
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ..schema.accounting import Timings, UsageBody
+from ..schema.field_types import (
+    Count,
+    CountOrNone,
+    Effort,
+    Messages,
+    Prompts,
+    ToolChoiceField,
+)
+from ..schema.generation_fields import GenerationFields, at_least_one
+from ..schema.values import check_count
+
+
+class ChatRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/chat/completions`; `messages` is checked one by one in `chat_messages`."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: CountOrNone | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    tools: list[Any] | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: ToolChoiceField = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: CountOrNone | None = None
+    thinking: dict[str, Any] | None = None  # Anthropic's form: type, budget_tokens
+    reasoning: dict[str, Any] | None = None  # OpenRouter's form: effort, max_tokens
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
+
+    def max_new_tokens(self) -> tuple[int | None, str]:
+        """The requested length, and the field that has it.
+
+        Raises:
+            RequestError: two fields disagree, or it is below 1.
+        """
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise RequestError(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}, "
+                f"but they mean the same; send one",
+                param="max_tokens",
+                code="invalid_value",
+            )
+        if self.max_completion_tokens is not None:
+            name, value = "max_completion_tokens", self.max_completion_tokens
+            return at_least_one(value, name), name
+        return at_least_one(self.max_tokens, "max_tokens"), "max_tokens"
+
+    def num_top_logprobs(self, limits: RequestLimits) -> int | None:
+        """k, or None if no log-probabilities are requested.
+
+        Raises:
+            RequestError: `top_logprobs` without `logprobs`, or out of range.
+        """
+        if self.logprobs:
+            count = self.top_logprobs or 0
+            check_count("top_logprobs", count, 0, limits.max_logprobs, "max_logprobs")
+            return count
+        if self.top_logprobs:
+            raise RequestError(
+                f"top_logprobs is {self.top_logprobs}, but logprobs is not true; set it or leave both out",
+                param="top_logprobs",
+                code="invalid_value",
+            )
+        return None
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """Body of `POST /v1/completions`; `prompt` may take four forms, see `prompts_of`."""
+
+    prompt: Prompts
+    best_of: Count | None = None
+    echo: bool | None = None
+    logprobs: CountOrNone | None = None
+    add_special_tokens: bool | None = None
+
+
+C = TypeVar("C")
+
+
+class OpenAIBody(msgspec.Struct, Generic[C], kw_only=True):
+    """A response in one piece, or one event of a stream. A subclass sets `object`."""
+
+    id: str
+    object: str = ""
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[C]
+    usage: UsageBody | UnsetType | None = UNSET
+    timings: Timings | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    kv_transfer_params: dict[str, Any] | UnsetType = UNSET
+
+
+class FunctionBody(msgspec.Struct):
+    """The function of a call; `arguments` is the JSON that the model wrote."""
+
+    name: str
+    arguments: str
+
+
+class CustomBody(msgspec.Struct):
+    """A call of a custom tool."""
+
+    name: str
+    input: str
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One tool call."""
+
+    id: str
+    type: str
+    function: FunctionBody | UnsetType = UNSET
+    custom: CustomBody | UnsetType = UNSET
+
+
+class ChatMessageBody(msgspec.Struct, kw_only=True):
+    """The assistant's message; clients expect the field `refusal`."""
+
+    role: str = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallBody] | UnsetType = UNSET
+    function_call: FunctionBody | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    """One answer."""
+
+    index: int
+    message: ChatMessageBody
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    truncated: Truncated | UnsetType = UNSET
+
+
+class ChatCompletion(OpenAIBody[ChatChoice], kw_only=True):
+    """The body in one piece."""
+
+    object: str = "chat.completion"
+    usage: UsageBody
+    timings: Timings
+
+
+class ChatChunkChoice(msgspec.Struct):
+    """The new part of one answer."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    truncated: Truncated | UnsetType = UNSET
+
+
+class ChatChunk(OpenAIBody[ChatChunkChoice], kw_only=True):
+    """One event of a stream."""
+
+    object: str = "chat.completion.chunk"
+
+
+class ChatTopLogprob(msgspec.Struct):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    """One token of the answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """`logprobs` of a chat choice."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """`logprobs` of a completions choice: parallel lists; a prompt's first token has null."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    """One answer, or the new part of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    truncated: Truncated | UnsetType = UNSET
+
+
+class Completion(OpenAIBody[CompletionChoice], kw_only=True):
+    """The body, or one event of a stream: the completions API has one shape for both."""
+
+    object: str = "text_completion"
+
+
+class RenderedBody(msgspec.Struct, kw_only=True):
+    """The prompt of a request as token ids, and its options under the names that `/generate` has for them.
+
+    Attributes:
+        token_ids: for `input_ids` of `/generate`, or `prompt` of `/v1/completions`.
+        prompt: their text; absent if the client sent ids.
+        model: the name of the model or the adapter that would answer.
+        sampling_params: for `/generate`, with the defaults of this server.
+        priority: as a number.
+    """
+
+    token_ids: list[int]
+    prompt: str | UnsetType = UNSET
+    model: str
+    sampling_params: dict[str, Any]
+    stream: bool
+    priority: int
+    cache_salt: str | UnsetType = UNSET
+    lora_path: str | UnsetType = UNSET
+    return_logprob: Literal[True] | UnsetType = UNSET
+    top_logprobs_num: int | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET

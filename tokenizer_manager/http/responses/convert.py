@@ -1,0 +1,478 @@
+"""The Responses API: its items to a `Conversation`, its settings to a request, and deltas to events and items.
+
+Order of events: created, in_progress; for each item output_item.added, its parts and deltas, output_item.done; then
+completed, incomplete or failed. An answer in one piece is the final object of the same writer, so that both have the
+same items.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, NamedTuple, assert_never
+
+import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from ....runtime.config.engine_config import EngineConfig
+from ....runtime.config.request_limits import RequestLimits
+from ....runtime.errors import RequestError
+from ....runtime.sampling_defaults import SamplingDefaults
+from ....runtime.sampling_params import SamplingParams
+from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
+from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
+from ...conversation.parsing.emitter import CUSTOM_INPUT
+from ..openai.messages import checked_template_variables
+from ..openai.tools import choice_of, tool_of
+from ..schema.constraints import Constraint, constraint_of, json_object, json_schema
+from ..schema.errors import renamed_fields
+from ..schema.field_policy import Notes, policy_of
+from ..schema.generation_fields import at_least_one
+from ..schema.values import (
+    Body,
+    check_limit,
+    convert,
+    effort_options,
+    objects,
+    one_of,
+    refused,
+    shortened,
+    show,
+    text_of,
+)
+from .wire import (
+    POLICY,
+    CustomToolCallItem,
+    FunctionCallItem,
+    IncompleteDetails,
+    Item,
+    ItemStatus,
+    MessageItem,
+    OutputText,
+    ReasoningFields,
+    ReasoningItem,
+    ReasoningText,
+    ResponseBody,
+    ResponseError,
+    ResponseEvent,
+    ResponsesRequest,
+    ResponsesUsage,
+    TextOptions,
+)
+
+LENGTH_PARAM: Final = "max_output_tokens"
+FORMAT_PARAM: Final = "text.format"
+NAMES: Final = {"max_new_tokens": LENGTH_PARAM, "max_tokens": LENGTH_PARAM, "min_new_tokens": "min_tokens"}
+_MAX_SHOWN: Final = 60
+_ROLES: Final = ("user", "assistant", "system", "developer")
+_TEXT_PARTS: Final = frozenset(
+    {"input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text"}
+)
+_RUN_BY_SERVERS: Final = frozenset(
+    {
+        "code_interpreter_call",
+        "computer_call",
+        "file_search_call",
+        "image_generation_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "mcp_call",
+        "mcp_list_tools",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    }
+)
+"""Items of tools that the server of an earlier answer ran."""
+_NO_EFFECT: Final = ("async", "caller", "encrypted_content", "id", "phase", "status")
+_CALL: Final = policy_of(("call_id", "name", "namespace", "arguments"), _NO_EFFECT)
+_OUTPUT: Final = policy_of(("call_id", "output"), (*_NO_EFFECT, "name", "namespace"))
+_ITEMS: Final = {
+    "message": policy_of(("role", "content"), _NO_EFFECT),
+    "function_call": _CALL,
+    "function_call_output": _OUTPUT,
+    "custom_tool_call": policy_of(("call_id", "name", "namespace", "input"), _NO_EFFECT),
+    "custom_tool_call_output": _OUTPUT,
+    "reasoning": policy_of(("content", "summary"), _NO_EFFECT),
+}
+
+
+Namespaces = dict[str, tuple[str, str]]
+"""Name of a tool as the model sees it -> its namespace, and its name there."""
+_NAMESPACE_END: Final = "__"
+"""Between the two, for the model."""
+
+
+class ReadResponses(NamedTuple):
+    """A checked request."""
+
+    request: ResponsesRequest
+    conversation: Conversation
+    constraint: Constraint | None
+    sampling: SamplingParams
+    warnings: list[str]
+    namespaces: Namespaces
+
+
+def read_responses(
+    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
+) -> ReadResponses:
+    """Check a request; `defaults`: for the sampling fields that it leaves out.
+
+    Raises:
+        RequestError: a field is refused; names its path.
+    """
+    notes = Notes(POLICY.check(body, strict=strict), strict=strict)
+    request = convert(body, ResponsesRequest)
+    if request.n not in (None, 1):
+        raise refused(
+            "n", f"is {request.n}, but a response has one answer; leave it out", "unsupported_value"
+        )
+    history = History()
+    if request.instructions:
+        history.system(request.instructions)
+    _read_input(request.input, history, notes, limits)
+    tools, namespaces = _tools(request.tools or [], notes)
+    text = convert(request.text or {}, TextOptions, "text")
+    if text.verbosity not in (None, "medium"):
+        notes.warn("text.verbosity has no effect")
+    constraint = _constraint(request, text, answers)
+    if constraint is not None:
+        notes.warn(*constraint.warnings)
+    conversation = Conversation(
+        messages=history.messages,
+        tools=tools,
+        tool_choice=choice_of(request.tool_choice, request.parallel_tool_calls),
+        tool_path="tools[{}]",
+        spec=None if constraint is None else constraint.use.spec,
+        reasoning=_reasoning(request.reasoning),
+        variables=checked_template_variables(request.chat_template_kwargs),
+    )
+    with renamed_fields(NAMES):
+        sampling = request.sampling(
+            limits,
+            defaults,
+            max_new_tokens=at_least_one(request.max_output_tokens, LENGTH_PARAM),
+            min_new_tokens=request.min_tokens,
+            keep_stop=False,
+        )
+    return ReadResponses(request, conversation, constraint, sampling, notes.warnings, namespaces)
+
+
+# ---------------------------------------------------------------- input
+
+
+def _read_input(value: object, history: History, notes: Notes, limits: RequestLimits) -> None:
+    if isinstance(value, str):
+        if not value:
+            raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
+        history.user(value)
+        return
+    if not isinstance(value, list):
+        raise refused(
+            "input", f"is {show(value)}, but it must be a string or a list of items", "invalid_type"
+        )
+    if not value:
+        raise refused("input", "is empty; a chat has at least one message", "empty_prompt")
+    check_limit("input", len(value), "items", limits.max_messages, "max_messages")
+    for at, item in objects(value, "input"):
+        _read_item(item, at, history, notes)
+
+
+def _read_item(item: Body, at: str, history: History, notes: Notes) -> None:
+    kind = item.get("type", "message")
+    if isinstance(kind, str) and kind in _ITEMS:
+        notes.check(_ITEMS[kind], item, at)
+    match kind:
+        case "message":
+            _read_message(item, at, history)
+        case "function_call":
+            history.call(_text(item, "call_id", at), _tool_name(item, at), _text(item, "arguments", at))
+        case "custom_tool_call":
+            arguments = json.dumps({CUSTOM_INPUT: _text(item, "input", at)}, ensure_ascii=False)
+            history.call(_text(item, "call_id", at), _tool_name(item, at), arguments)
+        case "function_call_output" | "custom_tool_call_output":
+            history.result(
+                _text(item, "call_id", at), text_of(item.get("output"), f"{at}.output", _TEXT_PARTS)
+            )
+        case "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            text = text_of(parts, f"{at}.content" if item.get("content") else f"{at}.summary", _TEXT_PARTS)
+            if text:
+                history.reasoning(text)
+        case str() if kind in _RUN_BY_SERVERS:
+            notes.warn(f"{at} ({kind}) was left out: it belongs to a tool that this server does not run")
+        case _:
+            raise RequestError(
+                f"{at}.type is {show(kind)}, which is not supported; send messages, function_call, "
+                f"function_call_output, custom_tool_call, custom_tool_call_output or reasoning items",
+                param=f"{at}.type",
+                code="unsupported_value",
+            )
+
+
+def _read_message(item: Body, at: str, history: History) -> None:
+    role = one_of(item.get("role"), _ROLES, f"{at}.role")
+    text = text_of(item.get("content"), f"{at}.content", _TEXT_PARTS)
+    match role:
+        case "user":
+            history.user(text)
+        case "assistant":
+            history.assistant(text)
+        case _:
+            history.system(text)
+
+
+def _text(item: Body, key: str, at: str) -> str:
+    if key not in item:
+        raise refused(f"{at}.{key}", "is missing; the item must have it", "missing_field")
+    return convert(item[key], str, f"{at}.{key}")
+
+
+# ---------------------------------------------------------------- tools
+
+
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[tuple[Tool, ...], Namespaces]:
+    """The tools that the client runs, those in namespaces too; others are left out with a warning."""
+    kept: list[Tool] = []
+    namespaces: Namespaces = {}
+    for at, tool in objects(tools, "tools"):
+        if tool.get("type") != "namespace":
+            kept += _tool(tool, at, notes)
+            continue
+        namespace = _text(tool, "name", at)
+        inner = convert(tool.get("tools") or [], list[dict[str, Any]], f"{at}.tools")
+        for place, entry in objects(inner, f"{at}.tools"):
+            for made in _tool(entry, place, notes):
+                name = f"{namespace}{_NAMESPACE_END}{made.name}"
+                namespaces[name] = (namespace, made.name)
+                kept.append(replace(made, name=name))
+    return tuple(kept), namespaces
+
+
+def _tool(tool: Body, at: str, notes: Notes) -> list[Tool]:
+    """A tool, or none with a warning."""
+    kind = tool.get("type")
+    if isinstance(kind, str) and kind not in ("function", "custom"):
+        notes.warn(f"{at} ({shortened(kind, _MAX_SHOWN)}) was left out: this server does not run tools")
+        return []
+    return [tool_of(tool, at)]
+
+
+def _tool_name(call: Body, at: str) -> str:
+    """The name of the tool of an earlier call, as the model sees it."""
+    name = _text(call, "name", at)
+    if call.get("namespace") is None:
+        return name
+    return f"{_text(call, 'namespace', at)}{_NAMESPACE_END}{name}"
+
+
+# ---------------------------------------------------------------- settings
+
+
+def _constraint(request: ResponsesRequest, text: TextOptions, config: EngineConfig) -> Constraint | None:
+    """The constraint of `text.format`, or of a field of another engine."""
+    own = None if text.format is None else _format(text.format, config, request)
+    other = constraint_of(request, config.answers, config.limits, strict_server=config.server.strict)
+    if own is not None and other is not None:
+        raise RequestError(
+            f"{own.param} and {other.param} exclude each other; send one of them",
+            param=other.param,
+            code="conflicting_constraints",
+        )
+    return own or other
+
+
+def _format(form: dict[str, Any], config: EngineConfig, request: ResponsesRequest) -> Constraint | None:
+    match one_of(form.get("type"), ("text", "json_object", "json_schema"), f"{FORMAT_PARAM}.type"):
+        case "json_object":
+            return json_object(FORMAT_PARAM, config, request)
+        case "json_schema":
+            return json_schema(
+                form.get("schema"),
+                FORMAT_PARAM,
+                f"{FORMAT_PARAM}.schema",
+                config,
+                strict=form.get("strict") is True,
+                fields=request,
+            )
+        case _:
+            return None
+
+
+def _reasoning(value: dict[str, Any] | None) -> ReasoningOptions:
+    fields = convert(value or {}, ReasoningFields, "reasoning")
+    return replace(effort_options(fields.effort, "reasoning.effort"), budget=fields.max_tokens)
+
+
+_encoder: Final = msgspec.json.Encoder()
+
+
+class ResponseStream:
+    """Writes one response.
+
+    Attributes:
+        body: the response object as of the latest event.
+    """
+
+    def __init__(
+        self,
+        body: ResponseBody,
+        make_id: Callable[[str], str],
+        namespaces: Mapping[str, tuple[str, str]] | None = None,
+    ) -> None:
+        """Begin.
+
+        Args:
+            body: in progress, without output.
+            make_id: a new id with the given prefix.
+            namespaces: name of a tool as the model sees it -> its namespace, and its name there.
+        """
+        self._namespaces = namespaces or {}
+        self.body = body
+        self._make_id = make_id
+        self._sequence_number = 0
+        self._item: Item | None = None  # the open one, the last of `_items`
+        self._texts: list[str] = []  # of the open item
+        self._items: list[Item] = []
+
+    def begin(self) -> bytes:
+        """The first two events."""
+        return self._event("response.created", response=self.body) + self._event(
+            "response.in_progress", response=self.body
+        )
+
+    def events(self, deltas: Iterable[Delta]) -> bytes:
+        """The events for some deltas."""
+        return b"".join(map(self._delta, deltas))
+
+    def complete(self, finish_reason: str | None, usage: ResponsesUsage, now_s: int) -> bytes:
+        """The events that end a response whose generation has finished."""
+        is_cut = finish_reason == "length"
+        events = self._end_item("incomplete" if is_cut else "completed")
+        self.body = replace(
+            self.body,
+            status="incomplete" if is_cut else "completed",
+            completed_at=None if is_cut else now_s,
+            incomplete_details=IncompleteDetails("max_output_tokens") if is_cut else None,
+            output=self._items,
+            usage=usage,
+        )
+        return events + self._event(f"response.{self.body.status}", response=self.body)
+
+    def fail(self, error: ResponseError, usage: ResponsesUsage | None) -> bytes:
+        """The events that end a response whose generation has failed."""
+        events = self._end_item("incomplete")
+        self.body = replace(self.body, status="failed", error=error, output=self._items, usage=usage)
+        return events + self._event("response.failed", response=self.body)
+
+    # ------------------------------------------------------------ deltas
+
+    def _delta(self, delta: Delta) -> bytes:
+        match delta:
+            case Reasoning(text):
+                return self._text(ReasoningItem, text, "response.reasoning_text.delta")
+            case Content(text):
+                return self._text(MessageItem, text, "response.output_text.delta", logprobs=[])
+            case CallBegin(_, call_id, name, custom):
+                events = self._end_item("completed")
+                kind, prefix = (CustomToolCallItem, "ctc") if custom else (FunctionCallItem, "fc")
+                namespace, short = self._namespaces.get(name, (UNSET, name))
+                return events + self._add(
+                    kind(
+                        id=self._make_id(prefix),
+                        status="in_progress",
+                        call_id=call_id,
+                        name=short,
+                        namespace=namespace,
+                    )
+                )
+            case CallArguments(_, text):
+                return self._arguments(text)
+            case CallEnd():
+                return self._end_item("completed")
+
+    def _text(
+        self, kind: type[ReasoningItem] | type[MessageItem], text: str, name: str, **more: Any
+    ) -> bytes:
+        if not text:
+            return b""
+        events = b""
+        if not isinstance(self._item, kind):
+            events = self._end_item("completed")
+            prefix = "rs" if kind is ReasoningItem else "msg"
+            events += self._add(kind(id=self._make_id(prefix), status="in_progress"))
+            if kind is MessageItem:
+                events += self._event(
+                    "response.content_part.added", **self._place(), content_index=0, part=OutputText()
+                )
+        self._texts.append(text)
+        return events + self._event(name, **self._place(), content_index=0, delta=text, **more)
+
+    def _arguments(self, text: str) -> bytes:
+        if not text:
+            return b""
+        self._texts.append(text)
+        kind = (
+            "custom_tool_call_input"
+            if isinstance(self._item, CustomToolCallItem)
+            else "function_call_arguments"
+        )
+        return self._event(f"response.{kind}.delta", **self._place(), delta=text)
+
+    # ------------------------------------------------------------ items
+
+    def _add(self, item: Item) -> bytes:
+        self._item = item
+        self._items.append(item)
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+
+    def _end_item(self, status: ItemStatus) -> bytes:
+        """The events that end the open item, if there is one."""
+        if self._item is None:
+            return b""
+        events = b""
+        if (
+            isinstance(self._item, FunctionCallItem)
+            and status == "completed"
+            and not "".join(self._texts).strip()
+        ):
+            self._texts.clear()
+            events = self._arguments("{}")
+        text, place = "".join(self._texts), self._place()
+        item: Item
+        match self._item:
+            case MessageItem():
+                part = OutputText(text=text)
+                item = replace(self._item, status=status, content=[part])
+                events += self._event(
+                    "response.output_text.done", **place, content_index=0, text=text, logprobs=[]
+                )
+                events += self._event("response.content_part.done", **place, content_index=0, part=part)
+            case ReasoningItem():
+                item = replace(self._item, status=status, content=[ReasoningText(text=text)])
+                events += self._event("response.reasoning_text.done", **place, content_index=0, text=text)
+            case FunctionCallItem():
+                item = replace(self._item, status=status, arguments=text)
+                events += self._event(
+                    "response.function_call_arguments.done", **place, name=item.name, arguments=text
+                )
+            case CustomToolCallItem():
+                item = replace(self._item, status=status, input=text)
+                events += self._event("response.custom_tool_call_input.done", **place, input=text)
+            case _ as unreachable:
+                assert_never(unreachable)
+        self._items[-1] = item
+        self._item = None
+        self._texts.clear()
+        return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _place(self) -> dict[str, Any]:
+        assert self._item is not None
+        return {"output_index": len(self._items) - 1, "item_id": self._item.id}
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        data = ResponseEvent(type=kind, sequence_number=self._sequence_number, **fields)
+        self._sequence_number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + _encoder.encode(data) + b"\n\n"
