@@ -97,11 +97,11 @@ def _ask_server(url: str, api_key: str | None, rid: str) -> Explanation:
     body = _json_of(response)
     error_body = body.get("error")
     if isinstance(error_body, dict) and error_body.get("code") == "request_not_found":
-        return Explanation(0, False, str(error_body.get("message", "")))
+        return Explanation(False, str(error_body.get("message", "")))
     if "sentence" in body:
         columns = tuple(map(str, body.get("columns", ())))
         rows = tuple(tuple(map(str, row)) for row in body.get("rows", ()))
-        return Explanation(0, bool(body.get("found")), str(body["sentence"]), columns, rows)
+        return Explanation(bool(body.get("found")), str(body["sentence"]), columns, rows)
     if response.status_code == httpx.codes.NOT_FOUND:
         raise ServerError(f"{base} does not explain requests; is it an engine of this version? Check --url")
     if response.status_code != httpx.codes.OK:

@@ -14,17 +14,11 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ..runtime.messages import (
-    AdapterDone,
     BatchTextOutput,
     BatchTokenOutput,
     DetokenizerInput,
-    Explanation,
     Finish,
     FinishKind,
-    FlushCacheDone,
-    ManagerInput,
-    PinDone,
-    RequestList,
     SchedulerReport,
     TextOptions,
     TextOutput,
@@ -64,16 +58,14 @@ class Detokenizer:
         """Requests that have a state here."""
         return len(self._texts) + len(self._answered)
 
-    def handle(self, message: DetokenizerInput) -> ManagerInput | None:
-        """The answer to a message from the scheduler, if any; all but rows and reports pass unchanged."""
+    def handle(self, message: DetokenizerInput) -> BatchTextOutput | SchedulerReport | None:
+        """The message to the tokenizer manager that a message of the scheduler causes; None if there is none."""
         match message:
             case BatchTokenOutput():
                 batch = self.process(message)
                 return batch if batch.outputs else None
             case SchedulerReport():
                 return replace(message, detokenizer_reqs=self.num_live_reqs)
-            case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
-                return message
             case _:
                 assert_never(message)
 

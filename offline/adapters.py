@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..runtime.errors import RequestError
+from ..runtime.messages import AdapterDone, LoadAdapter, UnloadAdapter
 from ..runtime.request_checks import check_flag, check_text, plain, shown, wrong_type
 from ..tokenizer_manager.adapters.adapter_list import AdapterList
 
@@ -80,7 +81,7 @@ class LocalAdapters:
             store_id = self._list.stored_id(spec)
             if store_id is None:
                 store_id = self._list.new_store_id()
-                done = self._engine.load_adapter(store_id, spec)
+                done = self._engine.call(LoadAdapter(store_id, spec), AdapterDone)
                 if done.error:
                     raise RequestError(done.error, param="path", code="invalid_adapter")
             old = self._list.find(name)
@@ -112,7 +113,7 @@ class LocalAdapters:
                     status=409,
                 )
             if self._list.take_unnamed(adapter):
-                self._engine.unload_adapter(adapter.store_id)
+                self._engine.call(UnloadAdapter(adapter.store_id), AdapterDone)
 
     def _drop_replaced(self) -> None:
         """Drop the weights of replaced adapters that no request uses any more."""
@@ -123,7 +124,7 @@ class LocalAdapters:
             if self._engine.num_users(adapter.spec.fingerprint):
                 still_used.append(adapter)
             elif self._list.take_unnamed(adapter):
-                self._engine.unload_adapter(adapter.store_id)
+                self._engine.call(UnloadAdapter(adapter.store_id), AdapterDone)
         self._replaced = still_used
 
     @staticmethod

@@ -15,7 +15,7 @@ from ..launch.resolve.capacity import capacity_of
 from ..launch.resolve.gpus.device_order import DEVICE_ORDER
 from ..launch.resolve.prepare import Prepared
 from ..runtime.errors import ConfigError
-from ..runtime.messages import LoadAdapter
+from ..runtime.messages import Call, LoadAdapter
 from .engine import EngineParts, EngineThread
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
             adapters=None if runner.adapters is None else runner.adapters.store,
         )
         for adapter in prepared.adapters:
-            pipeline.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
+            pipeline.handle(Call(0, LoadAdapter(adapter.store_id, adapter.spec)))
         pipeline.finish_reads()
         return EngineParts(scheduler, pipeline, Detokenizer(tokenizer), capacity, recorder)
 

@@ -26,24 +26,18 @@ from ..runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
     AdapterDone,
-    BatchTextOutput,
-    Explain,
+    Call,
+    CallAnswer,
+    CallRequest,
     Explanation,
-    FlushCache,
     FlushCacheDone,
     GenerateRequest,
-    LoadAdapter,
     PinDone,
-    PinPrefix,
-    RequestList,
     SchedulerInput,
-    SchedulerReport,
     TextOutput,
-    UnloadAdapter,
 )
 
 if TYPE_CHECKING:
-    from ..runtime.adapter_spec import AdapterSpec
     from ..scheduler.journal.recorder import Recorder
     from ..scheduler.pipeline import Pipeline
     from ..scheduler.scheduler import Scheduler
@@ -51,7 +45,6 @@ if TYPE_CHECKING:
 _CLOSE_TIMEOUT_S: Final = 30.0  # after `close` at most one step still runs
 _MIN_WAIT_S: Final = 1e-3  # if the scheduler's wake-up time has passed and it still has nothing to do
 
-Answer = FlushCacheDone | PinDone | Explanation | AdapterDone
 A = TypeVar("A", FlushCacheDone, PinDone, Explanation, AdapterDone)
 
 RowQueue = queue.SimpleQueue[TextOutput | EngineDeadError]
@@ -137,50 +130,14 @@ class EngineThread:
         if os.getpid() == self._pid:
             self._loop.send(AbortRequest(rid, reason))
 
-    def flush_cache(self) -> FlushCacheDone:
-        """Drop every page of the prefix cache that no running request uses.
+    def call(self, request: CallRequest, kind: type[A]) -> A:
+        """Wait for the scheduler's answer to a call, which is of this kind; steps go on meanwhile.
 
         Raises:
             EngineDeadError: the engine has ended.
         """
         self.check_usable()
-        return self._loop.ask(FlushCache, FlushCacheDone)
-
-    def pin(self, input_ids: bytes, ttl_s: float, extra_key: str, lora_id: str = "") -> PinDone:
-        """Keep the cached part of a prompt ([n] int32) for `ttl_s` seconds; 0 unpins.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-        self.check_usable()
-        return self._loop.ask(lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key, lora_id), PinDone)
-
-    def explain(self, rid: str) -> Explanation:
-        """The scheduling history of a request, running or finished, if the scheduler still has it.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-        self.check_usable()
-        return self._loop.ask(lambda explain_id: Explain(explain_id, rid), Explanation)
-
-    def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
-        """Read a LoRA adapter; steps go on meanwhile.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-        self.check_usable()
-        return self._loop.ask(lambda call_id: LoadAdapter(call_id, store_id, adapter), AdapterDone)
-
-    def unload_adapter(self, store_id: int) -> AdapterDone:
-        """Forget a LoRA adapter; requests that still use it end with an error.
-
-        Raises:
-            EngineDeadError: the engine has ended.
-        """
-        self.check_usable()
-        return self._loop.ask(lambda call_id: UnloadAdapter(call_id, store_id), AdapterDone)
+        return self._loop.call(request, kind)
 
     def num_users(self, lora_id: str) -> int:
         """Open requests that use a LoRA adapter."""
@@ -201,9 +158,9 @@ class _Loop:
         self._lock = threading.Lock()  # guards the four below
         self._rows_of: dict[str, RowQueue] = {}  # open requests
         self._lora_of: dict[str, str] = {}  # of these, those with an adapter
-        self._answers: dict[int, queue.SimpleQueue[Answer | EngineDeadError]] = {}  # of pending calls
+        self._answers: dict[int, queue.SimpleQueue[CallAnswer | EngineDeadError]] = {}  # of pending calls
         self._death: EngineDeadError | None = None
-        self._question_ids = itertools.count(1)  # 0: no answer is wanted
+        self._call_ids = itertools.count(1)  # 0: no answer is wanted
         self._closing = False
         self._built: queue.SimpleQueue[Capacity | BaseException] = queue.SimpleQueue()
 
@@ -229,18 +186,17 @@ class _Loop:
     def send(self, message: SchedulerInput) -> None:
         self._inbox.put((message,))
 
-    def ask(self, question: Callable[[int], SchedulerInput], kind: type[A]) -> A:
-        """Send the message made for a new id, and wait for its answer, which has this type."""
-        answers: queue.SimpleQueue[Answer | EngineDeadError] = queue.SimpleQueue()
-        question_id = next(self._question_ids)
+    def call(self, request: CallRequest, kind: type[A]) -> A:
+        answers: queue.SimpleQueue[CallAnswer | EngineDeadError] = queue.SimpleQueue()
+        call_id = next(self._call_ids)
         with self._lock:
             self._check_alive()
-            self._answers[question_id] = answers
-        self._inbox.put((question(question_id),))
+            self._answers[call_id] = answers
+        self._inbox.put((Call(call_id, request),))
         answer = answers.get()
         if isinstance(answer, EngineDeadError):
             raise EngineDeadError(str(answer)) from answer
-        assert isinstance(answer, kind), f"{type(answer).__name__} answers a question for {kind.__name__}"
+        assert isinstance(answer, kind), f"{type(answer).__name__} answers a call for {kind.__name__}"
         return answer
 
     def close(self) -> None:
@@ -299,26 +255,13 @@ class _Loop:
                 messages = self._inbox.get_nowait()
 
     def _deliver(self, parts: EngineParts) -> None:
-        for message in parts.scheduler.take_outputs():
-            match parts.detokenizer.handle(message):
-                case BatchTextOutput(outputs=rows):
-                    for row in rows:
-                        self._deliver_row(parts, row)
-                case FlushCacheDone() as done:
-                    self._answer(done.flush_id, done)
-                case PinDone() as done:
-                    self._answer(done.pin_id, done)
-                case Explanation() as explanation:
-                    self._answer(explanation.explain_id, explanation)
-                case AdapterDone() as done:
-                    self._answer(done.call_id, done)
-                case SchedulerReport() | RequestList() | None:  # there are no list requests in process
-                    pass
-
-    def _answer(self, question_id: int, answer: Answer) -> None:
-        with self._lock:
-            answers = self._answers.pop(question_id)
-        answers.put(answer)
+        for batch in parts.scheduler.take_outputs():
+            for row in parts.detokenizer.process(batch).outputs:
+                self._deliver_row(parts, row)
+        for done in parts.scheduler.take_call_answers():
+            with self._lock:
+                answers = self._answers.pop(done.call_id)
+            answers.put(done.answer)
 
     def _deliver_row(self, parts: EngineParts, row: TextOutput) -> None:
         finish = row.finish
@@ -336,10 +279,10 @@ class _Loop:
             self._death = death
             open_requests, self._rows_of = self._rows_of, {}
             self._lora_of.clear()
-            questions, self._answers = self._answers, {}
+            calls, self._answers = self._answers, {}
         for rows in open_requests.values():
             rows.put(death)
-        for answers in questions.values():
+        for answers in calls.values():
             answers.put(death)
 
 

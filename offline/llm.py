@@ -21,7 +21,7 @@ from ..models.hub.download_progress import DownloadState, Progress
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import EngineDeadError, RequestError
-from ..runtime.messages import Explanation, FlushCacheDone, PinDone
+from ..runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, PinDone, PinPrefix
 from ..runtime.request_checks import check_integer, check_number, check_text, plain
 from ..runtime.sampling_params import MAX_COUNT, SamplingParams
 from ..tokenizer_manager.http.schema.constraints import chat_grammar, check_constraint_with_tools
@@ -505,7 +505,7 @@ class LLM:
 
     def flush_cache(self) -> FlushCacheDone:
         """Drop cached prefixes; for measurements."""
-        return self._engine.flush_cache()
+        return self._engine.call(FlushCache(), FlushCacheDone)
 
     @own_names()
     def pin(self, prompt: Prompt, *, ttl: float, cache_salt: str = "", lora: str | None = None) -> PinDone:
@@ -529,12 +529,13 @@ class LLM:
                 param="prompt",
                 code="invalid_value",
             )
-        return self._engine.pin(encode_token_ids(token_ids), ttl, cache_salt, self._adapters.lora_id(lora))
+        pin = PinPrefix(encode_token_ids(token_ids), ttl, cache_salt, self._adapters.lora_id(lora))
+        return self._engine.call(pin, PinDone)
 
     def why(self, request_id: str) -> Explanation:
         """Why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""
         check_text("request_id", request_id)
-        return self._engine.explain(request_id)
+        return self._engine.call(Explain(request_id), Explanation)
 
     # ------------------------------------------------------------ end
 

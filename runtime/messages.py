@@ -3,6 +3,8 @@
     tokenizer_manager --SchedulerInput--> scheduler --DetokenizerInput--> detokenizer --ManagerInput-->
     tokenizer_manager
 
+    scheduler --CallDone--> tokenizer_manager
+
 Token ids travel as bytes (int32, little-endian): 8,192 of them decode in microseconds where a list takes most of a
 millisecond. What a process only forwards (`Usage`, `Logprobs`, `SchedulerReport`) is nested and passed untouched.
 """
@@ -134,6 +136,152 @@ def base_rid(rid: str) -> str:
     return rid.partition(_ATTEMPT)[0]
 
 
+# ---------------------------------------------------------------- calls: tokenizer manager -> scheduler, and back
+
+# A call is named in three places: here, in `tokenizer_manager/control.py` and in `scheduler/queries/calls.py`.
+
+
+class FlushCache(Message, frozen=True):
+    """Drop every unlocked page of the prefix cache."""
+
+
+class FlushCacheDone(Message, frozen=True):
+    """Answer to `FlushCache`: tokens that were dropped, and tokens that stay because running requests use them."""
+
+    flushed_tokens: int
+    kept_tokens: int
+
+
+class PinPrefix(Message, frozen=True):
+    """Keep the cached part of a prefix for a time, within the quota.
+
+    Pinning again sets a new end; `ttl_s` 0 unpins. Pinned pages are evicted last, but they are evicted when running
+    requests need them: a pin can never block admission.
+    """
+
+    input_ids: bytes
+    ttl_s: float
+    extra_key: str = ""
+    lora_id: str = ""  # as in `GenerateRequest`
+
+
+class PinDone(Message, frozen=True):
+    """Answer to `PinPrefix`: tokens that are pinned, tokens that were asked for, and the `reason` for a difference."""
+
+    pinned_tokens: int
+    asked_tokens: int
+    reason: str = ""
+
+
+class Explain(Message, frozen=True):
+    """Ask for the scheduling history of a request."""
+
+    rid: str
+
+
+class Explanation(Message, frozen=True):
+    """Answer to `Explain`: one sentence and a table; not `found` if the scheduler has no record of the request."""
+
+    found: bool
+    sentence: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+
+
+class ListRequests(Message, frozen=True):
+    """Ask for the requests that are not finished, at most `limit`."""
+
+    limit: int
+
+
+class LiveRequest(Record, frozen=True):
+    """A request that is not finished.
+
+    Attributes:
+        rid: the request.
+        phase: waiting, waiting_grammar, prefill, decode, retracted or swapped.
+        prompt_len, output_len, max_new_tokens, cached_tokens, num_retractions, priority: as in the scheduler.
+        age_s: seconds since it arrived.
+        reason: the last pass's verdict on it, as the decision log names it (no_kv, ...); "" if no pass has reached it,
+            or if it decodes.
+        why: the same in words.
+        need, have: the arithmetic, in tokens; 0 and 0 if there is none.
+    """
+
+    rid: str
+    phase: str
+    prompt_len: int
+    output_len: int
+    max_new_tokens: int
+    cached_tokens: int
+    age_s: float
+    num_retractions: int = 0
+    priority: int = 0
+    reason: str = ""
+    why: str = ""
+    need: int = 0
+    have: int = 0
+
+
+class RequestList(Message, frozen=True):
+    """Answer to `ListRequests`: first the requests with a row, then the waiting ones, each in order of arrival.
+
+    Attributes:
+        total: number of unfinished requests, listed or not.
+        last_pass: figures of the last pass: step_id, decodes, and the budgets before and after it, in tokens.
+    """
+
+    requests: list[LiveRequest]
+    total: int
+    last_pass: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class LoadAdapter(Message, frozen=True):
+    """Read a LoRA adapter into host memory.
+
+    Requests for it may be sent from now on: they wait until it is read, and fail if it cannot be.
+
+    Attributes:
+        store_id: of the adapter, above 0; made by the tokenizer manager, one for each fingerprint.
+    """
+
+    store_id: int
+    adapter: AdapterSpec
+
+
+class UnloadAdapter(Message, frozen=True):
+    """Forget an adapter; requests that still use it end with an error."""
+
+    store_id: int
+
+
+class AdapterDone(Message, frozen=True):
+    """Answer to `LoadAdapter` and `UnloadAdapter`; `error` is "" if it was done."""
+
+    error: str = ""
+
+
+Question = Explain | ListRequests
+"""The calls that change nothing; the decision log leaves them out."""
+
+CallRequest = FlushCache | PinPrefix | LoadAdapter | UnloadAdapter | Question
+CallAnswer = FlushCacheDone | PinDone | AdapterDone | Explanation | RequestList
+
+
+class Call(Message, frozen=True):
+    """A call that is no generation; one `CallDone` with the same id answers it, unless the id is 0."""
+
+    call_id: int
+    request: CallRequest
+
+
+class CallDone(Message, frozen=True):
+    """The scheduler's answer to a `Call`, sent to the tokenizer manager without the detokenizer."""
+
+    call_id: int
+    answer: CallAnswer
+
+
 # ---------------------------------------------------------------- tokenizer manager -> scheduler
 
 
@@ -219,38 +367,6 @@ class GrammarReady(Message, frozen=True):
     compile_s: float = 0.0
 
 
-class PinPrefix(Message, frozen=True):
-    """Keep the cached part of a prefix for a time, within the quota; answered by `PinDone` with the same id.
-
-    Pinning again sets a new end; `ttl_s` 0 unpins. Pinned pages are evicted last, but they are evicted when running
-    requests need them: a pin can never block admission.
-    """
-
-    pin_id: int
-    input_ids: bytes
-    ttl_s: float
-    extra_key: str = ""
-    lora_id: str = ""  # as in `GenerateRequest`
-
-
-class Explain(Message, frozen=True):
-    """Ask for the scheduling history of a request; answered by `Explanation` with the same id."""
-
-    explain_id: int
-    rid: str
-
-
-class ListRequests(Message, frozen=True):
-    """Ask for the requests that are not finished; answered by `RequestList` with the same id.
-
-    Attributes:
-        limit: most requests to list.
-    """
-
-    list_id: int
-    limit: int
-
-
 class AbortRequest(Message, frozen=True):
     """End a request in any state; idempotent, unknown and finished ids are ignored.
 
@@ -273,26 +389,6 @@ class AbandonRequests(Message, frozen=True):
     before_s: float
 
 
-class FlushCache(Message, frozen=True):
-    """Drop every unlocked page of the prefix cache; answered by `FlushCacheDone` with the same id."""
-
-    flush_id: int
-
-
-class LoadAdapter(Message, frozen=True):
-    """Read a LoRA adapter into host memory; answered by `AdapterDone` with the same `call_id` unless that is 0.
-
-    Requests for it may be sent from now on: they wait until it is read, and fail if it cannot be.
-
-    Attributes:
-        store_id: of the adapter, above 0; made by the tokenizer manager, one for each fingerprint.
-    """
-
-    call_id: int
-    store_id: int
-    adapter: AdapterSpec
-
-
 class AdapterRead(Message, frozen=True):
     """The scheduler's process has read an adapter, or cannot: `error` says why."""
 
@@ -300,25 +396,13 @@ class AdapterRead(Message, frozen=True):
     error: str = ""
 
 
-class UnloadAdapter(Message, frozen=True):
-    """Forget an adapter; requests that still use it end with an error. Answered as `LoadAdapter` is."""
-
-    call_id: int
-    store_id: int
-
-
 SchedulerInput = (
     GenerateRequest
     | AbortRequest
     | AbandonRequests
-    | FlushCache
     | GrammarReady
-    | PinPrefix
-    | Explain
-    | ListRequests
-    | LoadAdapter
+    | Call
     | AdapterRead
-    | UnloadAdapter
     | FromPeer
     | PagesWritten
     | PeerLost
@@ -409,89 +493,10 @@ class SchedulerReport(Message, frozen=True):
     num_queue_tokens: int = 0  # of the waiting requests, those with their KV on the host left out
 
 
-class FlushCacheDone(Message, frozen=True):
-    """Answer to `FlushCache`: tokens that were dropped, and tokens that stay because running requests use them."""
-
-    flush_id: int
-    flushed_tokens: int
-    kept_tokens: int
+DetokenizerInput = BatchTokenOutput | SchedulerReport
 
 
-class PinDone(Message, frozen=True):
-    """Answer to `PinPrefix`: tokens that are pinned, tokens that were asked for, and the `reason` for a difference."""
-
-    pin_id: int
-    pinned_tokens: int
-    asked_tokens: int
-    reason: str = ""
-
-
-class Explanation(Message, frozen=True):
-    """Answer to `Explain`: one sentence and a table; not `found` if the scheduler has no record of the request."""
-
-    explain_id: int
-    found: bool
-    sentence: str
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = ()
-
-
-class LiveRequest(Record, frozen=True):
-    """A request that is not finished.
-
-    Attributes:
-        rid: the request.
-        phase: waiting, waiting_grammar, prefill, decode, retracted or swapped.
-        prompt_len, output_len, max_new_tokens, cached_tokens, num_retractions, priority: as in the scheduler.
-        age_s: seconds since it arrived.
-        reason: the last pass's verdict on it, as the decision log names it (no_kv, ...); "" if no pass has reached it,
-            or if it decodes.
-        why: the same in words.
-        need, have: the arithmetic, in tokens; 0 and 0 if there is none.
-    """
-
-    rid: str
-    phase: str
-    prompt_len: int
-    output_len: int
-    max_new_tokens: int
-    cached_tokens: int
-    age_s: float
-    num_retractions: int = 0
-    priority: int = 0
-    reason: str = ""
-    why: str = ""
-    need: int = 0
-    have: int = 0
-
-
-class RequestList(Message, frozen=True):
-    """Answer to `ListRequests`: first the requests with a row, then the waiting ones, each in order of arrival.
-
-    Attributes:
-        total: number of unfinished requests, listed or not.
-        last_pass: figures of the last pass: step_id, decodes, and the budgets before and after it, in tokens.
-    """
-
-    list_id: int
-    requests: list[LiveRequest]
-    total: int
-    last_pass: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-class AdapterDone(Message, frozen=True):
-    """Answer to `LoadAdapter` and `UnloadAdapter`; `error` is "" if it was done."""
-
-    call_id: int
-    error: str = ""
-
-
-DetokenizerInput = (
-    BatchTokenOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
-)
-
-
-# ---------------------------------------------------------------- detokenizer -> tokenizer manager
+# ---------------------------------------------------------------- detokenizer, scheduler -> tokenizer manager
 
 
 class TextOutput(Record, frozen=True):
@@ -525,8 +530,6 @@ class BatchTextOutput(Message, frozen=True):
     outputs: list[TextOutput]
 
 
-ManagerInput = (
-    BatchTextOutput | SchedulerReport | FlushCacheDone | PinDone | Explanation | RequestList | AdapterDone
-)
+ManagerInput = BatchTextOutput | SchedulerReport | CallDone
 
 HEARTBEAT_INTERVAL_S = 0.5

@@ -36,8 +36,7 @@ from .prefix_cache.base import NoPrefixCache, PrefixCache
 from .prefix_cache.block_events import BlockEvents, BlockRecorder, NoBlockEvents, block_size_for
 from .prefix_cache.eviction import make_eviction
 from .prefix_cache.radix_cache import RadixCache
-from .queries.explainer import Explainer
-from .queries.pinner import Pinner
+from .queries.calls import Calls
 from .records.decision_log import DecisionLog
 from .records.stats import SchedulerStats
 from .requests.deadlines import Deadlines
@@ -71,8 +70,7 @@ class SchedulerParts:
     settler: ResultSettler
     deadlines: Deadlines
     sentinel: StallSentinel
-    pinner: Pinner
-    explainer: Explainer
+    calls: Calls
     answers: Answers
     stats: SchedulerStats
     adapters: AdapterTable
@@ -208,8 +206,14 @@ def assemble(
         ),
         deadlines=Deadlines(config.queue_timeout, config.request_timeout),
         sentinel=StallSentinel(),
-        pinner=Pinner(kv, max_pinned_tokens=max_pinned_pages * page_size),
-        explainer=Explainer(decisions, requests.by_id),
+        calls=Calls(
+            kv,
+            requests,
+            decisions,
+            adapters=adapters,
+            adapter_slots=adapter_slots,
+            max_pinned_tokens=max_pinned_pages * page_size,
+        ),
         answers=answers,
         stats=stats,
         adapters=adapters,

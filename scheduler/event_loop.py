@@ -43,6 +43,7 @@ class EventLoop:
         runner: Runner,
         inbox: Inbox[SchedulerInput],
         outbox: Outbox,
+        manager: Outbox,
         child: Child,
         step_log: StepLog,
         clock: Callable[[], float] = time.monotonic,
@@ -59,6 +60,8 @@ class EventLoop:
         """Take the parts.
 
         Args:
+            outbox: to the detokenizer.
+            manager: to the tokenizer manager, for the answers to calls.
             clock: CLOCK_MONOTONIC, which all processes of the engine share.
             idle_work: called while there are no requests, with the highest page used so far. It does some milliseconds
                 of work for later steps and returns whether there is more to do.
@@ -70,6 +73,7 @@ class EventLoop:
         self._scheduler = scheduler
         self._inbox = inbox
         self._outbox = outbox
+        self._manager = manager
         self._child = child
         self._step_log = step_log
         self._clock = clock
@@ -127,6 +131,8 @@ class EventLoop:
             self._has_idle_work = self._idle_work(self._scheduler.highest_used_page)
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
+        for done in self._scheduler.take_call_answers():
+            self._manager.send(done)
         # After `advance`, which has waited for all steps that were launched before a page could be claimed: no step in
         # flight writes to a page that another engine may write to from now on.
         self._transfer.send(self._scheduler.take_transfer_commands())

@@ -41,7 +41,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
-from ..runtime.messages import AdapterRead, LoadAdapter, SchedulerInput, SchedulerReport, UnloadAdapter
+from ..runtime.messages import AdapterRead, Call, LoadAdapter, SchedulerInput, SchedulerReport, UnloadAdapter
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
 from .adapters.adapter_reader import AdapterReader, EndOfRead, NoAdapterReader
 from .batch import ScheduleBatch
@@ -104,11 +104,11 @@ class Pipeline:
         self._scheduler.handle(message, now_s)
         self._grammars.clear()
         match message:
-            case LoadAdapter() if self._scheduler.is_reading(message.store_id):
+            case Call(request=LoadAdapter() as load) if self._scheduler.is_reading(load.store_id):
                 self._num_reads += 1
-                self._adapters.read_later(message.store_id, message.adapter)
-            case UnloadAdapter():
-                self._adapters.drop(message.store_id)
+                self._adapters.read_later(load.store_id, load.adapter)
+            case Call(request=UnloadAdapter() as unload):
+                self._adapters.drop(unload.store_id)
 
     @property
     def is_preparing(self) -> bool:

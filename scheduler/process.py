@@ -26,7 +26,7 @@ from ..model_runner.load import load_model_runner
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.messages import LoadAdapter, SchedulerInput
+from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from ..runtime.transport.kv_transfer import KVLayout
@@ -109,6 +109,7 @@ def main(child: Child) -> None:
         runner,
         inbox,
         outbox,
+        Outbox(settings.endpoints.tokenizer_manager),
         child,
         step_log,
         recorder=recorder,
@@ -121,7 +122,7 @@ def main(child: Child) -> None:
         replica=settings.replica,
     )
     for adapter in settings.adapters:
-        loop.handle(LoadAdapter(0, adapter.store_id, adapter.spec))
+        loop.handle(Call(0, LoadAdapter(adapter.store_id, adapter.spec)))
     if not settings.life:  # later, one that cannot be read any more fails its own requests
         loop.finish_reads()
     group.meet("loaded")  # so the first step's collective operations do not wait for ranks that still load

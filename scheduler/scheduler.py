@@ -36,24 +36,17 @@ from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbandonRequests,
     AbortRequest,
-    AdapterDone,
     AdapterRead,
-    DetokenizerInput,
-    Explain,
-    Explanation,
+    BatchTokenOutput,
+    Call,
+    CallDone,
     Finish,
     FinishKind,
-    FlushCache,
-    FlushCacheDone,
     GenerateRequest,
     GrammarReady,
     KVHandoff,
-    ListRequests,
-    LoadAdapter,
-    PinPrefix,
     SchedulerInput,
     SchedulerReport,
-    UnloadAdapter,
 )
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..runtime.transport.kv_transfer import (
@@ -74,7 +67,6 @@ from .memory.ledger import LedgerError
 from .pass_state import PassState, StallAction, record_of
 from .phases import Work
 from .prefix_cache.block_events import BlockEvent
-from .queries.request_list import list_requests
 from .records.decision_log import Arrived, DecisionLog, Handover, RefusedToken, Settled, vector_digest
 from .report import report_of
 from .requests.intake import reason_to_refuse
@@ -162,7 +154,7 @@ class Scheduler:
         return MaskFiller(self._capacity.vocab_size, self._parts.memory.pool)
 
     def handle(self, message: SchedulerInput, now_s: float) -> None:
-        """Take a message. `take_outputs` returns the answers, if there are any."""
+        """Take a message. `take_outputs` and `take_call_answers` return the answers, if there are any."""
         match message:
             case GenerateRequest():
                 self._receive(message, now_s)
@@ -174,30 +166,22 @@ class Scheduler:
                 self._abandon(message.before_s, now_s)
             case GrammarReady():
                 self._take_grammar(message, now_s)
-            case FlushCache():
-                dropped, kept = self._kv.flush()
-                page_size = self._capacity.page_size
-                self._answers.message(FlushCacheDone(message.flush_id, dropped * page_size, kept * page_size))
-            case PinPrefix():
-                self._answers.message(self._parts.pinner.pin(message, now_s))
-            case Explain():
-                self._answer(self._parts.explainer.ask(message))
-            case ListRequests():
-                self._answers.message(list_requests(self._requests, self.decisions, message, now_s))
-            case LoadAdapter():
-                self._answer_calls([self._parts.adapters.load(message)])
-            case AdapterRead():
-                self._take_adapter(message, now_s)
-            case UnloadAdapter():
-                self._unload_adapter(message, now_s)
+            case Call():
+                self._parts.calls.handle(message, now_s, self._end_users_of)
+            case AdapterRead(store_id=store_id, error=error):
+                self._parts.calls.adapter_read(store_id, error, now_s, self._end_users_of)
             case FromPeer() | PagesWritten() | PeerLost():
                 self._change(self._transfer.handle(message, now_s), now_s)
             case _:
                 assert_never(message)
 
-    def take_outputs(self) -> list[DetokenizerInput]:
-        """Everything to send since the last call, in order."""
+    def take_outputs(self) -> list[BatchTokenOutput]:
+        """The rows for the detokenizer since the last call, in order."""
         return self._answers.take()
+
+    def take_call_answers(self) -> list[CallDone]:
+        """The answers to calls since the last call of this, in order."""
+        return self._parts.calls.take()
 
     def take_block_events(self) -> Sequence[BlockEvent]:
         """What entered and left the prefix cache since the last call, in order; empty unless `records_blocks`."""
@@ -310,34 +294,11 @@ class Scheduler:
         if finish is not None:
             self._end([(req, finish)], now_s, grammar_ends={req.rid: req.matcher.error})
 
-    def _take_adapter(self, message: AdapterRead, now_s: float) -> None:
-        """An adapter is read. If it could not be, the requests that wait for it fail."""
-        fingerprint, answers = self._parts.adapters.read(message.store_id, message.error)
-        self._answer_calls(answers)
-        if message.error and fingerprint:
-            self._end_users_of(fingerprint, message.error, 400, now_s)
-
-    def _unload_adapter(self, message: UnloadAdapter, now_s: float) -> None:
-        fingerprint = self._parts.adapters.remove(message.store_id)
-        if fingerprint:
-            self._end_users_of(fingerprint, "the LoRA adapter of the request was unloaded", 409, now_s)
-            self._parts.adapter_slots.unloaded(fingerprint)
-        self._answer_calls([AdapterDone(message.call_id)])
-
-    def _answer_calls(self, answers: Sequence[AdapterDone | None]) -> None:
-        for answer in answers:
-            if answer is not None and answer.call_id:
-                self._answers.message(answer)
-
     def _end_users_of(self, fingerprint: str, error: str, status: int, now_s: float) -> None:
         finish = Finish(FinishKind.ERROR, message=error, status=status)
         users = [req for req in self._requests.by_id.values() if req.lora_id == fingerprint]
         if users:
             self._end([(req, finish) for req in users], now_s)
-
-    def _answer(self, explanation: Explanation | None) -> None:
-        if explanation is not None:
-            self._answers.message(explanation)
 
     def _end(
         self, ended: list[tuple[Req, Finish]], now_s: float, grammar_ends: dict[str, str] | None = None
@@ -360,7 +321,7 @@ class Scheduler:
         A pass that only took memory from running requests is followed by another one at once. When the last request
         has left its row, one IDLE step, without tokens, tells the runner.
         """
-        self._answer(self._parts.explainer.next_pass())
+        self._parts.calls.next_pass()
         if expired := self._deadlines.take_expired(now_s):
             self._stats.timed_out_reqs += len(expired)
             self._end(expired, now_s)
@@ -484,9 +445,9 @@ class Scheduler:
         """When `next_batch` has something to do without a message; None if never. A time in the past means at once.
 
         The causes are a deadline, the end of a policy's wait, the next try after the device ran out of memory, and a
-        pending `Explain` message.
+        pending `Explain` call.
         """
-        if self._parts.explainer.has_questions:
+        if self._parts.calls.has_questions:
             return 0.0
         if not self._requests:
             return self._transfer.wake_s()

@@ -1,13 +1,15 @@
-"""`Control`: calls to the scheduler that are no generation: flush, pin, explain, list.
+"""`Control`: calls to the scheduler that are no generation: flush, pin, explain, list, adapters.
 
-Each is a message with an id, and its answer carries that id. `PendingCalls` matches the two.
+Each is a `Call` with an id, and each scheduler answers it with a `CallDone` with that id. `PendingCalls` matches the
+two; `merged` makes one answer of those of several schedulers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Final, TypeVar, assert_never
 
 from msgspec.structs import replace
@@ -16,6 +18,10 @@ from ..runtime.adapter_spec import AdapterSpec
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.messages import (
     AdapterDone,
+    Call,
+    CallAnswer,
+    CallDone,
+    CallRequest,
     Explain,
     Explanation,
     FlushCache,
@@ -29,7 +35,6 @@ from ..runtime.messages import (
     UnloadAdapter,
 )
 from .admission.feasibility_check import check_may_fit
-from .dispatch.answers import Answer, merged
 from .engine_state import EngineState
 from .generation import Prompt
 from .prompt_encoder import PromptEncoder
@@ -46,7 +51,7 @@ class _Call:
 
     def __init__(self, num_expected: int) -> None:
         self.num_expected = num_expected
-        self.answers: list[Answer] = []
+        self.answers: list[CallAnswer] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
@@ -75,10 +80,8 @@ class PendingCalls:
         """How many wait for an answer."""
         return len(self._pending)
 
-    async def call(
-        self, make: Callable[[int], SchedulerInput], kind: type[A], timeout_s: float | None = None
-    ) -> A:
-        """Send what `make` returns for a new id, and wait for the schedulers' answers, which are of this kind.
+    async def call(self, request: CallRequest, kind: type[A], timeout_s: float | None = None) -> A:
+        """Send a call, and wait for the schedulers' answers, which are of this kind.
 
         Args:
             timeout_s: if the answer may take longer than usual.
@@ -93,7 +96,7 @@ class PendingCalls:
         call_id = self._last_id
         call = self._pending[call_id] = _Call(self._num_schedulers())
         try:
-            self._send(make(call_id))
+            self._send(Call(call_id, request))
             timeout_s = self._timeout_s if timeout_s is None else timeout_s
             async with asyncio.timeout(timeout_s):
                 await call.done
@@ -105,11 +108,11 @@ class PendingCalls:
         assert isinstance(answer, kind), f"{type(answer).__name__} answers a call for {kind.__name__}"
         return answer
 
-    def resolve(self, call_id: int, answer: Answer) -> None:
+    def resolve(self, done: CallDone) -> None:
         """Take an answer for its caller, if that still waits."""
-        call = self._pending.get(call_id)
+        call = self._pending.get(done.call_id)
         if call is not None and not call.done.done():
-            call.answers.append(answer)
+            call.answers.append(done.answer)
             if len(call.answers) == call.num_expected:
                 call.done.set_result(None)
 
@@ -146,21 +149,9 @@ class Control:
         self._engine = engine
         self._log = log
 
-    def resolve(self, answer: Answer) -> None:
-        """Take an answer of the scheduler."""
-        match answer:
-            case FlushCacheDone():
-                self._calls.resolve(answer.flush_id, answer)
-            case PinDone():
-                self._calls.resolve(answer.pin_id, answer)
-            case Explanation():
-                self._calls.resolve(answer.explain_id, answer)
-            case RequestList():
-                self._calls.resolve(answer.list_id, answer)
-            case AdapterDone():
-                self._calls.resolve(answer.call_id, answer)
-            case _:
-                assert_never(answer)
+    def resolve(self, done: CallDone) -> None:
+        """Take an answer of a scheduler."""
+        self._calls.resolve(done)
 
     def fail(self, message: str) -> None:
         """No scheduler will answer the pending calls: raise `EngineDeadError` in each."""
@@ -173,7 +164,7 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(FlushCache, FlushCacheDone)
+        return await self._calls.call(FlushCache(), FlushCacheDone)
 
     async def load_adapter(self, store_id: int, adapter: AdapterSpec) -> AdapterDone:
         """Have the scheduler's process read an adapter, which takes as long as its disk needs.
@@ -182,9 +173,7 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(
-            lambda call_id: LoadAdapter(call_id, store_id, adapter), AdapterDone, _ADAPTER_TIMEOUT_S
-        )
+        return await self._calls.call(LoadAdapter(store_id, adapter), AdapterDone, _ADAPTER_TIMEOUT_S)
 
     async def unload_adapter(self, store_id: int) -> AdapterDone:
         """Have the scheduler forget an adapter.
@@ -193,7 +182,7 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        return await self._calls.call(lambda call_id: UnloadAdapter(call_id, store_id), AdapterDone)
+        return await self._calls.call(UnloadAdapter(store_id), AdapterDone)
 
     async def explain(self, request_id: str) -> Explanation:
         """Why a request waited, was retracted or missed the cache; also an ended one that the scheduler remembers.
@@ -207,7 +196,7 @@ class Control:
         self._engine.check_answering()
         ended = f"{request_id}-0" if _GENERATION_ID.fullmatch(request_id) else request_id
         rid = next((choice.rid for choice in self._log.choices_of(request_id)), ended)
-        return await self._calls.call(lambda explain_id: Explain(explain_id, rid), Explanation)
+        return await self._calls.call(Explain(rid), Explanation)
 
     async def pin(
         self,
@@ -246,10 +235,7 @@ class Control:
                 code="invalid_value",
             )
         self._engine.check_answering()  # a process may have died during tokenization
-        input_ids = ids.tobytes()
-        return await self._calls.call(
-            lambda pin_id: PinPrefix(pin_id, input_ids, ttl_s, extra_key, lora_id), PinDone
-        )
+        return await self._calls.call(PinPrefix(ids.tobytes(), ttl_s, extra_key, lora_id), PinDone)
 
     async def list_requests(self, limit: int) -> RequestList:
         """The live requests as the scheduler sees them, at most `limit`.
@@ -258,5 +244,42 @@ class Control:
             EngineDeadError: the scheduler does not answer.
         """
         self._engine.check_answering()
-        answer = await self._calls.call(lambda list_id: ListRequests(list_id, limit), RequestList)
+        answer = await self._calls.call(ListRequests(limit), RequestList)
         return replace(answer, requests=answer.requests[:limit])  # each scheduler lists so many
+
+
+def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
+    """One answer from those of the schedulers, at least one, all of one kind.
+
+    Flushed tokens and requests are those of all. A prefix is pinned wherever it is cached, and the longest one counts:
+    the requests that use it go there. A request is explained by the scheduler that knows it; an adapter is loaded if
+    all have loaded it.
+    """
+    first, *others = answers
+    if not others:
+        return first
+    match first:
+        case FlushCacheDone():
+            counts = [each for each in answers if isinstance(each, FlushCacheDone)]
+            flushed, kept = (
+                sum(each.flushed_tokens for each in counts),
+                sum(each.kept_tokens for each in counts),
+            )
+            return replace(first, flushed_tokens=flushed, kept_tokens=kept)
+        case PinDone():
+            pins = [each for each in answers if isinstance(each, PinDone)]
+            return max(pins, key=lambda each: each.pinned_tokens)
+        case Explanation():
+            return next((each for each in answers if isinstance(each, Explanation) and each.found), first)
+        case RequestList():
+            lists = [each for each in answers if isinstance(each, RequestList)]
+            figures: Counter[str] = Counter()
+            for each in lists:
+                figures.update(each.last_pass)
+            requests = [request for each in lists for request in each.requests]
+            total = sum(each.total for each in lists)
+            return replace(first, requests=requests, total=total, last_pass=dict(figures))
+        case AdapterDone():
+            return next((each for each in answers if isinstance(each, AdapterDone) and each.error), first)
+        case _:
+            assert_never(first)

@@ -27,14 +27,10 @@ from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.messages import (
     AbortRequest,
-    AdapterDone,
     BatchTextOutput,
-    Explanation,
+    CallDone,
     FinishKind,
-    FlushCacheDone,
     ManagerInput,
-    PinDone,
-    RequestList,
     SchedulerInput,
     SchedulerReport,
     TextOutput,
@@ -83,7 +79,7 @@ class TokenizerManager:
     Attributes:
         engine: state of the replicas.
         request_log: the live requests.
-        control: calls to the scheduler other than generation: flush, pin, explain, list.
+        control: calls to the scheduler other than generation.
     """
 
     def __init__(
@@ -265,7 +261,7 @@ class TokenizerManager:
                 self._limiter.reported(self.engine.report or message)
                 self._overload.wake_next()
                 self._aborter.fail_slow_readers()
-            case FlushCacheDone() | PinDone() | Explanation() | RequestList() | AdapterDone():
+            case CallDone():
                 self.control.resolve(message)
             case _:
                 assert_never(message)

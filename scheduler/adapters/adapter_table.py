@@ -60,23 +60,23 @@ class AdapterTable:
             return self._failed[fingerprint][1]
         return "the LoRA adapter of the request is not loaded any more; send it again"
 
-    def load(self, message: LoadAdapter) -> AdapterDone | None:
-        """Take an adapter that is about to be read; returns the answer if there is nothing to wait for."""
+    def load(self, call_id: int, request: LoadAdapter) -> AdapterDone | None:
+        """Take an adapter that is about to be read; returns the answer to the call if there is nothing to wait for."""
         if not self._is_enabled:
             error = "the server runs without LoRA adapters; start it with --enable-lora"
-            return AdapterDone(message.call_id, error)
-        adapter = self._adapters.get(message.adapter.fingerprint)
+            return AdapterDone(error)
+        adapter = self._adapters.get(request.adapter.fingerprint)
         if adapter is None:
-            adapter = Adapter(message.store_id, message.adapter.name)
-            self._failed.pop(message.adapter.fingerprint, None)
-            self._adapters[message.adapter.fingerprint] = adapter
+            adapter = Adapter(request.store_id, request.adapter.name)
+            self._failed.pop(request.adapter.fingerprint, None)
+            self._adapters[request.adapter.fingerprint] = adapter
         elif adapter.is_ready:
-            return AdapterDone(message.call_id)
-        adapter.calls.append(message.call_id)
+            return AdapterDone()
+        adapter.calls.append(call_id)
         return None
 
-    def read(self, store_id: int, error: str) -> tuple[str, list[AdapterDone]]:
-        """An adapter is read, or cannot be; returns its fingerprint ("" if it is unknown), and the answers."""
+    def read(self, store_id: int, error: str) -> tuple[str, list[int]]:
+        """An adapter is read, or cannot be; returns its fingerprint ("" if unknown), and the calls that waited."""
         fingerprint = self.fingerprint_of(store_id)
         if not fingerprint:
             return "", []
@@ -86,7 +86,7 @@ class AdapterTable:
             self._failed[fingerprint] = store_id, error
         adapter.is_ready = True
         calls, adapter.calls = adapter.calls, []
-        return fingerprint, [AdapterDone(call_id, error) for call_id in calls]
+        return fingerprint, calls
 
     def remove(self, store_id: int) -> str:
         """Forget an adapter; returns its fingerprint, "" if it is unknown."""

@@ -47,7 +47,8 @@ logger = logging.getLogger(__name__)
 
 MAGIC: Final = b"\x89EDL\r\n\x1a\n"
 """Begins each run. As a record's length it would exceed `MAX_RECORD_BYTES`, so it cannot be mistaken for a record."""
-VERSION: Final = 2
+VERSION: Final = 3
+"""Version 2 had a message for each kind of call, with an id of its own, instead of `Call`."""
 RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
 MAX_RECORD_BYTES: Final = 64 << 20
@@ -144,7 +145,8 @@ class Idle(msgspec.Struct, tag="idle", array_like=True):
 
 
 LogRecord = Header | Input | DecisionRecord | Planning | Idle
-_decoder: Final = msgspec.msgpack.Decoder(LogRecord)
+_decoder: Final[msgspec.msgpack.Decoder[LogRecord]] = msgspec.msgpack.Decoder(LogRecord)
+_OLD_CALLS: Final = ("FlushCache", "PinPrefix", "LoadAdapter", "UnloadAdapter")
 
 
 class LoggedRun:
@@ -284,10 +286,24 @@ def _read_record(file: BinaryIO) -> LogRecord | None:
     if zlib.crc32(payload) != checksum:
         raise _Damage("damaged")
     try:
-        record: LogRecord = _decoder.decode(payload)
+        return _decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:  # RecursionError: deeply nested lists
         raise _Damage(f"a record that this engine ({__version__}) does not understand ({error})") from None
-    return record
+
+
+def _decode(payload: bytes) -> LogRecord:
+    """The record in these bytes, also a call that was written by version 2: `[tag, id, field, ...]`.
+
+    Raises:
+        MsgspecError, RecursionError: they are no record.
+    """
+    try:
+        return _decoder.decode(payload)
+    except msgspec.ValidationError:
+        match msgspec.msgpack.decode(payload):
+            case ["input", now_s, [str(tag), int(call_id), *fields]] if tag in _OLD_CALLS:
+                return msgspec.convert(["input", now_s, ["Call", call_id, [tag, *fields]]], Input)
+        raise
 
 
 def _find_magic(file: BinaryIO, start: int) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.feasibility import Capacity
-from ...runtime.messages import Explain, ListRequests, SchedulerInput
+from ...runtime.messages import Call, Question, SchedulerInput
 from ..batch import ScheduleBatch
 from ..scheduler import Scheduler
 from .log_file import Idle, Input, LogRecord, Planning
@@ -85,7 +85,7 @@ class FileRecorder:
 
     def received(self, message: SchedulerInput, now_s: float) -> None:
         self._write_decisions()
-        if not isinstance(message, Explain | ListRequests):  # a question changes nothing
+        if not (isinstance(message, Call) and isinstance(message.request, Question)):
             self._write(Input(now_s, message))
 
     def planning(self, now_s: float) -> None:

@@ -201,6 +201,7 @@ class _Calls:
         except Exception as error:  # a bug that ended the run; the replay reproduces it
             self.raised = f"{type(error).__name__}: {error}"
         scheduler.take_outputs()
+        scheduler.take_call_answers()
         scheduler.take_transfer_commands()
         decisions = scheduler.decisions
         self._replayed.extend(decisions.since(self._num_seen))

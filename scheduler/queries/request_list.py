@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain, islice
 
-from ...runtime.messages import ListRequests, LiveRequest, RequestList
+from ...runtime.messages import LiveRequest, RequestList
 from ..records.decision_log import DecisionLog, PassRecord
 from ..records.verdict import Reason, Verdict
 from ..requests.req import Req, ReqStatus
@@ -17,16 +17,13 @@ from ..requests.requests import Requests
 from ..step_size.step_target import UNLIMITED
 
 
-def list_requests(
-    requests: Requests, decisions: DecisionLog, message: ListRequests, now_s: float
-) -> RequestList:
-    """The answer to `message`; see `RequestList`."""
+def list_requests(requests: Requests, decisions: DecisionLog, limit: int, now_s: float) -> RequestList:
+    """At most `limit` of the unfinished requests; see `RequestList`."""
     last = decisions.last if decisions.num_passes else None
     verdicts = {} if last is None else {each.rid: each for each in (*last.continued, *last.verdicts)}
-    told = islice(_in_order(requests), message.limit)
+    listed = islice(_in_order(requests), limit)
     return RequestList(
-        message.list_id,
-        [_live(req, verdicts.get(req.rid), last, now_s) for req in told],
+        [_live(req, verdicts.get(req.rid), last, now_s) for req in listed],
         len(requests),
         {} if last is None else dict(_figures(last)),
     )

@@ -32,7 +32,6 @@ _CAUSES: Final = {
 def explain(
     records: Iterable[DecisionRecord],
     rid: str,
-    explain_id: int = 0,
     *,
     names: Sequence[str] | None = None,
     beginning: Beginning | None = None,
@@ -47,7 +46,6 @@ def explain(
     Args:
         records: oldest first; read once.
         rid: see above.
-        explain_id: for the answer.
         names: rids that may be meant, if already known; at most one if there is a `beginning`.
         beginning: facts about an unfinished request, in case the log has dropped its arrival.
         advice: added to the answer if nothing is known of the request.
@@ -78,7 +76,7 @@ def explain(
         last_s = record.now_s
     if not stories or not stories[0].is_known:
         words = _unknown(rid, list(others), num_records, last_s - first_s, hint=not for_clients)
-        return Explanation(explain_id, False, f"{words}{advice}.")
+        return Explanation(False, f"{words}{advice}.")
     story = stories[0]
     if for_clients:
         for episode in story.episodes:
@@ -89,7 +87,7 @@ def explain(
     sentence = _sentence(story, last_s)
     if story.rid != rid and len(choices) > 1:
         sentence += f" It is one of {len(choices)} choices; ask for {', '.join(list(choices)[1:4])} as well."
-    return Explanation(explain_id, True, sentence, COLUMNS, tuple(_rows(story)))
+    return Explanation(True, sentence, COLUMNS, tuple(_rows(story)))
 
 
 def _unknown(rid: str, others: list[str], num_records: int, span_s: float, *, hint: bool) -> str:

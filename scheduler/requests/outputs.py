@@ -6,7 +6,6 @@ import numpy as np
 
 from ...runtime.messages import (
     BatchTokenOutput,
-    DetokenizerInput,
     Finish,
     FinishKind,
     GenerateRequest,
@@ -64,22 +63,18 @@ class StopRules:
 
 
 class Answers:
-    """Messages to the detokenizer, in order, until the event loop takes them."""
+    """Rows for the detokenizer, in order, until the event loop takes them."""
 
     def __init__(self) -> None:
-        self._messages: list[DetokenizerInput] = []
+        self._messages: list[BatchTokenOutput] = []
 
     def rows(self, rows: list[TokenOutput]) -> None:
         """Add output rows, at most one per request."""
         if rows:
             self._messages.append(BatchTokenOutput(rows))
 
-    def message(self, message: DetokenizerInput) -> None:
-        """Add any other message."""
-        self._messages.append(message)
-
-    def take(self) -> list[DetokenizerInput]:
-        """All messages since the last call."""
+    def take(self) -> list[BatchTokenOutput]:
+        """All rows since the last call."""
         messages, self._messages = self._messages, []
         return messages
 

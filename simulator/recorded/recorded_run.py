@@ -136,6 +136,7 @@ class _Reader:
                 case _:
                     pass
             scheduler.take_outputs()
+            scheduler.take_call_answers()
         return self._result()
 
     def _plan(self, now_s: float) -> None:

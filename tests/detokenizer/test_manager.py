@@ -18,7 +18,6 @@ from engine.runtime.messages import (
     BatchTokenOutput,
     Finish,
     FinishKind,
-    FlushCacheDone,
     SchedulerReport,
     TextOptions,
     TextOutput,
@@ -300,10 +299,9 @@ def test_a_row_of_an_unknown_request_is_answered_with_an_error(detokenizer):
     assert answer.finish.kind is FinishKind.ERROR
 
 
-def test_flush_answers_pass_unchanged_and_reports_with_the_number_of_texts(detokenizer):
-    report, done = SchedulerReport(sent_s=1.0, num_running_reqs=7), FlushCacheDone(1, 2, 3)
+def test_reports_pass_with_the_number_of_texts(detokenizer):
+    report = SchedulerReport(sent_s=1.0, num_running_reqs=7)
 
-    assert detokenizer.handle(done) is done
     assert detokenizer.handle(report) == report
     Request(detokenizer).send(spell("a"))
     assert detokenizer.handle(report) == replace(report, detokenizer_reqs=1)

@@ -17,7 +17,17 @@ from engine.offline.engine import EngineParts, EngineThread, RowQueue, wait_s
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.errors import ConfigError, EngineDeadError
 from engine.runtime.feasibility import Capacity
-from engine.runtime.messages import HEARTBEAT_INTERVAL_S, FinishKind, GenerateRequest
+from engine.runtime.messages import (
+    HEARTBEAT_INTERVAL_S,
+    Explain,
+    Explanation,
+    FinishKind,
+    FlushCache,
+    FlushCacheDone,
+    GenerateRequest,
+    PinDone,
+    PinPrefix,
+)
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.recorder import NoRecorder
@@ -152,7 +162,7 @@ def test_a_failing_step_reaches_every_request_and_every_later_call(overlap):
     with pytest.raises(EngineDeadError, match="RuntimeError: device on fire"):
         engine.submit(request("c"), rows)
     with pytest.raises(EngineDeadError, match="RuntimeError: device on fire"):
-        engine.flush_cache()
+        engine.call(FlushCache(), FlushCacheDone)
     engine.abort("a", "too late")
     engine.close()
 
@@ -201,7 +211,7 @@ def test_an_abort_is_answered_with_a_finished_row():
     engine.abort("a", "enough")
     (*_, last) = read(rows)
     assert (last.finish.kind, last.finish.message) in {(FinishKind.ABORT, "enough"), (FinishKind.LENGTH, "")}
-    assert engine.flush_cache().kept_tokens == 0
+    assert engine.call(FlushCache(), FlushCacheDone).kept_tokens == 0
     engine.close()
 
 
@@ -214,7 +224,7 @@ def test_a_stop_string_frees_the_request_in_the_scheduler(overlap):
     assert seen[-1].finish.matched == "cd"
     engine.submit(request("b", max_new_tokens=1), rows)
     read(rows)
-    assert engine.flush_cache().kept_tokens == 0
+    assert engine.call(FlushCache(), FlushCacheDone).kept_tokens == 0
     assert rows.empty()
     engine.close()
 
@@ -227,7 +237,7 @@ def test_a_stop_string_within_a_burst_ends_the_text_there():
     assert "".join(row.text for row in seen) == "abcd"
     assert seen[-1].usage.completion_tokens == 6
     assert runner.num_tokens == 2 + 8, "the prompt's, a single step's, and one burst"
-    assert engine.flush_cache().kept_tokens == 0
+    assert engine.call(FlushCache(), FlushCacheDone).kept_tokens == 0
     engine.close()
 
 
@@ -266,7 +276,7 @@ def test_text_that_cannot_be_made_frees_the_request_in_the_scheduler():
     (*_, last) = read(rows)
 
     assert last.finish.kind is FinishKind.ERROR
-    assert engine.flush_cache().kept_tokens == 0
+    assert engine.call(FlushCache(), FlushCacheDone).kept_tokens == 0
     assert len(step_ids) <= 4  # the last one has no tokens: it tells the runner who has left
     engine.close()
 
@@ -324,15 +334,15 @@ def test_pins_and_explanations_are_answered():
     prompt = request("a", max_new_tokens=1, num_prompt_tokens=9)
     engine.submit(prompt, rows)
     read(rows)
-    pinned = engine.pin(prompt.input_ids, 60.0, "")
+    pinned = engine.call(PinPrefix(prompt.input_ids, 60.0), PinDone)
     assert (pinned.pinned_tokens, pinned.asked_tokens) == (8, 9)
-    assert engine.pin(prompt.input_ids, 60.0, "another namespace").pinned_tokens == 0
-    assert engine.explain("a").found
-    assert not engine.explain("b").found
+    elsewhere = PinPrefix(prompt.input_ids, 60.0, "another namespace")
+    assert engine.call(elsewhere, PinDone).pinned_tokens == 0
+    assert engine.call(Explain("a"), Explanation).found
+    assert not engine.call(Explain("b"), Explanation).found
     engine.close()
-    for ask in (lambda: engine.explain("a"), lambda: engine.pin(b"", 1.0, ""), engine.flush_cache):
-        with pytest.raises(EngineDeadError, match="has been closed"):
-            ask()
+    with pytest.raises(EngineDeadError, match="has been closed"):
+        engine.call(Explain("a"), Explanation)
 
 
 def resident_mib() -> float:

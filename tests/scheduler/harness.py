@@ -15,7 +15,7 @@ from engine.runtime.messages import (
     AbortRequest,
     AdapterDone,
     AdapterRead,
-    BatchTokenOutput,
+    Call,
     Delivered,
     Finish,
     FinishKind,
@@ -225,7 +225,7 @@ class Harness:
             self._num_loaded += 1
             self.store_ids[fingerprint] = store_id = self._num_loaded
             spec = AdapterSpec(f"name of {fingerprint}", "", fingerprint, 8, 0)
-            self.scheduler.handle(LoadAdapter(store_id, store_id, spec), self.now_s)
+            self.scheduler.handle(Call(store_id, LoadAdapter(store_id, spec)), self.now_s)
             if read:
                 self.scheduler.handle(AdapterRead(store_id), self.now_s)
             self.collect()
@@ -233,7 +233,7 @@ class Harness:
 
     def unload_adapter(self, fingerprint: str) -> None:
         store_id = self.store_ids.pop(fingerprint)
-        self.scheduler.handle(UnloadAdapter(1000 + store_id, store_id), self.now_s)
+        self.scheduler.handle(Call(1000 + store_id, UnloadAdapter(store_id)), self.now_s)
         self.collect()
         self.scheduler.audit()
 
@@ -243,7 +243,7 @@ class Harness:
         self.scheduler.audit()
 
     def flush(self) -> FlushCacheDone:
-        self.scheduler.handle(FlushCache(len(self.flushes)), self.now_s)
+        self.scheduler.handle(Call(len(self.flushes) + 1, FlushCache()), self.now_s)
         self.collect()
         self.scheduler.audit()
         return self.flushes[-1]
@@ -350,15 +350,13 @@ class Harness:
     # ------------------------------------------------------------ output
 
     def collect(self) -> None:
+        for done in self.scheduler.take_call_answers():
+            if isinstance(done.answer, FlushCacheDone):
+                self.flushes.append(done.answer)
+            elif isinstance(done.answer, AdapterDone):
+                assert done.call_id not in self.adapter_answers, "a call is answered twice"
+                self.adapter_answers[done.call_id] = done.answer
         for message in self.scheduler.take_outputs():
-            if isinstance(message, FlushCacheDone):
-                self.flushes.append(message)
-                continue
-            if isinstance(message, AdapterDone):
-                assert message.call_id not in self.adapter_answers, "a call is answered twice"
-                self.adapter_answers[message.call_id] = message
-                continue
-            assert isinstance(message, BatchTokenOutput)
             assert len({row.rid for row in message.outputs}) == len(message.outputs), (
                 "two rows of one request"
             )

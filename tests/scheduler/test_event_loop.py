@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +15,8 @@ from engine.runtime.messages import (
     HEARTBEAT_INTERVAL_S,
     AbortRequest,
     BatchTokenOutput,
+    Call,
+    CallDone,
     FinishKind,
     FlushCache,
     FlushCacheDone,
@@ -58,6 +61,7 @@ class World:
         self.prepared_at: list[tuple[int, int]] = []  # requests there were, the highest page so far
         self.arriving: list[SchedulerInput] = []
         self.sent: list[Message] = []
+        self.answered: list[Message] = []  # to the tokenizer manager
         self.waits_s: list[float] = []
         self.num_heartbeats = 0
         self.stops_after: int | None = None
@@ -68,6 +72,7 @@ class World:
             self,
             cast("Inbox[SchedulerInput]", self),
             cast(Outbox, self),
+            cast(Outbox, SimpleNamespace(send=self.answered.append)),
             cast(Child, self),
             StepLog(log_interval_s),
             clock=lambda: self.now_s,
@@ -182,11 +187,11 @@ def test_a_message_ends_a_burst(make_scheduler):
 
 
 def test_a_flush_is_answered_while_idle(world):
-    world.arriving.append(FlushCache(7))
+    world.arriving.append(Call(7, FlushCache()))
 
     world.steps(1)
 
-    assert world.sent_of(FlushCacheDone) == [FlushCacheDone(7, 0, 0)]
+    assert world.answered == [CallDone(7, FlushCacheDone(0, 0))]
 
 
 class ListedEvents:
@@ -220,7 +225,7 @@ def test_what_the_prefix_cache_stores_is_published(make_scheduler, overlap):
     world.steps(20)
     stored = [(event, name) for event, name in kv_events.published if isinstance(event, BlocksStored)]
 
-    world.arriving.append(FlushCache(1))
+    world.arriving.append(Call(1, FlushCache()))
     world.steps(1)
     world.stops_after = world.num_heartbeats
     world.loop.run()
@@ -399,7 +404,7 @@ def test_the_books_are_checked_again_after_a_message_while_idle(make_scheduler, 
     monkeypatch.setattr(harness.scheduler, "on_idle", lambda: checks.append(1))
     world = World(harness)
     world.steps(3)
-    world.arriving.append(FlushCache(1))
+    world.arriving.append(Call(1, FlushCache()))
     world.steps(3)
 
     assert len(checks) == 2

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.messages import (
+    Call,
     Delivered,
     FinishKind,
     GenerateRequest,
@@ -210,14 +211,14 @@ def test_an_id_that_cannot_be_encoded_is_refused(make_scheduler):
 def test_a_wrong_pin_is_answered_with_the_reason(make_scheduler, field, value):
     harness = make_scheduler()
     harness.submit("good")
-    message = PinPrefix(7, IDS, 5.0)
+    message = PinPrefix(IDS, 5.0)
     msgspec.structs.force_setattr(message, field, value)
 
-    harness.scheduler.handle(message, harness.now_s)
+    harness.scheduler.handle(Call(7, message), harness.now_s)
 
-    (done,) = harness.scheduler.take_outputs()
-    assert isinstance(done, PinDone)
-    assert (done.pin_id, done.pinned_tokens) == (7, 0)
-    assert field in done.reason
+    (done,) = harness.scheduler.take_call_answers()
+    assert isinstance(done.answer, PinDone)
+    assert (done.call_id, done.answer.pinned_tokens) == (7, 0)
+    assert field in done.answer.reason
     harness.run_until_idle()
     assert harness.answers["good"].finish.kind is FinishKind.LENGTH

@@ -3,7 +3,7 @@
 import pytest
 
 from engine.runtime.feasibility import max_new_tokens_for
-from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
+from engine.runtime.messages import AbortRequest, Call, FinishKind, FlushCache
 from engine.scheduler.records.verdict import AddReqResult
 from engine.scheduler.requests.req import MAX_OVERTAKEN
 from tests.feasible import fits
@@ -215,10 +215,10 @@ def test_a_failing_request_takes_nothing_from_others(make_scheduler):
 def test_a_flush_while_requests_run_takes_nothing_from_them(make_scheduler):
     harness = make_scheduler(page_size=4, overlap=1, num_pages=32)
     prompt = list(range(1, 41))
-    for k in range(6):
+    for k in range(1, 7):
         harness.submit(prompt=[*prompt, 50 + k], max_new_tokens=12)
         harness.step()
-        harness.scheduler.handle(FlushCache(k), harness.now_s)
+        harness.scheduler.handle(Call(k, FlushCache()), harness.now_s)
         harness.scheduler.handle(AbortRequest("nobody", ""), harness.now_s)
         harness.collect()
     harness.run_until_idle()

@@ -130,6 +130,7 @@ MAY_NAME_RECORDS = (
     "journal/",
     "assembly.py",
     "event_loop.py",
+    "queries/calls.py",
     "explainer.py",
     "pass_state.py",
     "request_list.py",

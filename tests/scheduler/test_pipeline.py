@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.runtime.config.log_config import LogConfig
-from engine.runtime.messages import AbortRequest, FinishKind, FlushCache
+from engine.runtime.messages import AbortRequest, Call, FinishKind, FlushCache
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, StepResult, no_masks, to_the_end
 from engine.scheduler.journal.log_file import read_runs
 from engine.scheduler.journal.recorder import NoRecorder, Recorder, make_recorder
@@ -494,7 +494,7 @@ def live(harness: Piped, seed: int, *, aborts: bool) -> None:
             harness.scheduler.handle(AbortRequest(rng.choice(list(harness.answers)), "gone"), harness.now_s)
             harness.collect()
         elif dice < 0.32:
-            harness.scheduler.handle(FlushCache(n), harness.now_s)
+            harness.scheduler.handle(Call(n, FlushCache()), harness.now_s)
             harness.collect()
         else:
             harness.advance()

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.feasibility import Capacity
-from engine.runtime.messages import AbortRequest, BatchTokenOutput, GenerateRequest, TokenOutput
+from engine.runtime.messages import AbortRequest, GenerateRequest, TokenOutput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch
@@ -34,8 +34,7 @@ def step(scheduler: Scheduler, now_s: float) -> tuple[ScheduleBatch, list[TokenO
     assert batch is not None
     tokens = (100 + np.arange(len(batch.sampled), dtype=np.int32)).tobytes()
     scheduler.settle(batch, StepResult(batch.plan.step_id, tokens), now_s)
-    outputs = [each for each in scheduler.take_outputs() if isinstance(each, BatchTokenOutput)]
-    return batch, [row for each in outputs for row in each.outputs]
+    return batch, [row for each in scheduler.take_outputs() for row in each.outputs]
 
 
 def test_rows_are_in_batch_order_whoever_ends():

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.runtime.config.engine_config import EvictionPolicyName, SchedulePolicyName
-from engine.runtime.messages import FinishKind, GrammarReady, PinPrefix
+from engine.runtime.messages import Call, FinishKind, GrammarReady, PinPrefix
 from engine.runtime.sampling_params import SamplingParams
 from tests.selection import examples
 
@@ -196,8 +196,10 @@ class Life:
 
     def pin(self) -> None:
         ids = np.array(BASE[: self.rng.integers(1, 61)], dtype=np.int32).tobytes()
-        self.harness.scheduler.handle(PinPrefix(1, ids, float(self.pick([0, 0.1, 5.0]))), self.harness.now_s)
-        self.harness.scheduler.take_outputs()
+        self.harness.scheduler.handle(
+            Call(1, PinPrefix(ids, float(self.pick([0, 0.1, 5.0])))), self.harness.now_s
+        )
+        self.harness.scheduler.take_call_answers()
         self.harness.scheduler.audit()
 
     def finish_grammar(self, error: str) -> None:

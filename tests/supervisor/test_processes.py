@@ -65,7 +65,7 @@ def test_requests_pass_through_scheduler_and_detokenizer(start_engine, model):
     assert (stopped["finish"], stopped["num_ids"]) == ("stop", stopped["completion_tokens"])
     assert stopped["num_ids"] < 12
     assert results["aborted"]["finish"] == "abort"
-    assert results["flushed"] == {"flush_id": 1, "kept": 0}
+    assert results["flushed"] == {"call_id": 1, "kept": 0}
     assert results["report"] == {"running": 0, "used": 0}
     assert outcome == (0, "stopped")
 

@@ -17,7 +17,7 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import msgspec
 import uvloop
@@ -42,6 +42,10 @@ from engine.runtime.messages import (
     AbortRequest,
     AdapterDone,
     BatchTextOutput,
+    Call,
+    CallAnswer,
+    CallDone,
+    CallRequest,
     Explain,
     Explanation,
     Finish,
@@ -214,7 +218,7 @@ class FakeEngine:
         loads, unloads: messages about adapters that arrived; store ids of unloads.
         load_error: the answer to loads; "" if they succeed.
         live: the answer to `ListRequests`.
-        explanations: by request id, without the id of the question; others are not found.
+        explanations: by request id; others are not found.
         answers: whether pins, flushes and questions are answered.
         ticks, abort_ticks: how often the server's loop has gone round a timer of `TICK_S`, now and at each abort. The
             time that the server itself has had, however busy the machine is.
@@ -235,7 +239,7 @@ class FakeEngine:
         self.loads: list[LoadAdapter] = []
         self.unloads: list[int] = []
         self.load_error = ""
-        self.live = RequestList(0, [], 0)
+        self.live = RequestList([], 0)
         self.answers = True
         self.ticks = 0
         self.abort_ticks: list[int] = []
@@ -273,29 +277,32 @@ class FakeEngine:
                 self.aborts.put(message)
             case GrammarReady():
                 self.ready.put(message)
-            case FlushCache() if self.answers:
-                self._later(FlushCacheDone(message.flush_id, flushed_tokens=32, kept_tokens=8))
+            case Call():
+                answer = self._answer_to(message.request)
+                if self.answers:
+                    self._later(CallDone(message.call_id, answer))
+
+    def _answer_to(self, request: CallRequest) -> CallAnswer:
+        match request:
+            case FlushCache():
+                return FlushCacheDone(flushed_tokens=32, kept_tokens=8)
             case PinPrefix():
-                self.pins.put(message)
-                asked = len(message.input_ids) // 4
-                if self.answers:
-                    self._later(PinDone(message.pin_id, asked // 2, asked, "half of it is not cached"))
+                self.pins.put(request)
+                asked = len(request.input_ids) // 4
+                return PinDone(asked // 2, asked, "half of it is not cached")
             case LoadAdapter():
-                self.loads.append(message)
-                if self.answers:
-                    self._later(AdapterDone(message.call_id, self.load_error))
+                self.loads.append(request)
+                return AdapterDone(self.load_error)
             case UnloadAdapter():
-                self.unloads.append(message.store_id)
-                if self.answers:
-                    self._later(AdapterDone(message.call_id))
-            case ListRequests() if self.answers:
-                listed = msgspec.structs.replace(self.live, list_id=message.list_id)
-                self._later(listed)
+                self.unloads.append(request.store_id)
+                return AdapterDone()
+            case ListRequests():
+                return self.live
             case Explain():
-                self.explains.put(message)
-                known = self.explanations.get(message.rid, Explanation(0, found=False, sentence=""))
-                if self.answers:
-                    self._later(msgspec.structs.replace(known, explain_id=message.explain_id))
+                self.explains.put(request)
+                return self.explanations.get(request.rid, Explanation(found=False, sentence=""))
+            case _:
+                assert_never(request)
 
     def next_request(self) -> GenerateRequest:
         """The next request that arrived; waits for it."""

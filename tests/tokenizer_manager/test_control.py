@@ -5,23 +5,33 @@ import asyncio
 import pytest
 
 from engine.runtime.errors import EngineDeadError
-from engine.runtime.messages import Explain, Explanation, FlushCache, FlushCacheDone, SchedulerInput
-from engine.tokenizer_manager.control import PendingCalls
+from engine.runtime.messages import (
+    AdapterDone,
+    Call,
+    CallDone,
+    Explain,
+    Explanation,
+    FlushCache,
+    FlushCacheDone,
+    PinDone,
+    SchedulerInput,
+)
+from engine.tokenizer_manager.control import PendingCalls, merged
 
 
 def test_answers_reach_their_call_in_any_order_and_are_forgotten():
     async def main() -> None:
         sent: list[SchedulerInput] = []
         calls = PendingCalls(sent.append, timeout_s=10.0)
-        flush = asyncio.create_task(calls.call(FlushCache, FlushCacheDone))
-        explain = asyncio.create_task(calls.call(lambda number: Explain(number, "a"), Explanation))
+        flush = asyncio.create_task(calls.call(FlushCache(), FlushCacheDone))
+        explain = asyncio.create_task(calls.call(Explain("a"), Explanation))
         await asyncio.sleep(0)
-        assert sent == [FlushCache(1), Explain(2, "a")]
+        assert sent == [Call(1, FlushCache()), Call(2, Explain("a"))]
         assert len(calls) == 2
-        calls.resolve(2, Explanation(2, found=True, sentence="so"))
-        calls.resolve(1, FlushCacheDone(1, 3, 4))
-        calls.resolve(1, FlushCacheDone(1, 5, 6))  # late: the first counts
-        calls.resolve(99, FlushCacheDone(99, 0, 0))  # no such call
+        calls.resolve(CallDone(2, Explanation(found=True, sentence="so")))
+        calls.resolve(CallDone(1, FlushCacheDone(3, 4)))
+        calls.resolve(CallDone(1, FlushCacheDone(5, 6)))  # late: the first counts
+        calls.resolve(CallDone(99, FlushCacheDone(0, 0)))  # no such call
         assert (await explain).sentence == "so"
         assert (await flush).flushed_tokens == 3
         assert len(calls) == 0
@@ -33,7 +43,7 @@ def test_no_answer_in_time_is_a_dead_engine():
     async def main() -> None:
         calls = PendingCalls(lambda message: None, timeout_s=0.0)
         with pytest.raises(EngineDeadError, match="the scheduler did not answer within 0 s"):
-            await calls.call(FlushCache, FlushCacheDone)
+            await calls.call(FlushCache(), FlushCacheDone)
         assert len(calls) == 0
 
     asyncio.run(main())
@@ -42,7 +52,7 @@ def test_no_answer_in_time_is_a_dead_engine():
 def test_a_failure_reaches_every_pending_call():
     async def main() -> None:
         calls = PendingCalls(lambda message: None, timeout_s=10.0)
-        tasks = [asyncio.create_task(calls.call(FlushCache, FlushCacheDone)) for _ in range(2)]
+        tasks = [asyncio.create_task(calls.call(FlushCache(), FlushCacheDone)) for _ in range(2)]
         await asyncio.sleep(0)
         calls.fail("over")
         for task in tasks:
@@ -50,3 +60,13 @@ def test_a_failure_reaches_every_pending_call():
                 await task
 
     asyncio.run(main())
+
+
+def test_a_pinned_prefix_is_as_long_as_where_most_of_it_is_cached():
+    nowhere, most = PinDone(0, 64, "none of it is cached"), PinDone(48, 64, "the rest is not cached")
+    assert merged([nowhere, most]) == merged([most, nowhere]) == most
+
+
+def test_an_adapter_that_one_scheduler_could_not_load_is_not_loaded():
+    assert merged([AdapterDone(), AdapterDone("no such file")]).error == "no such file"  # type: ignore[union-attr]
+    assert merged([AdapterDone(), AdapterDone()]) == AdapterDone()

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from engine.runtime.errors import ConfigError, RankLostError
-from engine.runtime.messages import AbortRequest, FlushCache, SchedulerInput
+from engine.runtime.messages import AbortRequest, Call, FlushCache, SchedulerInput
 from engine.runtime.transport import cluster_ipc
 from engine.runtime.transport.cluster_ipc import (
     CONTROL,
@@ -71,12 +71,12 @@ def poll(client: ClusterClient[SchedulerInput]) -> list[SchedulerInput]:
 @pytest.mark.parametrize("port", [CONTROL, PLANS])
 def test_whoever_holds_the_key_is_heard_and_answered_whoever_starts_first(address, closing, port):
     early = closing(ClusterClient(address, port, "early", KEY, DECODER))
-    early.send(FlushCache(1))
+    early.send(Call(1, FlushCache()))
     server = closing(ClusterServer(address, port, KEY, DECODER))
     late = closing(ClusterClient(address, port, "late", KEY, DECODER))
 
     found = receive(server, 3)
-    assert [message for name, message in found if name == "early"] == [None, FlushCache(1)]
+    assert [message for name, message in found if name == "early"] == [None, Call(1, FlushCache())]
     assert [message for name, message in found if name == "late"] == [None]
 
     server.send_all(["early", "late"], AbortRequest("r1", "test"))
@@ -123,7 +123,7 @@ def test_steps_do_not_vanish_without_a_peer(address, closing):
     server = closing(ClusterServer(address, PLANS, KEY))
 
     with pytest.raises(zmq.ZMQError):
-        server.send_all(["rank 1"], FlushCache(1))
+        server.send_all(["rank 1"], Call(1, FlushCache()))
     with pytest.raises(RankLostError, match="no connection for steps from rank 1, rank 2"):
         server.wait_for(["rank 2", "rank 1"], 0.05)
 
@@ -141,9 +141,9 @@ def test_what_does_not_parse_is_dropped_with_an_error_in_the_log(address, closin
     server = closing(ClusterServer(address, CONTROL, KEY, DECODER))
     client = closing(ClusterClient(address, CONTROL, "machine 1", KEY, DECODER))
     client._socket.send(msgspec.msgpack.encode(["FromAnotherRelease", 1]))
-    client.send(FlushCache(1))
+    client.send(Call(1, FlushCache()))
 
-    assert receive(server, 2) == [("machine 1", None), ("machine 1", FlushCache(1))]
+    assert receive(server, 2) == [("machine 1", None), ("machine 1", Call(1, FlushCache()))]
     assert "dropped a malformed message" in caplog.text and "tag=FromAnotherRelease" in caplog.text
 
 

@@ -11,7 +11,7 @@ import pytest
 import uvloop
 import zmq
 
-from engine.runtime.messages import AbortRequest, FlushCache, GenerateRequest, SchedulerInput
+from engine.runtime.messages import AbortRequest, Call, FlushCache, GenerateRequest, SchedulerInput
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.transport.ipc import MAX_MESSAGE_BYTES, AsyncInbox, FanOutbox, Inbox, Outbox
 
@@ -74,7 +74,7 @@ def test_a_message_that_waits_can_be_seen(inbox, outbox):
 
 
 def test_messages_arrive_in_order_and_typed(inbox, outbox):
-    sent = [REQUEST, AbortRequest("r1", "client disconnected"), FlushCache(1)]
+    sent = [REQUEST, AbortRequest("r1", "client disconnected"), Call(1, FlushCache())]
     for message in sent:
         outbox.send(message)
 
@@ -91,9 +91,9 @@ def test_messages_wait_for_a_receiver_that_binds_later(endpoint, outbox):
 
 def test_many_messages_never_block_the_sender(inbox, outbox):
     for i in range(20_000):
-        outbox.send(FlushCache(i))
+        outbox.send(Call(i, FlushCache()))
 
-    assert receive(inbox, 20_000) == [FlushCache(i) for i in range(20_000)]
+    assert receive(inbox, 20_000) == [Call(i, FlushCache()) for i in range(20_000)]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_asyncio_receives_what_plain_code_sends(endpoint, outbox, loop_factory):
         received: list[SchedulerInput] = []
         async with asyncio.timeout(DEADLINE_S):
             for i in range(2000):  # bursts of all sizes, so that a lost wake-up would show
-                outbox.send(FlushCache(i))
+                outbox.send(Call(i, FlushCache()))
                 if i % 7 == 0:
                     received += await inbox.receive()
             while len(received) < 2000:
@@ -158,7 +158,7 @@ def test_asyncio_receives_what_plain_code_sends(endpoint, outbox, loop_factory):
         return received
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        assert runner.run(scene()) == [FlushCache(i) for i in range(2000)]
+        assert runner.run(scene()) == [Call(i, FlushCache()) for i in range(2000)]
 
 
 def test_asyncio_survives_a_malformed_message(endpoint, outbox):

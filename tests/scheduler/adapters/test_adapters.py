@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
-from engine.runtime.messages import AdapterDone, AdapterRead, FinishKind, LoadAdapter, UnloadAdapter
+from engine.runtime.messages import AdapterDone, AdapterRead, Call, FinishKind, LoadAdapter, UnloadAdapter
 from engine.scheduler.adapters.adapter_slots import SlotError
 from engine.scheduler.batch import ScheduleBatch
 from engine.scheduler.records.verdict import Reason
@@ -89,7 +89,7 @@ def test_a_request_waits_until_its_adapter_is_read(make_scheduler):
     harness.run_until_idle()
 
     assert harness.answers[rid].finish.kind is FinishKind.LENGTH
-    assert harness.adapter_answers == {store_id: AdapterDone(store_id)}
+    assert harness.adapter_answers == {store_id: AdapterDone()}
 
 
 def test_an_adapter_that_cannot_be_read_fails_its_requests_alone(make_scheduler):
@@ -124,10 +124,10 @@ def test_an_unknown_adapter_and_a_server_without_slots_refuse(make_scheduler):
         replace(harness.capacity, num_adapter_slots=0),
         frozenset(),
     )
-    without.handle(LoadAdapter(5, 1, spec("a")), 0.0)
-    (answer,) = without.take_outputs()
-    assert isinstance(answer, AdapterDone)
-    assert answer.call_id == 5 and "--enable-lora" in answer.error
+    without.handle(Call(5, LoadAdapter(1, spec("a"))), 0.0)
+    (done,) = without.take_call_answers()
+    assert isinstance(done.answer, AdapterDone)
+    assert done.call_id == 5 and "--enable-lora" in done.answer.error
 
 
 def test_unloading_ends_the_requests_and_frees_the_slot(make_scheduler):
@@ -148,16 +148,18 @@ def test_unloading_ends_the_requests_and_frees_the_slot(make_scheduler):
 def test_calls_are_answered_once_each(make_scheduler):
     harness = make_scheduler()
     harness.load_adapter("a", read=False)
-    harness.scheduler.handle(LoadAdapter(50, 1, spec("a")), 0.0)  # the same again, while it is being read
-    harness.scheduler.handle(LoadAdapter(0, 1, spec("a")), 0.0)  # asks for no answer
+    harness.scheduler.handle(
+        Call(50, LoadAdapter(1, spec("a"))), 0.0
+    )  # the same again, while it is being read
+    harness.scheduler.handle(Call(0, LoadAdapter(1, spec("a"))), 0.0)  # asks for no answer
     harness.scheduler.handle(AdapterRead(1), 0.0)
     harness.scheduler.handle(AdapterRead(1), 0.0)
-    harness.scheduler.handle(LoadAdapter(51, 1, spec("a")), 0.0)
-    harness.scheduler.handle(UnloadAdapter(52, 1), 0.0)
-    harness.scheduler.handle(UnloadAdapter(53, 7), 0.0)
+    harness.scheduler.handle(Call(51, LoadAdapter(1, spec("a"))), 0.0)
+    harness.scheduler.handle(Call(52, UnloadAdapter(1)), 0.0)
+    harness.scheduler.handle(Call(53, UnloadAdapter(7)), 0.0)
     harness.collect()
 
-    assert harness.adapter_answers == {call: AdapterDone(call) for call in (1, 50, 51, 52, 53)}
+    assert harness.adapter_answers == {call: AdapterDone() for call in (1, 50, 51, 52, 53)}
 
 
 def test_the_audit_sees_a_wrong_slot(make_scheduler):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.messages import Explain, FlushCache, GenerateRequest, ListRequests
+from engine.runtime.messages import Call, Explain, FlushCache, GenerateRequest, ListRequests
 from engine.scheduler.journal.log_file import Idle, Input, LogRecord, Planning, read_runs
 from engine.scheduler.journal.recorder import NoRecorder, make_recorder
 from engine.scheduler.records.decision_log import Arrived, PassRecord, Settled
@@ -130,16 +130,16 @@ def test_of_quiet_passes_the_last_is_written_when_something_happens(path):
     harness = record(path)
     for now_s in (200.0, 201.0, 202.0):
         harness.scheduler.next_batch(now_s)
-    harness.scheduler.handle(FlushCache(1), 203.0)
+    harness.scheduler.handle(Call(1, FlushCache()), 203.0)
     finish(harness)
 
-    assert read(path) == [Planning(202.0), Input(203.0, FlushCache(1))]
+    assert read(path) == [Planning(202.0), Input(203.0, Call(1, FlushCache()))]
 
 
 def test_questions_are_not_recorded(path):
     harness = record(path)
-    harness.scheduler.handle(Explain(1, "r1"), 100.0)
-    harness.scheduler.handle(ListRequests(2, 10), 100.0)
+    harness.scheduler.handle(Call(1, Explain("r1")), 100.0)
+    harness.scheduler.handle(Call(2, ListRequests(10)), 100.0)
     harness.scheduler.on_idle()
     finish(harness)
 

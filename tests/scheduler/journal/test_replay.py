@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,10 +21,19 @@ from engine.runtime.config.engine_config import (
     SchedulePolicyName,
     StepPhases,
 )
-from engine.runtime.messages import FinishKind, GenerateRequest, GrammarReady, PinPrefix
+from engine.runtime.messages import (
+    Call,
+    FinishKind,
+    FlushCache,
+    GenerateRequest,
+    GrammarReady,
+    LoadAdapter,
+    PinPrefix,
+    UnloadAdapter,
+)
 from engine.runtime.step_plan import ForwardMode
 from engine.scheduler.journal import replay as replay_module
-from engine.scheduler.journal.log_file import Input, LogFileError, LogRecord, read_runs
+from engine.scheduler.journal.log_file import RECORD_HEAD, RUN_HEAD, Input, LogFileError, LogRecord, read_runs
 from engine.scheduler.journal.log_writer import LogWriter
 from engine.scheduler.journal.replay import Replay, replay
 from engine.scheduler.records.decision_log import MatcherDrafts, PassRecord, RefusedToken, Settled
@@ -85,7 +95,8 @@ def random_life(harness: Harness, seed: int, num_events: int = 120) -> None:
         elif dice < 0.34 and harness.answers:
             harness.abort(rng.choice(list(harness.answers)))
         elif dice < 0.36:
-            harness.scheduler.handle(PinPrefix(idx, bytes(64), rng.choice([0.0, 0.1, 5.0])), harness.now_s)
+            pin = PinPrefix(bytes(64), rng.choice([0.0, 0.1, 5.0]))
+            harness.scheduler.handle(Call(idx, pin), harness.now_s)
         elif dice < 0.40 and harness.answers:
             harness.scheduler.handle(GrammarReady(rng.choice(list(harness.answers))), harness.now_s)
         else:
@@ -472,3 +483,39 @@ def test_settings_of_another_engine_are_refused(recorded):
 
     with pytest.raises(LogFileError, match="warp_factor"):
         replay_file(recorded)
+
+
+def test_a_log_of_version_2_is_read_and_replayed(path):
+    """It had a message for each kind of call; `[tag, id, field, ...]`."""
+    harness = record(path, kind=Unchecked, num_pages=20, cache={"pin_fraction": 0.5})
+    random_life(harness, seed=2)
+    harness.scheduler.handle(Call(7, FlushCache()), harness.now_s)
+    harness.scheduler.handle(Call(8, UnloadAdapter(1)), harness.now_s)
+    finish(harness)
+    [new] = [list(run.records) for run in read_runs(path)]
+    path.write_bytes(as_version_2(path.read_bytes()))
+    [old] = [list(run.records) for run in read_runs(path)]
+
+    calls = {type(each.message.request) for each in inputs_of(old) if isinstance(each.message, Call)}
+    assert calls == {FlushCache, PinPrefix, LoadAdapter, UnloadAdapter}
+    assert inputs_of(old) == inputs_of(new)
+    assert replay_file(path).is_equal
+
+
+def as_version_2(log: bytes) -> bytes:
+    """The bytes of a log with one run as version 2 of the format had them."""
+    magic, _ = RUN_HEAD.unpack_from(log)
+    old, at = bytearray(RUN_HEAD.pack(magic, 2)), RUN_HEAD.size
+    while at < len(log):
+        length, _ = RECORD_HEAD.unpack_from(log, at)
+        payload = log[at + RECORD_HEAD.size : at + RECORD_HEAD.size + length]
+        at += RECORD_HEAD.size + length
+        match msgspec.msgpack.decode(payload):
+            case ["input", now_s, ["Call", call_id, [tag, *fields]]]:
+                payload = msgspec.msgpack.encode(["input", now_s, [tag, call_id, *fields]])
+        old += RECORD_HEAD.pack(len(payload), zlib.crc32(payload)) + payload
+    return bytes(old)
+
+
+def inputs_of(records: list[LogRecord]) -> list[Input]:
+    return [each for each in records if isinstance(each, Input)]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.runtime.messages import PinDone, PinPrefix
+from engine.runtime.messages import Call, PinDone, PinPrefix
 from tests.scheduler.prefix_cache.cached_pool import CachedPool, ids
 
 FOREVER = 1e9
@@ -257,12 +257,11 @@ def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_sche
     harness.run_until_idle()
 
     def pin(last: int) -> PinDone:
-        harness.scheduler.handle(
-            PinPrefix(last, ids(1, 2, 3, 4, last, last, last, last), 100.0), harness.now_s
-        )
-        (done,) = harness.scheduler.take_outputs()
-        assert isinstance(done, PinDone)
-        return done
+        request = PinPrefix(ids(1, 2, 3, 4, last, last, last, last), 100.0)
+        harness.scheduler.handle(Call(last, request), harness.now_s)
+        (done,) = harness.scheduler.take_call_answers()
+        assert isinstance(done.answer, PinDone)
+        return done.answer
 
     first = [pin(last) for last in (50, 51, 52)]
     fourth = pin(53)
@@ -278,10 +277,10 @@ def test_a_pin_too_many_is_told_apart_from_a_prefix_that_is_not_cached(make_sche
 
 
 def pinned_tokens(harness, token_ids, ttl_s, salt=""):
-    harness.scheduler.handle(PinPrefix(1, token_ids, ttl_s, salt), harness.now_s)
-    (done,) = harness.scheduler.take_outputs()
-    assert isinstance(done, PinDone)
-    return done.pinned_tokens
+    harness.scheduler.handle(Call(1, PinPrefix(token_ids, ttl_s, salt)), harness.now_s)
+    (done,) = harness.scheduler.take_call_answers()
+    assert isinstance(done.answer, PinDone)
+    return done.answer.pinned_tokens
 
 
 def test_a_pin_ends_when_its_time_is_over(make_scheduler):

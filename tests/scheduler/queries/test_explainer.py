@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
-from engine.runtime.messages import Explain, Explanation
+from engine.runtime.messages import Call, Explain, Explanation
 from engine.scheduler.queries.why import explain
 from engine.scheduler.records.decision_log import Arrived, DecisionLog
 from engine.scheduler.records.verdict import MissKind
@@ -20,10 +20,9 @@ def test_a_client_does_not_learn_what_is_cached_under_another_salt(make_schedule
     harness.submit("yours", prompt=prompt, extra_key="b")
     harness.run_until_idle()
 
-    harness.scheduler.handle(Explain(7, "yours"), harness.now_s)
-    (told,) = harness.scheduler.take_outputs()
+    told = ask(harness, "yours")
 
-    assert isinstance(told, Explanation) and told.found and told.explain_id == 7
+    assert told.found
     operator = explain(harness.scheduler.decisions, "yours")
     assert MissKind.OTHER_NAMESPACE.text in str(operator)
     assert MissKind.OTHER_NAMESPACE.text not in str(told)
@@ -31,10 +30,10 @@ def test_a_client_does_not_learn_what_is_cached_under_another_salt(make_schedule
 
 
 def ask(harness, rid):
-    harness.scheduler.handle(Explain(1, rid), harness.now_s)
-    (told,) = harness.scheduler.take_outputs()
-    assert isinstance(told, Explanation)
-    return told
+    harness.scheduler.handle(Call(7, Explain(rid)), harness.now_s)
+    (done,) = harness.scheduler.take_call_answers()
+    assert done.call_id == 7 and isinstance(done.answer, Explanation)
+    return done.answer
 
 
 @pytest.fixture
@@ -93,7 +92,7 @@ def test_who_has_left_is_known_as_long_as_that_is(make_scheduler):
     told = ask(harness, "chatcmpl-1")
 
     assert told.found
-    assert told == explain(harness.scheduler.decisions, "chatcmpl-1", 1)
+    assert told == explain(harness.scheduler.decisions, "chatcmpl-1")
 
 
 def test_a_grammar_that_is_still_missing_is_known_when_the_arrival_is_forgotten(forgetful):
@@ -107,19 +106,19 @@ def test_a_grammar_that_is_still_missing_is_known_when_the_arrival_is_forgotten(
 def test_a_pass_answers_one_question_and_all_are_answered(make_scheduler):
     harness = make_scheduler()
     scheduler = harness.scheduler
-    for explain_id in range(4):
-        scheduler.handle(Explain(explain_id, "r"), harness.now_s)
-    answers = [[each.explain_id for each in scheduler.take_outputs()]]
+    for call_id in range(1, 5):
+        scheduler.handle(Call(call_id, Explain("r")), harness.now_s)
+    answers = [[each.call_id for each in scheduler.take_call_answers()]]
 
     while scheduler.wake_s() is not None:
         assert scheduler.wake_s() <= harness.now_s  # the loop must not sleep over a question
         scheduler.next_batch(harness.now_s)
-        answers.append([each.explain_id for each in scheduler.take_outputs()])
+        answers.append([each.call_id for each in scheduler.take_call_answers()])
 
-    assert answers == [[0], [1], [2], [3]]
+    assert answers == [[1], [2], [3], [4]]
     scheduler.next_batch(harness.now_s)
-    scheduler.handle(Explain(4, "r"), harness.now_s)
-    assert len(scheduler.take_outputs()) == 1
+    scheduler.handle(Call(5, Explain("r")), harness.now_s)
+    assert len(scheduler.take_call_answers()) == 1
 
 
 def test_a_client_does_not_learn_the_ids_of_others(make_scheduler):
@@ -132,10 +131,9 @@ def test_a_client_does_not_learn_the_ids_of_others(make_scheduler):
     harness.step()
 
     told = []
-    for question, rid in enumerate(("r19", "nobody")):
-        harness.scheduler.handle(Explain(question, rid), harness.now_s)
+    for rid in ("r19", "nobody"):
+        told.append(ask(harness, rid))
         harness.scheduler.next_batch(harness.now_s)
-        told += harness.scheduler.take_outputs()
 
     assert [each.found for each in told] == [True, False]
     assert "secret" in str(explain(harness.scheduler.decisions, "r19"))

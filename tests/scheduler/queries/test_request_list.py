@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.messages import ListRequests, RequestList
+from engine.runtime.messages import Call, ListRequests, RequestList
 from engine.scheduler.records.verdict import Reason
 
 
 def listed(harness, limit=100) -> RequestList:
-    harness.scheduler.handle(ListRequests(5, limit), harness.now_s)
-    (told,) = harness.scheduler.take_outputs()
-    assert isinstance(told, RequestList) and told.list_id == 5
-    return told
+    harness.scheduler.handle(Call(5, ListRequests(limit)), harness.now_s)
+    (done,) = harness.scheduler.take_call_answers()
+    assert isinstance(done.answer, RequestList) and done.call_id == 5
+    return done.answer
 
 
 @pytest.fixture

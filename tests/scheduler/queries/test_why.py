@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.messages import Explain, Explanation, FinishKind, GrammarReady
+from engine.runtime.messages import Call, Explain, Explanation, FinishKind, GrammarReady
 from engine.scheduler.queries.why import COLUMNS, MAX_ROWS, explain
 from engine.scheduler.records.decision_log import (
     Arrived,
@@ -37,9 +37,9 @@ ENDED = Settled(12.0, 9, left=[Finished("r1", FinishKind.LENGTH, 5)])
 
 
 def test_a_request_that_waited_for_nothing():
-    answer = explain([ARRIVED, a_pass(1, admitted("r1")), ENDED], "r1", explain_id=7)
+    answer = explain([ARRIVED, a_pass(1, admitted("r1")), ENDED], "r1")
 
-    assert (answer.explain_id, answer.found, answer.columns) == (7, True, COLUMNS)
+    assert (answer.found, answer.columns) == (True, COLUMNS)
     assert answer.sentence == (
         "r1 was started in the first pass after it came, and ended after 2.000 s with 5 tokens (length)."
     )
@@ -229,9 +229,10 @@ def test_a_grammar_that_came_before_the_first_record_is_known(make_scheduler, de
     for _ in range(20):
         harness.step()
     assert all(not isinstance(each, Settled) or not each.grammars for each in harness.scheduler.decisions)
-    harness.scheduler.handle(Explain(1, "g"), harness.now_s)
-    (told,) = [each for each in harness.scheduler.take_outputs() if isinstance(each, Explanation)]
-    assert f"had its grammar after {took_s:.3f} s" in told.sentence
+    harness.scheduler.handle(Call(1, Explain("g")), harness.now_s)
+    (done,) = harness.scheduler.take_call_answers()
+    assert isinstance(done.answer, Explanation)
+    assert f"had its grammar after {took_s:.3f} s" in done.answer.sentence
 
 
 def test_an_end_that_is_a_message():

@@ -15,6 +15,8 @@ from engine.launch.child.control import PeerDied, Stop
 from engine.runtime.messages import (
     AbortRequest,
     BatchTextOutput,
+    Call,
+    CallDone,
     FlushCache,
     FlushCacheDone,
     GenerateRequest,
@@ -88,11 +90,11 @@ class Client:
         }
 
     async def flush(self) -> dict[str, int]:
-        self._outbox.send(FlushCache(1))
+        self._outbox.send(Call(1, FlushCache()))
         while True:
             for message in await self._inbox.receive():
-                if isinstance(message, FlushCacheDone):
-                    return {"flush_id": message.flush_id, "kept": message.kept_tokens}
+                if isinstance(message, CallDone) and isinstance(message.answer, FlushCacheDone):
+                    return {"call_id": message.call_id, "kept": message.answer.kept_tokens}
 
     async def next_report(self) -> dict[str, int]:
         while True:

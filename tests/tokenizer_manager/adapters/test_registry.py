@@ -72,12 +72,12 @@ class World:
             raise self.error
         if not self.error:
             self.stored[store_id] = adapter.fingerprint
-        return AdapterDone(0, self.error)
+        return AdapterDone(self.error)
 
     async def unload_adapter(self, store_id: int) -> AdapterDone:
         self.events.append(("unload", store_id))
         self.stored.pop(store_id, None)
-        return AdapterDone(0)
+        return AdapterDone()
 
     def tell(self, order: object) -> bool:
         assert isinstance(order, SetAdapters)

@@ -14,6 +14,7 @@ from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.messages import (
     BatchTextOutput,
+    Call,
     Explain,
     Explanation,
     LiveRequest,
@@ -204,12 +205,12 @@ def test_calls_are_answered_by_all():
     async def test(setup: Setup, other: FakeEngine) -> None:
         control = setup.manager.control
         assert (await control.flush_cache()).flushed_tokens == 64
-        known = Explanation(0, found=True, sentence="it waited")
+        known = Explanation(found=True, sentence="it waited")
         other.explanations["gen-1"] = known
         assert (await control.explain("gen-1")).sentence == "it waited"
         live = [LiveRequest(rid, "decode", 1, 1, 1, 0, 0.5) for rid in "ab"]
-        setup.engine.live = RequestList(0, live[:1], 1, {"decodes": 1})
-        other.live = RequestList(0, live[1:], 4, {"decodes": 3})
+        setup.engine.live = RequestList(live[:1], 1, {"decodes": 1})
+        other.live = RequestList(live[1:], 4, {"decodes": 3})
         listed = await control.list_requests(10)
         assert (listed.requests, listed.total, listed.last_pass) == (live, 5, {"decodes": 4})
         assert (await control.list_requests(1)).requests == live[:1]
@@ -218,7 +219,7 @@ def test_calls_are_answered_by_all():
         waiting = asyncio.create_task(control.flush_cache())
         while other.explains.qsize() < 2:  # until both have the call before this one
             await asyncio.sleep(0)
-            setup.manager._dispatcher.send(Explain(0, "x"))
+            setup.manager._dispatcher.send(Call(0, Explain("x")))
         setup.manager.peers_lost(WHY, None, 1, 3)
         with pytest.raises(EngineDeadError, match="replica 1"):
             await waiting

@@ -16,7 +16,7 @@ def test_live_requests_in_figures_and_without_texts(serve: Serve):
     served.engine.say(row(request, "secret answer"))
     waiting = LiveRequest("other", "waiting", 9, 0, 5, 0, 1.25, 1, 3, "no_kv", "KV memory is short", 14, 4)
     served.engine.live = RequestList(
-        0, [LiveRequest(request.rid, "decode", 3, 1, 16, 2, 0.5), waiting], 7, {"step_id": 4}
+        [LiveRequest(request.rid, "decode", 3, 1, 16, 2, 0.5), waiting], 7, {"step_id": 4}
     )
 
     found = served.client.get("/v1/requests")
@@ -63,7 +63,7 @@ def test_a_request_that_was_submitted_again_has_the_id_by_which_it_can_be_aborte
         assert served.engine.loop is not None
         served.engine.loop.call_soon_threadsafe(tell)
     again = served.engine.next_request()
-    served.engine.live = RequestList(0, [LiveRequest(again.rid, "decode", 2, 1, 16, 2, 0.5)], 1, {})
+    served.engine.live = RequestList([LiveRequest(again.rid, "decode", 2, 1, 16, 2, 0.5)], 1, {})
     assert served.engine.next_abort().rid == first.rid
 
     [listed] = served.client.get("/v1/requests").json()["data"]

@@ -9,7 +9,6 @@ from ..fake_engine import WAIT_S, say_all
 from .test_bad_input import check_error
 
 WAITED = Explanation(
-    0,
     found=True,
     sentence="It waited 2 passes for memory.",
     columns=("pass", "verdict"),

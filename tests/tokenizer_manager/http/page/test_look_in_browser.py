@@ -206,7 +206,7 @@ def test_live_requests_and_memory_are_shown(open_page):
         sent_s=1001.0, num_running_reqs=1, kv_total_tokens=1000, kv_used_tokens=250, kv_cached_tokens=250
     )
     served.engine.tell(report)
-    served.engine.live = RequestList(0, [LIVE], 1)
+    served.engine.live = RequestList([LIVE], 1)
     tab.click("#open-live")
     tab.wait("document.querySelector('#live tbody tr')")
     text = tab.text("#live")
@@ -232,7 +232,7 @@ def test_live_requests_and_memory_are_shown(open_page):
 
 def test_the_admin_key_is_asked_for_where_one_is_set(open_page):
     tab, served = open_page(admin_api_key="sk-admin")
-    served.engine.live = RequestList(0, [LIVE], 1)
+    served.engine.live = RequestList([LIVE], 1)
     tab.click("#open-live")
     tab.wait("document.querySelector('#live .note')")
     assert "needs the admin key" in tab.text("#live .note")
