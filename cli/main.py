@@ -30,7 +30,6 @@ PROG_NAME: Final = "engine"
 COMMANDS: Final = {
     "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
     "fleet": (".fleet.command", "Run many servers of one model: heal, scale and drain them."),
-    "route": (".route.command", "Route requests to several servers of one model."),
     "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
     "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
     "rerank": (".embed.rerank", "Sort documents by their relevance to a query."),

@@ -116,7 +116,6 @@ def test_wheel_metadata(metadata: dict[str, bytes]) -> None:
         "cuda-torch211",
         "transformers",
         "ray",
-        "route",
         "otel",
         "bench",
         "test",

@@ -15,7 +15,6 @@ from ..options import CONTEXT_SETTINGS, GroupedCommand
 from ..port import check_address
 
 DEFAULT_PORT: Final = 30_090
-DEFAULT_METRICS_PORT: Final = 29_000
 _MAX_FIRST_PORT: Final = 65_024  # with the ports of 512 replicas
 _SERVER: Final = ServerConfig()
 
@@ -57,7 +56,7 @@ def fleet(
         typer.Option(
             "--api-key",
             metavar="TEXT",
-            help="API key of the servers, the router and the control endpoint (or set ENGINE_API_KEY).",
+            help="API key of the servers and of the control endpoint (or set ENGINE_API_KEY).",
         ),
     ] = None,
     first_port: Annotated[
@@ -135,46 +134,17 @@ def fleet(
             rich_help_panel="Scaling by load",
         ),
     ] = 300.0,
-    route: Annotated[
-        bool,
-        typer.Option("--route", help="Start the router smg before the servers.", rich_help_panel="Router"),
-    ] = False,
-    route_host: Annotated[
-        str,
-        typer.Option("--route-host", metavar="TEXT", help="Address of the router.", rich_help_panel="Router"),
-    ] = _SERVER.host,
-    route_port: Annotated[
-        int, typer.Option("--route-port", metavar="INT", help="Port of the router.", rich_help_panel="Router")
-    ] = _SERVER.port,
-    route_metrics_port: Annotated[
-        int,
-        typer.Option(
-            "--route-metrics-port",
-            metavar="INT",
-            help="Port of the router's Prometheus metrics.",
-            rich_help_panel="Router",
-        ),
-    ] = DEFAULT_METRICS_PORT,
-    route_policy: Annotated[
-        str,
-        typer.Option(
-            "--route-policy", metavar="TEXT", help="As --policy of `engine route`.", rich_help_panel="Router"
-        ),
-    ] = "cache_aware",
 ) -> int:
     """Serve a model with several servers: start them, restart those that fail, scale them, drain them.
 
     Servers are `engine serve` with a port each. The control endpoint has GET /health, GET /replicas and
-    POST /scale {"replicas": 3}. With --route, clients have one address for all; it needs `pip install '.[route]'`, and
-    --on ray needs `pip install '.[ray]'`.
+    POST /scale {"replicas": 3}. --on ray needs `pip install '.[ray]'`.
 
-    Example: engine fleet default --replicas 2 --route -- --max-model-len 4096
+    Example: engine fleet default --replicas 2 -- --max-model-len 4096
     """
     from ...launch.resolve.host_facts import read_host_facts
     from ...supervisor.fleet.fleet import FleetSettings
     from ...supervisor.fleet.scaling import MAX_REPLICAS, ScaleBounds
-    from ..route.command import Policy
-    from ..route.smg import RouterAddress, find_smg
     from .run import FleetPlan, run_fleet
     from .serve_arguments import parse_serve
 
@@ -200,8 +170,6 @@ def fleet(
         up_after_s=scale_up_after,
         down_after_s=scale_down_after,
     )
-    if route_policy not in tuple(Policy):
-        raise ConfigError(f"--route-policy is {route_policy!r}, but it must be one of {', '.join(Policy)}")
     if not 0 <= first_port <= _MAX_FIRST_PORT:
         raise ConfigError(f"first_port is {first_port}, but it must lie in [0, {_MAX_FIRST_PORT}]")
     serve = parse_serve(model, options, read_host_facts(), first_port)
@@ -213,10 +181,6 @@ def fleet(
         drain_s=serve.merged.config.server.drain_timeout,
     )
     check_address(host, port)
-    router = RouterAddress(route_host, route_port, route_metrics_port) if route else None
-    if router is not None:
-        check_address(route_host, route_port, option="--route-port")
-        check_address(route_host, route_metrics_port, option="--route-metrics-port")
     return run_fleet(
         FleetPlan(
             settings=settings,
@@ -225,8 +189,5 @@ def fleet(
             host=host,
             port=port,
             worker_list=worker_list,
-            router=router,
-            smg=find_smg("`engine fleet --route`") if route else "",
-            policy=route_policy,
         )
     )

@@ -15,7 +15,6 @@ from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import RequestError
 from ...supervisor.fleet.fleet import Fleet
 from ...supervisor.fleet.replica import Phase, Replica
-from ...supervisor.fleet.router import Router
 from ...tokenizer_manager.http.exchange import ClientGone, Exchange, Receive, Scope, Send
 from ...tokenizer_manager.http.guards.auth import Authorizer, Keys
 from ...tokenizer_manager.http.guards.body_budget import BodyBudget
@@ -63,13 +62,10 @@ class FleetBody(msgspec.Struct):
     Attributes:
         target: how many replicas there should be.
         ready: how many serve.
-        router: none, waiting, running, failed or stopped.
     """
 
     target: int
     ready: int
-    router: str
-    router_url: str | None
     replicas: list[ReplicaBody]
 
 
@@ -79,7 +75,6 @@ class HealthBody(msgspec.Struct):
     status: str
     target: int
     ready: int
-    router: str
 
 
 class ControlApi:
@@ -88,8 +83,6 @@ class ControlApi:
     def __init__(
         self,
         fleet: Fleet,
-        router: Router,
-        router_url: str | None,
         config: ServerConfig,
         keys: Keys,
         *,
@@ -98,15 +91,12 @@ class ControlApi:
         """Serve.
 
         Args:
-            fleet, router: what is told about.
-            router_url: where clients ask; None: there is no router.
+            fleet: the fleet to report and to scale.
             config: of the servers.
             keys: of the servers.
             loopback: only this machine can connect to this endpoint.
         """
         self._fleet = fleet
-        self._router = router
-        self._router_url = router_url
         self._authorizer = Authorizer(keys, loopback=loopback)
         self._hosts = Hosts(config.allowed_host)
         self._origins = Origins(config.cors_origin)
@@ -149,9 +139,9 @@ class ControlApi:
             await exchange.send_json(self._body())
 
     async def _health(self, exchange: Exchange) -> None:
-        fleet, router = self._fleet, self._router.state
-        is_well = fleet.num_ready > 0 and fleet.target > 0 and router in ("none", "running")
-        body = HealthBody("ok" if is_well else "not ready", fleet.target, fleet.num_ready, router)
+        fleet = self._fleet
+        is_well = fleet.num_ready > 0 and fleet.target > 0
+        body = HealthBody("ok" if is_well else "not ready", fleet.target, fleet.num_ready)
         await exchange.send_json(body, 200 if is_well else 503)
 
     async def _scale(self, exchange: Exchange) -> None:
@@ -170,7 +160,7 @@ class ControlApi:
     def _body(self) -> FleetBody:
         fleet = self._fleet
         each = [_replica(replica) for replica in fleet.replicas]
-        return FleetBody(fleet.target, fleet.num_ready, self._router.state, self._router_url, each)
+        return FleetBody(fleet.target, fleet.num_ready, each)
 
 
 def _replica(replica: Replica) -> ReplicaBody:

@@ -1,13 +1,11 @@
-"""`run_fleet`: one fleet from its start to its end: its loop, its control endpoint, its router and its signals."""
+"""`run_fleet`: one fleet from its start to its end: its loop, its control endpoint and its signals."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,11 +20,8 @@ from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
 from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings
 from ...supervisor.fleet.probe import FleetProbe
-from ...supervisor.fleet.router import END_GRACE_S as ROUTER_GRACE_S
-from ...supervisor.fleet.router import FleetRouter, NoRouter, Router
 from ...supervisor.fleet.server import LocalServers, ServerCommand, Servers
 from ...supervisor.fleet.worker_list import NoWorkerList, WorkerList
-from ..route.smg import RouterAddress, smg_command
 from ..service_manager import report_ready
 from .serve_arguments import ServeArguments
 
@@ -36,7 +31,6 @@ _TITLE: Final = "engine: fleet"
 _MODULE: Final = f"{__package__.rsplit('.', 1)[0]}.main"
 _LOOK_S: Final = 0.1
 _ASK_S: Final = 1.0
-_LIST_NAME: Final = "workers.json"
 
 Serving = Callable[[], Coroutine[Any, Any, None]]
 
@@ -51,9 +45,6 @@ class FleetPlan:
         on_ray: servers are actors on Ray, otherwise processes here.
         host, port: of the control endpoint.
         worker_list: the file that the user wants.
-        router: where the router listens; None: no router.
-        smg: the program.
-        policy: of the router.
     """
 
     settings: FleetSettings
@@ -62,9 +53,6 @@ class FleetPlan:
     host: str
     port: int
     worker_list: Path | None
-    router: RouterAddress | None
-    smg: str
-    policy: str
 
 
 def run_fleet(plan: FleetPlan) -> int:
@@ -79,9 +67,6 @@ def run_fleet(plan: FleetPlan) -> int:
         servers = stack.enter_context(_servers(plan))
         listing: WorkerList | NoWorkerList = NoWorkerList()
         path = plan.worker_list
-        if path is None and plan.router is not None:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="engine-fleet-"))
-            path = Path(folder) / _LIST_NAME
         if path is not None:
             listing = stack.enter_context(WorkerList(path.absolute()))
         fleet = Fleet(plan.settings, servers, listing)
@@ -127,10 +112,6 @@ class _FleetRun:
         self._keys = read_keys(plan.serve.merged.config.server)
         self._key = next(iter(self._keys.clients), None)
         self._listing = listing
-        self._tokenizer_path: str | None = None
-        self._router: Router = NoRouter()
-        if plan.router is not None:
-            self._router = FleetRouter(self._router_command, plan.settings.max_restarts)
         self._signals: list[signal.Signals] = []
         self._wake = asyncio.Event()
         self._is_announced = False
@@ -148,24 +129,20 @@ class _FleetRun:
                 try:
                     return await self._run(duties)
                 finally:
-                    self._router.kill()
                     for task in duties:
                         task.cancel()
                     await asyncio.gather(*duties, return_exceptions=True)
 
     async def _run(self, duties: list[asyncio.Task[None]]) -> FleetOutcome:
-        fleet, router = self._fleet, self._router
+        fleet = self._fleet
         while True:
             now_s = time.monotonic()
             fleet.look(now_s)
-            router.look(now_s)
             if self._signals:
                 logger.info("draining signal=%s", self._signals[0].name)
                 return await self._end(FleetOutcome(0, "stopped"))
             if fleet.failure is not None:
                 return await self._end(fleet.failure)
-            if router.failure:
-                return await self._end(FleetOutcome(1, router.failure))
             for task in duties:
                 if task.done():
                     task.result()  # raises its error; none of them ends without one
@@ -174,12 +151,11 @@ class _FleetRun:
 
     async def _end(self, outcome: FleetOutcome) -> FleetOutcome:
         """Drain everything; a second signal, or the end of all patience, kills it."""
-        fleet, router, before = self._fleet, self._router, len(self._signals)
+        fleet, before = self._fleet, len(self._signals)
         began_s = time.monotonic()
         fleet.stop(began_s)
-        router.stop()
-        patience_s = self._plan.settings.drain_s + max(END_GRACE_S, ROUTER_GRACE_S) + 5.0
-        while not (fleet.is_gone and router.is_gone):
+        patience_s = self._plan.settings.drain_s + END_GRACE_S + 5.0
+        while not fleet.is_gone:
             now_s = time.monotonic()
             if len(self._signals) > max(1, before):
                 signum = self._signals[-1]
@@ -204,32 +180,11 @@ class _FleetRun:
     async def _ask(self, probe: FleetProbe) -> None:
         while True:
             await probe.ask_all()
-            if self._tokenizer_path is None and (ready := self._ready_url()) is not None:
-                self._tokenizer_path = await probe.tokenizer_path(ready)
             await asyncio.sleep(_ASK_S)
-
-    def _ready_url(self) -> str | None:
-        urls = [each.url for each in self._fleet.to_ask()]
-        return urls[0] if urls and self._fleet.num_ready else None
 
     def _on_signal(self, signum: signal.Signals) -> None:
         self._signals.append(signum)
         self._wake.set()
-
-    def _router_command(self) -> list[str] | None:
-        """Of smg, once a server has said where its tokenizer is."""
-        if self._tokenizer_path is None or self._plan.router is None:
-            return None
-        assert isinstance(self._listing, WorkerList)
-        return smg_command(
-            self._plan.smg,
-            self._listing.path,
-            self._plan.router,
-            policy=self._plan.policy,
-            tokenizer_path=self._tokenizer_path,
-            api_key=self._key,
-            more=(),
-        )
 
     @contextmanager
     def _control(self) -> Iterator[Serving]:
@@ -240,9 +195,7 @@ class _FleetRun:
         plan, limits = self._plan, self._plan.serve.merged.config.server
         with bind(plan.host, plan.port) as listener:
             address = listener.getsockname()[0]
-            api = ControlApi(
-                self._fleet, self._router, self._router_url, limits, self._keys, loopback=is_loopback(address)
-            )
+            api = ControlApi(self._fleet, limits, self._keys, loopback=is_loopback(address))
             limits = dataclasses.replace(limits, ssl_certfile=None, ssl_keyfile=None)
             server = HttpServer(api, limits)
             listener.listen(BACKLOG)
@@ -254,31 +207,22 @@ class _FleetRun:
         """Where the control endpoint listens."""
         return _url(self._plan.host, self._plan.port)
 
-    @property
-    def _router_url(self) -> str | None:
-        router = self._plan.router
-        return None if router is None else _url(router.host, router.port)
-
     def _announce(self) -> None:
         """Say once that all servers are there."""
         fleet = self._fleet
-        if self._is_announced or fleet.num_ready < fleet.target or self._router.state == "waiting":
+        if self._is_announced or fleet.num_ready < fleet.target:
             return
         self._is_announced = True
         model = next(
             (str(each.server.model) for each in fleet.replicas if each.server is not None), "the model"
         )
-        typer.echo(ready_text(model, fleet.num_ready, self.control_url, self._router_url))
+        typer.echo(ready_text(model, fleet.num_ready, self.control_url))
         report_ready(f"{counted(fleet.num_ready, 'server')} of {model}")
 
 
-def ready_text(model: str, num_servers: int, control_url: str, router_url: str | None) -> str:
+def ready_text(model: str, num_servers: int, control_url: str) -> str:
     """What a user sees when all servers are there."""
     lines = ["", f"Ready: {counted(num_servers, 'server')} of {model}"]
-    if router_url is not None:
-        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Why is the sky blue?"}]})
-        lines += [f"  Clients ask {router_url}:"]
-        lines += [f"  curl {router_url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'"]
     return "\n".join(
         [
             *lines,

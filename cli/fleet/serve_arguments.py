@@ -26,8 +26,8 @@ _REFUSED: Final = {
     "kv_events": "the servers would share its address; leave it out",
     "decision_log": "the servers would share its file; leave it out",
     "disaggregation_mode": "a fleet's servers answer whole requests; start prefill and decode servers by hand, and "
-    "`engine route` before them",
-    "nnodes": "a replica has one machine; use --tp on it, or start servers and `engine route` by hand",
+    "a router before them",
+    "nnodes": "a replica has one machine; use --tp on it, or start servers and a router by hand",
     "executor": "the fleet places whole servers; use --on ray, before the --",
 }
 """Settings that one server can have and several cannot."""

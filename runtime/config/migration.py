@@ -189,6 +189,7 @@ CHAT_ANSWERS: Final[Mapping[str, str]] = {
 COMMANDS: Final[Mapping[str, str]] = {
     "run": "use engine chat --model NAME, or engine serve NAME for a server",
     "show": "use engine doctor NAME",
+    "route": "start a router by its own command, as smg launch --worker-urls URL URL; see docs/distributed.md",
     "stop": "press Ctrl-C in the server's terminal, or end the process id that engine ps shows",
     "create": "serve the .gguf file or the folder itself: engine serve ./FILE.gguf",
     "cp": "use engine serve NAME --served-model-name OTHER",

@@ -35,14 +35,6 @@ class FleetProbe:
         """Ask all servers at the same time; those that do not answer are told apart by the fleet."""
         await asyncio.gather(*(self._ask(each) for each in self._fleet.to_ask()))
 
-    async def tokenizer_path(self, url: str) -> str:
-        """The folder of a server's tokenizer, on its machine; "" if it has none."""
-        try:
-            info = await self._get(f"{url}/model_info")
-        except httpx.HTTPError:
-            return ""
-        return str(info.get("tokenizer_path") or "")
-
     async def _ask(self, ask: Ask) -> None:
         try:
             health = await self._client.get(f"{ask.url}/health")

@@ -66,6 +66,7 @@ def test_help_loads_no_command_and_nothing_heavy():
     ("arguments", "message"),
     [
         (["serv"], "engine: there is no command 'serv'; did you mean 'serve'?"),
+        (["route"], "engine: there is no command 'route': start a router by its own command, as smg launch"),
         (["frob"], f"engine: there is no command 'frob'; the commands are {', '.join(cli.COMMANDS)}"),
         (["serve", "--prot", "1"], "engine: No such option: --prot"),
         (["serve", "--port"], "engine: Option '--port' requires an argument (see engine serve --help)"),

@@ -18,11 +18,11 @@ from typing import Any, Final, Self
 
 import httpx
 
-from .routers.routing import FOLDER, free_ports
+from .routers.routing import free_ports
 from .serving import engine_command, engine_environment
 
 DEADLINE_S: Final = 150.0  # for what takes some seconds on an idle machine
-_STARTED: Final = re.compile(r"starting replica=\d+ pid=(\d+)|started router pid=(\d+)")
+_STARTED: Final = re.compile(r"starting replica=\d+ ")
 
 
 class EngineFleet:
@@ -32,25 +32,18 @@ class EngineFleet:
         process: the command.
         tmp: its directory for temporary files.
         url: of its control endpoint.
-        router_url: of its router, if it has one.
         list_path: its list of workers.
     """
 
     def __init__(self, *arguments: str, serve: tuple[str, ...]) -> None:
         self.tmp = Path(tempfile.mkdtemp(prefix="e2e-"))
-        port, route_port, metrics_port = free_ports(3)
-        self.url, self.router_url = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{route_port}"
+        [port] = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
         self.list_path = self.tmp / "workers.json"
         self._log = self.tmp / "log"
-        ports = (
-            "--port",
-            str(port),
-            "--route-port",
-            str(route_port),
-            "--route-metrics-port",
-            str(metrics_port),
+        command = engine_command(
+            "fleet", "--port", str(port), "--worker-list", str(self.list_path), *arguments
         )
-        command = engine_command("fleet", *ports, "--worker-list", str(self.list_path), *arguments)
         server = ("--num-threads", "1", "--crash-dir", str(self.tmp / "crashes"))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -58,7 +51,7 @@ class EngineFleet:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(self.tmp) | {"PATH": f"{FOLDER / 'smg' / 'bin'}:{os.environ['PATH']}"},
+                env=engine_environment(self.tmp),
                 cwd=self.tmp,
                 start_new_session=True,
             )
@@ -156,7 +149,7 @@ class EngineFleet:
         while (left := self.pids_of_session()) and time.monotonic() < deadline_s:
             time.sleep(0.05)
         assert left == [], self.log
-        for url in (self.url, self.router_url, *urls):
+        for url in (self.url, *urls):
             host, port = url.partition("://")[2].split(":")
             with socket.socket() as probe:
                 assert probe.connect_ex((host, int(port))) != 0, url
@@ -166,4 +159,4 @@ class EngineFleet:
 
 def num_started(fleet: EngineFleet) -> int:
     """Processes of servers that it has started."""
-    return sum(bool(replica) for replica, _ in _STARTED.findall(fleet.log))
+    return len(_STARTED.findall(fleet.log))

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from .fleets import DEADLINE_S, EngineFleet, num_started
-from .routers.routing import ENGINE_ROUTE, why_not
+from .routers.routing import SMG, Router, why_not
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -118,35 +118,30 @@ def test_a_mistake_in_the_settings_ends_the_fleet(model: Path):
 
 
 @pytest.fixture
-def routed(model: Path) -> Iterator[EngineFleet]:
-    if reason := why_not(ENGINE_ROUTE):
+def fleet(model: Path) -> Iterator[EngineFleet]:
+    with EngineFleet(str(model), "--replicas", "2", serve=TINY) as fleet:
+        yield fleet.wait_until_ready(2)
+
+
+@pytest.fixture
+def router(fleet: EngineFleet) -> Iterator[Router]:
+    """smg, which reads the fleet's list of workers."""
+    if reason := why_not(SMG):
         pytest.skip(reason)
-    with EngineFleet(str(model), "--replicas", "2", "--route", serve=TINY) as fleet:
-        fleet.wait_until_ready(2)
-        fleet.wait_for(lambda: "Stop with Ctrl-C." in fleet.log)
-        yield fleet
+    discovery = ("--discovery-provider", "file", "--discovery-file", str(fleet.list_path))
+    with Router(SMG, more=(*discovery, "--discovery-check-interval-secs", "1")) as router:
+        yield router.wait_until_ready()
 
 
-def num_routed(fleet: EngineFleet) -> int:
-    """Servers that the router sends requests to."""
-    try:
-        workers = httpx.get(f"{fleet.router_url}/workers", timeout=DEADLINE_S).json()["workers"]
-    except (httpx.TransportError, ValueError, KeyError):
-        return 0
-    return sum(bool(worker["is_healthy"]) for worker in workers)
-
-
-def test_clients_of_the_router_notice_nothing(routed: EngineFleet):
-    fleet = routed
+def test_clients_of_a_router_notice_nothing(fleet: EngineFleet, router: Router):
     statuses: list[int] = []
     is_over = threading.Event()
 
     def ask() -> None:
-        with httpx.Client(base_url=fleet.router_url, timeout=DEADLINE_S) as client:
+        with httpx.Client(base_url=router.url, timeout=DEADLINE_S) as client:
             while not is_over.is_set():
                 statuses.append(client.post("/v1/completions", json=SHORT).status_code)
 
-    fleet.wait_for(lambda: num_routed(fleet) == 2)
     client = threading.Thread(target=ask)
     client.start()
     try:
@@ -155,26 +150,17 @@ def test_clients_of_the_router_notice_nothing(routed: EngineFleet):
         fleet.wait_until_ready(2)
         fleet.scale(3)
         fleet.wait_until_ready(3)
-        fleet.wait_for(lambda: num_routed(fleet) == 3)
+        fleet.wait_for(lambda: router.num_healthy() == 3)
         fleet.scale(1)
         fleet.wait_until_ready(1)
-        fleet.wait_for(lambda: num_routed(fleet) == 1)
-
-        # The router itself is healed, too.
-        is_over.set()
-        client.join(DEADLINE_S)
-        assert statuses
-        assert set(statuses) == {200}
-        before = fleet.log.count("started router")
-        pid = int(fleet.log.rpartition("started router pid=")[2].split()[0])
-        os.kill(pid, signal.SIGKILL)
-        fleet.wait_for(lambda: fleet.log.count("started router") == before + 1)
-        fleet.wait_for(lambda: num_routed(fleet) == 1)
+        fleet.wait_for(lambda: router.num_healthy() == 1)
     finally:
         is_over.set()
         client.join(DEADLINE_S)
+    assert statuses
+    assert set(statuses) == {200}
 
-    stream = Stream(fleet.router_url)
+    stream = Stream(router.url)
     assert fleet.stop() == 0, fleet.log
     assert stream.is_whole()
     fleet.wait_until_nothing_is_left()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 
 import pytest
 
@@ -121,7 +120,7 @@ def test_the_command_line(run):
     assert (plan.settings.replicas, plan.settings.max_restarts, plan.settings.drain_s) == (3, 7, 5.0)
     assert plan.settings.bounds.is_fixed
     assert plan.serve.arguments == ("default", "--drain-timeout", "5")
-    assert (plan.on_ray, plan.router, plan.worker_list) == (False, None, None)
+    assert (plan.on_ray, plan.worker_list) == (False, None)
 
     scaled = run("--min-replicas", "1", "--max-replicas", "4", "--scale-queue-tokens", "99", "--", "--strict")
     assert isinstance(scaled, FleetPlan)
@@ -144,10 +143,6 @@ def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
         (["--replicas", "513"], "--replicas is 513, but it must lie in [1, 512]"),
         (["--min-replicas", "1"], "give both --min-replicas and --max-replicas"),
         (["--min-replicas", "3", "--max-replicas", "4"], "--replicas is 2, but it must lie in [3, 4]"),
-        (
-            ["m", "--route", "--route-policy", "best"],
-            "--route-policy is 'best', but it must be one of cache_aware, ",
-        ),
         (["m", "other"], "the argument 'other' is no option; name one MODEL"),
         (["--max-restarts", "-1"], "max_restarts is -1, but it must be at least 0"),
         (["--silence", "0"], "silence is 0.0, but it must be above 0"),
@@ -163,17 +158,7 @@ def test_what_cannot_be_is_one_line(run, capsys, arguments, message):
     assert message in line
 
 
-def test_a_missing_router_is_found_at_once(run, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert run("--route") == ExitCode.USER
-    assert "smg is not installed, and `engine fleet --route` starts it as the router; pip install smg==" in (
-        capsys.readouterr().err
-    )
-
-
 def test_the_ready_text_names_the_addresses():
-    text = ready_text("tiny", 2, "http://127.0.0.1:30090", "http://127.0.0.1:30000")
+    text = ready_text("tiny", 2, "http://127.0.0.1:30090")
     assert "Ready: 2 servers of tiny" in text
-    assert "curl http://127.0.0.1:30000/v1/chat/completions" in text
     assert "curl http://127.0.0.1:30090/scale -d '{\"replicas\": 3}'" in text

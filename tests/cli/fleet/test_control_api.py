@@ -11,7 +11,6 @@ import pytest
 from engine.cli.fleet.control_api import ControlApi
 from engine.runtime.config.server_config import ServerConfig
 from engine.supervisor.fleet.fleet import Fleet, FleetSettings
-from engine.supervisor.fleet.router import NoRouter, Router
 from engine.supervisor.fleet.scaling import Load, ScaleBounds
 from engine.supervisor.fleet.worker_list import NoWorkerList
 from engine.tokenizer_manager.http.guards.auth import Keys
@@ -51,10 +50,10 @@ class Answer(NamedTuple):
 class Setup:
     """An endpoint, and a fleet of two."""
 
-    def __init__(self, keys: Keys = NO_KEYS, *, loopback: bool = True, router: Router | None = None) -> None:
+    def __init__(self, keys: Keys = NO_KEYS, *, loopback: bool = True) -> None:
         bounds = ScaleBounds(min_replicas=2, max_replicas=2)
         self.fleet = Fleet(FleetSettings(replicas=2, bounds=bounds), Servers(), NoWorkerList())
-        self.api = ControlApi(self.fleet, router or NoRouter(), None, ServerConfig(), keys, loopback=loopback)
+        self.api = ControlApi(self.fleet, ServerConfig(), keys, loopback=loopback)
 
     def serves(self) -> Setup:
         self.fleet.look(0.0)
@@ -85,27 +84,18 @@ def test_health_is_503_until_a_server_is_ready_and_while_the_fleet_ends():
     setup = Setup()
     assert setup.ask("GET", "/health").status == 503
     answer = setup.serves().ask("GET", "/health")
-    assert (answer.status, answer.body) == (200, {"status": "ok", "target": 2, "ready": 2, "router": "none"})
+    assert (answer.status, answer.body) == (200, {"status": "ok", "target": 2, "ready": 2})
     setup.fleet.stop(1.0)
     assert setup.ask("GET", "/health").status == 503
     assert setup.scale({"replicas": 2}).status == 503
 
 
-def test_health_is_503_without_the_router():
-    class Waiting(NoRouter):
-        state = "waiting"
-
-    assert Setup(router=Waiting()).serves().ask("GET", "/health").status == 503
-
-
 def test_replicas_and_scale_say_what_there_is():
     setup = Setup().serves()
     body = setup.ask("GET", "/replicas").body
-    assert {name: body[name] for name in ("target", "ready", "router", "router_url")} == {
+    assert {name: body[name] for name in ("target", "ready")} == {
         "target": 2,
         "ready": 2,
-        "router": "none",
-        "router_url": None,
     }
     assert body["replicas"][1] == {
         "replica": 1,

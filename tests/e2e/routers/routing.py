@@ -21,13 +21,11 @@ from typing import Final, Self
 
 import httpx
 
-from ..serving import DEADLINE_S, EngineServe, engine_command, engine_environment
+from ..serving import DEADLINE_S, EngineServe, engine_environment
 
 FOLDER: Final = Path(__file__).parents[3] / "build" / "routers"
-NAMES: Final = ("smg", "sglang-router", "vllm-router")
-ENGINE_ROUTE: Final = "engine route"
-"""The command, which becomes smg."""
-ALL: Final = (ENGINE_ROUTE, "sglang-router", "vllm-router")
+SMG: Final = "smg"
+ALL: Final = (SMG, "sglang-router", "vllm-router")
 
 _COLORS: Final = re.compile(r"\x1b\[[0-9;]*m")
 _PORTS: Final = (20_000, 32_000)
@@ -35,21 +33,21 @@ _QUICK: Final = (
     *("--worker-startup-check-interval", "1", "--health-check-interval-secs", "1"),
     *("--health-failure-threshold", "1", "--health-success-threshold", "1"),
 )
+_SMG_ONLY: Final = ("--disable-tokenizer-autoload", "--load-monitor-interval", "2")
 
 
 def why_not(name: str) -> str:
     """Why the tests of a router are skipped; "" if it is installed."""
-    program = "smg" if name == ENGINE_ROUTE else name
-    if (FOLDER / program / "bin" / program).exists():
+    if (FOLDER / name / "bin" / name).exists():
         return ""
-    return f"{program} is not installed in {FOLDER / program}: `make routers` installs it, from the package index"
+    return f"{name} is not installed in {FOLDER / name}: `make routers` installs it, from the package index"
 
 
 class Router:
     """One router. A context manager that leaves nothing running.
 
     Attributes:
-        name: of `ALL`, or smg.
+        name: of `ALL`.
         url: where it listens.
     """
 
@@ -73,8 +71,7 @@ class Router:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=engine_environment(self._tmp)
-                | {"PATH": f"{FOLDER / 'smg' / 'bin'}:{os.environ['PATH']}"},
+                env=engine_environment(self._tmp),
                 cwd=self._tmp,
                 start_new_session=True,
             )
@@ -88,11 +85,7 @@ class Router:
         more: tuple[str, ...],
         roles: tuple[str, ...],
     ) -> list[str]:
-        if self.name == ENGINE_ROUTE:
-            named = [part for url in workers for part in ("--worker", url)]
-            ports = ("--port", str(port), "--metrics-port", str(metrics_port))
-            return engine_command("route", *named, *roles, "--policy", policy, *ports, "--", *more)
-        launch = ("launch", "--disable-tokenizer-autoload") if self.name == "smg" else ()
+        launch = ("launch", *_SMG_ONLY) if self.name == SMG else ()
         return [
             str(FOLDER / self.name / "bin" / self.name),
             *(("launch",) if self.name == "sglang-router" else launch),

@@ -31,7 +31,7 @@ from .engine_pair import (
     wait_under_way,
     why_not_backend,
 )
-from .routing import ALL, ENGINE_ROUTE, Router, free_ports, kill, why_not
+from .routing import ALL, SMG, Router, free_ports, kill, why_not
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
@@ -59,7 +59,7 @@ def routed(request: pytest.FixtureRequest, pair: EnginePair) -> Iterator[Router]
     roles = {
         "vllm-router": ("--vllm-pd-disaggregation", "--kv-connector", "nixl", *prefill, *decode),
         "sglang-router": ("--pd-disaggregation", *prefill, str(pair.bootstrap_port), *decode),
-        ENGINE_ROUTE: (*prefill, str(pair.bootstrap_port), *decode),
+        SMG: ("--pd-disaggregation", *prefill, str(pair.bootstrap_port), *decode),
     }
     with Router(request.param, policy="round_robin", roles=roles[request.param]) as router:
         yield router.wait_until_ready()

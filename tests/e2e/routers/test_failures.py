@@ -1,4 +1,4 @@
-"""Workers that are killed or drained behind real routers, and the end of `engine route`.
+"""Workers that are killed or drained behind real routers, and the end of smg.
 
 The first engine lives through all of it; the second one is each test's own, with routers of all kinds in front of both.
 """
@@ -17,7 +17,7 @@ import pytest
 
 from ..serving import DEADLINE_S, EngineServe
 from .conftest import WORKER, router_names, start_workers
-from .routing import ENGINE_ROUTE, Router, kill, why_not
+from .routing import SMG, Router, kill, why_not
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
@@ -138,23 +138,12 @@ def test_a_drained_worker_ends_its_streams_and_gets_no_more_requests(
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_engine_route_after_its_streams(workers: list[EngineServe], signum: signal.Signals):
-    if reason := why_not(ENGINE_ROUTE):
+def test_a_signal_ends_smg_after_its_streams(workers: list[EngineServe], signum: signal.Signals):
+    if reason := why_not(SMG):
         pytest.skip(reason)
-    with Router(ENGINE_ROUTE, *(each.url for each in workers)) as router:
+    with Router(SMG, *(each.url for each in workers)) as router:
         router.wait_until_ready()
-        assert "to 2 workers of tiny, cache_aware\n" in router.log
         with OpenStreams([router]) as streams:
             router.process.send_signal(signum)
-            assert streams.whole() == {ENGINE_ROUTE: [True, True]}
+            assert streams.whole() == {SMG: [True, True]}
         assert router.process.wait(DEADLINE_S) == 0, router.log
-        assert "Traceback" not in router.log
-
-
-def test_engine_route_waits_for_workers_that_start(workers: list[EngineServe], model: Path, tmp_path: Path):
-    if reason := why_not(ENGINE_ROUTE):
-        pytest.skip(reason)
-    late = workers[1]
-    with Router(ENGINE_ROUTE, *(each.url for each in workers)) as router, late.stopped("tokenizer_manager"):
-        router.wait_for(lambda: f"waiting for {late.url}: " in router.log)
-        assert f"{workers[0].url} is ready and serves tiny" in router.log

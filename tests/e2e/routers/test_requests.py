@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from ..serving import DEADLINE_S, EngineServe
-from .routing import NAMES, Router, why_not
+from .routing import ALL, Router, why_not
 
 pytestmark = [pytest.mark.real_process, pytest.mark.slow]
 
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_ends_its_request(router: Router, workers: list[Eng
         worker.idle_metrics()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALL)
 def test_in_turn_both_workers_answer(name: str, workers: list[EngineServe]):
     if reason := why_not(name):
         pytest.skip(reason)
@@ -107,7 +107,7 @@ def test_vllm_router_gets_the_tokens_of_prompts(router: Router):
     assert "invalid_token_ids" not in router.log
 
 
-@pytest.mark.parametrize("router", ["engine route"], indirect=True)
+@pytest.mark.parametrize("router", ["smg"], indirect=True)
 def test_smg_gets_the_loads_of_the_workers(router: Router, workers: list[EngineServe]):
     with router.client() as client:
         router.wait_for(lambda: len(client.get("/get_loads").json()["loads"]) == 2)

@@ -1,8 +1,7 @@
-"""Processes that end with their parent, and the router that is started again."""
+"""Processes that end with their parent."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.supervisor.fleet.router import FleetRouter
 from engine.supervisor.fleet.tied_process import TiedProcess
 
 pytestmark = pytest.mark.real_process
@@ -81,33 +79,3 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path: Path):
             return True
 
     wait_for(is_gone)
-
-
-def test_a_router_that_fails_is_started_again_and_given_up():
-    commands: list[list[str] | None] = [None, [sys.executable, "-c", "raise SystemExit(1)"]]
-    router = FleetRouter(lambda: commands[-1] if len(commands) == 1 else commands.pop(0), max_restarts=1)
-    router.look(0.0)
-    assert (router.state, router.pid) == ("waiting", None)
-    router.look(0.0)
-    assert router.state == "running"
-    wait_for(lambda: router.is_gone)
-    router.look(1.0)
-    assert router.state == "waiting", "after a pause"
-    router.look(2.0)
-    wait_for(lambda: router.is_gone)
-    router.look(3.0)
-    assert router.state == "failed"
-    assert "the router failed 2 times in a row and at last exited with code 1" in router.failure
-
-
-def test_a_router_ends_when_it_is_told():
-    router = FleetRouter(lambda: SLEEP, max_restarts=1)
-    router.look(0.0)
-    pid = router.pid
-    router.stop()
-    wait_for(lambda: router.is_gone)
-    router.look(100.0)
-    assert (router.state, router.failure) == ("stopped", "")
-    assert pid is not None
-    with pytest.raises(ProcessLookupError):
-        os.killpg(pid, 0)

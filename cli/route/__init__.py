@@ -1,1 +1,0 @@
-"""`engine route`: a router in front of several servers."""
