@@ -27,25 +27,36 @@ from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS
 
 PROG_NAME: Final = "engine"
-COMMANDS: Final = {
-    "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
-    "fleet": (".fleet.command", "Run many servers of one model: heal, scale and drain them."),
-    "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
-    "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
-    "rerank": (".embed.rerank", "Sort documents by their relevance to a query."),
-    "bench": (".bench.commands", "Measure throughput and latency."),
-    "pull": (".models.pull", "Download a model, for starts that need no network."),
-    "list": (".models.list", "List the models on this machine."),
-    "rm": (".models.rm", "Remove models from this machine."),
-    "ps": (".models.ps", "List the servers that run on this machine."),
-    "doctor": (".doctor.command", "Check whether a model can be served here, and what to fix."),
-    "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
-    "why": (".why", "Explain why a request waited, was preempted or missed the cache."),
-    "replay": (".replay", "Replay a decision log, with its settings or with others."),
-    "trace": (".trace.command", "Draw a timeline of the scheduler from a decision log."),
-    "simulate": (".simulate.command", "Simulate settings, policies and machines without a model."),
+PANELS: Final = {
+    "Core commands": {
+        "serve": (".serve", "Serve a model over HTTP, compatible with the OpenAI API."),
+        "chat": (".chat.command", "Chat with a model in the terminal, or ask one question."),
+        "bench": (".bench.commands", "Measure throughput and latency."),
+        "doctor": (".doctor.command", "Check whether a model can be served here, and what to fix."),
+    },
+    "Models on this machine": {
+        "pull": (".models.pull", "Download a model, for starts that need no network."),
+        "list": (".models.list", "List the models on this machine."),
+        "rm": (".models.rm", "Remove models from this machine."),
+    },
+    "Servers": {
+        "ps": (".models.ps", "List the servers that run on this machine."),
+        "top": (".top.command", "Watch a server: running and waiting requests, memory, rates."),
+        "fleet": (".fleet.command", "Run many servers of one model on Ray: heal, scale, drain them."),
+    },
+    "Vectors and scores": {
+        "embed": (".embed.command", "Turn texts into vectors, for search and comparison."),
+        "rerank": (".embed.rerank", "Sort documents by their relevance to a query."),
+    },
+    "Decisions of the scheduler": {
+        "why": (".why", "Explain why a request waited, was preempted or missed the cache."),
+        "replay": (".replay", "Replay a decision log, with its settings or with others."),
+        "trace": (".trace.command", "Draw a timeline of the scheduler from a decision log."),
+        "simulate": (".simulate.command", "Simulate settings, policies and machines without a model."),
+    },
 }
-"""Command -> (module with the typer `app`, one line for `--help`)."""
+"""Title in `--help` -> command -> (module with the typer `app`, one line for `--help`)."""
+COMMANDS: Final = {name: entry for panel in PANELS.values() for name, entry in panel.items()}
 EXAMPLES: Final = """Examples:
 
   engine serve                         the default model on 127.0.0.1:30000
@@ -79,6 +90,13 @@ class LazyGroup(TyperGroup):
             hint = f"did you mean '{near[0]}'?" if near else f"the commands are {', '.join(COMMANDS)}"
             raise ConfigError(f"there is no command '{name}'; {hint}")
         return name, _command(name), args[1:]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """One section per panel."""
+        width = max(map(len, COMMANDS))
+        for title, commands in PANELS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), line) for name, (_, line) in commands.items()])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """The usual help, then examples."""

@@ -30,6 +30,22 @@ def test_alone_it_explains_itself_with_examples(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_help_has_the_core_commands_first_and_the_others_by_subject(capsys):
+    cli.run(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    titles = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [
+        *("Options", "Core commands", "Models on this machine", "Servers", "Vectors and scores"),
+        *("Decisions of the scheduler", "Examples"),
+    ]
+    shown = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in cli.COMMANDS]
+    assert shown == [
+        *("serve", "chat", "bench", "doctor"),
+        *("pull", "list", "rm", "ps", "top", "fleet", "embed", "rerank"),
+        *("why", "replay", "trace", "simulate"),
+    ]
+
+
 def test_version(capsys):
     assert cli.run(["--version"]) == 0
     assert capsys.readouterr().out == f"engine {__version__}\n"
