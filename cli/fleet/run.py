@@ -1,4 +1,8 @@
-"""`run_fleet`: one fleet from its start to its end: its loop, its control endpoint and its signals."""
+"""`run_fleet`: one fleet from its start to its end: Ray, its loop, its control endpoint and its signals.
+
+All of it happens in one event loop: nothing needs a lock. This process is the driver of Ray: if the cluster loses its
+head, Ray ends the process within a minute, and the servers drain.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import asyncio
 import dataclasses
 import logging
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,22 +22,21 @@ import typer
 
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.counted import counted
-from ...runtime.errors import ConfigError
+from ...runtime.logs import configure_logging
 from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings
-from ...supervisor.fleet.probe import FleetProbe
-from ...supervisor.fleet.server import LocalServers, ServerCommand, Servers
-from ...supervisor.fleet.worker_list import NoWorkerList, WorkerList
+from ...supervisor.fleet.server import Server, ServerOptions
+from ...supervisor.fleet.worker_list import WorkerList
+from ...supervisor.ray.cluster import RayUse, ray_cluster
+from ...tokenizer_manager.http.guards.auth import Keys, read_keys
+from ...tokenizer_manager.http.server import BACKLOG, HttpServer, bind, is_loopback
 from ..service_manager import report_ready
+from .control_api import ControlApi
 from .serve_arguments import ServeArguments
 
 logger = logging.getLogger(__name__)
 
-_TITLE: Final = "engine: fleet"
-_MODULE: Final = f"{__package__.rsplit('.', 1)[0]}.main"
-_LOOK_S: Final = 0.1
-_ASK_S: Final = 1.0
-
-Serving = Callable[[], Coroutine[Any, Any, None]]
+RAY_USE: Final = RayUse("servers of a fleet run on Ray", "`engine serve --dp N` on this machine", "the fleet")
+_POLL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +46,12 @@ class FleetPlan:
     Attributes:
         settings: of the fleet.
         serve: of each server.
-        on_ray: servers are actors on Ray, otherwise processes here.
         host, port: of the control endpoint.
         worker_list: the file that the user wants.
     """
 
     settings: FleetSettings
     serve: ServeArguments
-    on_ray: bool
     host: str
     port: int
     worker_list: Path | None
@@ -59,93 +61,72 @@ def run_fleet(plan: FleetPlan) -> int:
     """Run it; the exit code is that of `engine serve` in the same case."""
     import setproctitle
 
-    from ...runtime.logs import configure_logging
-
+    server, settings = plan.serve.merged.config.server, plan.settings
     configure_logging(plan.serve.merged.config.log, "fleet")
-    setproctitle.setproctitle(_TITLE)  # instead of the command line, which may contain a key
+    setproctitle.setproctitle("engine: fleet")  # instead of the command line, which may contain a key
     with ExitStack() as stack:
-        servers = stack.enter_context(_servers(plan))
-        listing: WorkerList | NoWorkerList = NoWorkerList()
-        path = plan.worker_list
-        if path is not None:
-            listing = stack.enter_context(WorkerList(path.absolute()))
-        fleet = Fleet(plan.settings, servers, listing)
+        folder = tempfile.TemporaryDirectory(prefix="engine-ray-", ignore_cleanup_errors=True)
+        cluster = stack.enter_context(ray_cluster(stack.enter_context(folder), RAY_USE))
+        listing = None
+        if plan.worker_list is not None:
+            listing = stack.enter_context(WorkerList(plan.worker_list.absolute()))
+        keys = read_keys(server)
+        options = ServerOptions(
+            plan.serve.needs(settings.replicas),
+            plan.serve.env(),
+            next(iter(keys.clients), None),
+            cluster.address,
+            takes_host=server.host == ServerConfig().host,
+        )
+        fleet = Fleet(
+            settings,
+            lambda number: Server(cluster.ray, plan.serve.command(number, settings.replicas), options),
+            listing,
+        )
         stack.callback(fleet.kill)
-        outcome = asyncio.run(_FleetRun(plan, fleet, listing).run())
+        outcome = asyncio.run(_FleetRun(plan, fleet).run(keys))
         logger.info("stopped exit_code=%d", outcome.exit_code)
     if outcome.exit_code != 0:
         typer.echo(f"engine: {outcome.message}", err=True)
     return outcome.exit_code
 
 
-@contextmanager
-def _servers(plan: FleetPlan) -> Iterator[Servers]:
-    serve, settings = plan.serve, plan.settings
-    if plan.on_ray:
-        from ...supervisor.fleet.ray_servers import ray_servers
-
-        share = max(settings.replicas, settings.bounds.max_replicas)
-        command = ServerCommand(_MODULE, serve.command, serve.env_elsewhere)
-        takes_host = serve.merged.config.server.host == ServerConfig().host
-        log = serve.merged.config.log
-        with ray_servers(command, serve.needs(share), log, takes_host=takes_host) as servers:
-            yield servers
-        return
-    places = serve.num_places()
-    wanted = max(settings.replicas, settings.bounds.max_replicas)
-    if places is not None and wanted > places:
-        raise ConfigError(
-            f"{counted(wanted, 'replica')} need {wanted * serve.devices_each} GPUs, but this machine has "
-            f"{len(serve.devices())}; lower --replicas or --max-replicas to {places}"
-        )
-    yield LocalServers(ServerCommand(_MODULE, serve.command, serve.env_here), places)
-
-
 class _FleetRun:
-    """One run. All of it happens in one event loop: nothing needs a lock."""
+    """One run."""
 
-    def __init__(self, plan: FleetPlan, fleet: Fleet, listing: WorkerList | NoWorkerList) -> None:
-        from ...tokenizer_manager.http.guards.auth import read_keys
-
+    def __init__(self, plan: FleetPlan, fleet: Fleet) -> None:
         self._plan = plan
         self._fleet = fleet
-        self._keys = read_keys(plan.serve.merged.config.server)
-        self._key = next(iter(self._keys.clients), None)
-        self._listing = listing
         self._signals: list[signal.Signals] = []
         self._wake = asyncio.Event()
         self._is_announced = False
 
-    async def run(self) -> FleetOutcome:
-        """Until a signal or a failure ends it."""
+    async def run(self, keys: Keys) -> FleetOutcome:
+        """Run until a signal or a failure ends it."""
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             # `nohup` sets SIGHUP to be ignored, and it stays ignored.
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:
                 loop.add_signal_handler(signum, self._on_signal, signum)
-        async with FleetProbe(self._fleet, self._key) as probe:
-            with self._control() as serving:
-                duties = [asyncio.create_task(serving()), asyncio.create_task(self._ask(probe))]
-                try:
-                    return await self._run(duties)
-                finally:
-                    for task in duties:
-                        task.cancel()
-                    await asyncio.gather(*duties, return_exceptions=True)
+        with self._control(keys) as serving:
+            task = asyncio.create_task(serving())
+            try:
+                return await self._run(task)
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
-    async def _run(self, duties: list[asyncio.Task[None]]) -> FleetOutcome:
+    async def _run(self, serving: asyncio.Task[None]) -> FleetOutcome:
         fleet = self._fleet
         while True:
-            now_s = time.monotonic()
-            fleet.look(now_s)
+            fleet.poll(time.monotonic())
             if self._signals:
                 logger.info("draining signal=%s", self._signals[0].name)
                 return await self._end(FleetOutcome(0, "stopped"))
             if fleet.failure is not None:
                 return await self._end(fleet.failure)
-            for task in duties:
-                if task.done():
-                    task.result()  # raises its error; none of them ends without one
+            if serving.done():
+                serving.result()  # raises its error; it does not end without one
             self._announce()
             await self._pause()
 
@@ -156,56 +137,41 @@ class _FleetRun:
         fleet.stop(began_s)
         patience_s = self._plan.settings.drain_s + END_GRACE_S + 5.0
         while not fleet.is_gone:
-            now_s = time.monotonic()
             if len(self._signals) > max(1, before):
                 signum = self._signals[-1]
                 fleet.kill()
                 return FleetOutcome(128 + signum, f"stopped at once by {signum.name}")
-            if now_s - began_s > patience_s:
+            if time.monotonic() - began_s > patience_s:
                 fleet.kill()
                 return FleetOutcome(1, f"the servers did not end within {patience_s:g} s and were killed")
-            fleet.look(now_s)
+            fleet.poll(time.monotonic())
             await self._pause()
         return outcome
 
     async def _pause(self) -> None:
-        """Until a signal, or the next look."""
+        """Wait until a signal, or the next poll."""
         try:
-            async with asyncio.timeout(_LOOK_S):
+            async with asyncio.timeout(_POLL_S):
                 await self._wake.wait()
         except TimeoutError:
             pass
         self._wake.clear()
-
-    async def _ask(self, probe: FleetProbe) -> None:
-        while True:
-            await probe.ask_all()
-            await asyncio.sleep(_ASK_S)
 
     def _on_signal(self, signum: signal.Signals) -> None:
         self._signals.append(signum)
         self._wake.set()
 
     @contextmanager
-    def _control(self) -> Iterator[Serving]:
+    def _control(self, keys: Keys) -> Iterator[Callable[[], Coroutine[Any, Any, None]]]:
         """The control endpoint, bound and serving."""
-        from ...tokenizer_manager.http.server import BACKLOG, HttpServer, bind, is_loopback
-        from .control_api import ControlApi
-
         plan, limits = self._plan, self._plan.serve.merged.config.server
         with bind(plan.host, plan.port) as listener:
-            address = listener.getsockname()[0]
-            api = ControlApi(self._fleet, limits, self._keys, loopback=is_loopback(address))
+            loopback = is_loopback(listener.getsockname()[0])
             limits = dataclasses.replace(limits, ssl_certfile=None, ssl_keyfile=None)
-            server = HttpServer(api, limits)
+            server = HttpServer(ControlApi(self._fleet, limits, keys, loopback=loopback), limits)
             listener.listen(BACKLOG)
-            logger.info("control endpoint url=%s", self.control_url)
+            logger.info("control endpoint url=%s", control_url(plan.host, plan.port))
             yield lambda: server.serve(sockets=[listener])
-
-    @property
-    def control_url(self) -> str:
-        """Where the control endpoint listens."""
-        return _url(self._plan.host, self._plan.port)
 
     def _announce(self) -> None:
         """Say once that all servers are there."""
@@ -213,27 +179,23 @@ class _FleetRun:
         if self._is_announced or fleet.num_ready < fleet.target:
             return
         self._is_announced = True
-        model = next(
-            (str(each.server.model) for each in fleet.replicas if each.server is not None), "the model"
-        )
-        typer.echo(ready_text(model, fleet.num_ready, self.control_url))
+        names = [each.server.status.model for each in fleet.replicas if each.server and each.server.status]
+        model = names[0] or "the model"
+        typer.echo(ready_text(model, fleet.num_ready, control_url(self._plan.host, self._plan.port)))
         report_ready(f"{counted(fleet.num_ready, 'server')} of {model}")
 
 
-def ready_text(model: str, num_servers: int, control_url: str) -> str:
+def ready_text(model: str, num_servers: int, url: str) -> str:
     """What a user sees when all servers are there."""
-    lines = ["", f"Ready: {counted(num_servers, 'server')} of {model}"]
-    return "\n".join(
-        [
-            *lines,
-            f"  The servers: curl {control_url}/replicas",
-            f"  Another number: curl {control_url}/scale -d '{{\"replicas\": {num_servers + 1}}}'",
-            "  Stop with Ctrl-C.",
-            "",
-        ]
+    return (
+        f"\nReady: {counted(num_servers, 'server')} of {model}\n"
+        f"  The servers: curl {url}/replicas\n"
+        f"  Another number: curl {url}/scale -d '{{\"replicas\": {num_servers + 1}}}'\n"
+        "  Stop with Ctrl-C.\n"
     )
 
 
-def _url(host: str, port: int) -> str:
+def control_url(host: str, port: int) -> str:
+    """The address of the control endpoint on this machine."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from typer.main import get_command
@@ -15,20 +14,19 @@ from ...launch.resolve.resolve import CPU_MEM_FRACTION
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import ConfigError
+from ...supervisor.ray.cluster import absolute_model
 from ..options import merge_options
 from ..serve import app
 
-_DEFAULT_MODEL: Final = "default"  # a name, even if a folder of that name exists
-_DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 _REFUSED: Final = {
-    "port": "each server has a port of its own; use --first-port, before the --",
+    "port": "each server takes a free port; /replicas and --worker-list name it",
     "ssl_certfile": "routers ask the servers without TLS; end TLS before the router, and leave it out",
     "kv_events": "the servers would share its address; leave it out",
     "decision_log": "the servers would share its file; leave it out",
     "disaggregation_mode": "a fleet's servers answer whole requests; start prefill and decode servers by hand, and "
     "a router before them",
     "nnodes": "a replica has one machine; use --tp on it, or start servers and a router by hand",
-    "executor": "the fleet places whole servers; use --on ray, before the --",
+    "executor": "the fleet places whole servers; leave it out",
 }
 """Settings that one server can have and several cannot."""
 
@@ -41,27 +39,18 @@ class ServeArguments:
         arguments: the model and the options, as they were given.
         merged: as `engine serve` will read them.
         device: cpu or cuda.
-        first_port: of replica 0; replica i has the i-th port after it. 0: free ones.
         host: the facts of this machine.
     """
 
     arguments: tuple[str, ...]
     merged: MergedConfig
     device: str
-    first_port: int
     host: HostFacts
 
-    @property
-    def devices_each(self) -> int:
-        """GPUs of one server."""
-        parallel = self.merged.config.parallel
-        return parallel.tp * parallel.dp
-
     def command(self, number: int, share: int) -> list[str]:
-        """The arguments of `engine` for a replica; see `Servers.start`."""
-        port = self.first_port + number if self.first_port else 0
+        """The arguments of `engine` for a replica that takes the `share`-th part of its machine."""
         config = self.merged.config
-        own = ["--port", str(port), "--log-name", f"{config.log.log_name or 'server'}{number}"]
+        own = ["--port", "0", "--log-name", f"{config.log.log_name or 'server'}{number}"]
         if self.device == "cpu" and config.model.num_threads == "auto":
             own += ["--num-threads", str(self.threads(share))]
         if self.device == "cpu" and config.cache.mem_fraction == config.cache.max_total_tokens == "auto":
@@ -73,63 +62,31 @@ class ServeArguments:
         asked = self.merged.config.model.num_threads
         return max(1, usable_threads(self.host) // share) if asked == "auto" else int(asked)
 
-    def devices(self) -> list[str]:
-        """The GPUs of this machine, in CUDA's notation."""
-        visible = os.environ.get(_DEVICES)
-        if visible is not None:
-            return [name for name in visible.split(",") if name.strip()]
-        return [str(index) for index in range(len(self.host.gpus))]
-
-    def num_places(self) -> int | None:
-        """Servers for which this machine has GPUs; None on a CPU.
-
-        Raises:
-            ConfigError: for none.
-        """
-        if self.device != "cuda":
-            return None
-        places = len(self.devices()) // self.devices_each
-        if not places:
-            raise ConfigError(
-                f"a server needs {self.devices_each} GPUs (tp * dp), but this machine has {len(self.devices())}; lower "
-                "--tp or --dp"
-            )
-        return places
-
-    def env_here(self, number: int) -> dict[str, str]:
-        """Variables of a replica on this machine: its GPUs."""
-        if self.device != "cuda":
-            return {}
-        each = self.devices_each
-        return {_DEVICES: ",".join(self.devices()[number * each : (number + 1) * each])}
-
-    def env_elsewhere(self, _number: int) -> dict[str, str]:
-        """Variables of a replica on Ray, which assigns GPUs itself: the engine's settings of this environment."""
+    def env(self) -> dict[str, str]:
+        """The engine's settings of this environment; Ray assigns the GPUs."""
         return {name: value for name, value in os.environ.items() if name.startswith("ENGINE_")}
 
     def needs(self, share: int) -> dict[str, float]:
         """What a server takes of a machine, in Ray's units."""
         if self.device == "cuda":
-            return {"CPU": 1.0, "GPU": float(self.devices_each)}
+            parallel = self.merged.config.parallel
+            return {"CPU": 1.0, "GPU": float(parallel.tp * parallel.dp)}
         return {"CPU": float(self.threads(share))}
 
 
-def parse_serve(
-    model: str | None, options: Sequence[str], host: HostFacts, first_port: int
-) -> ServeArguments:
+def parse_serve(model: str | None, options: Sequence[str], host: HostFacts) -> ServeArguments:
     """Read the options as `engine serve` does.
 
     Args:
         model: MODEL of the fleet.
         options: what comes after `--`.
         host: the facts of this machine.
-        first_port: see `ServeArguments`.
 
     Raises:
         ConfigError: a setting that several servers cannot share, or a value that is none.
         typer.TyperException: an unknown option.
     """
-    words = [*([] if model is None else [_absolute(model)]), *options]
+    words = [*([] if model is None else [absolute_model(model)]), *options]
     context = get_command(app).make_context("engine serve", list(words))
     # An option that may be repeated and is not given: typer passes None to the command.
     values: dict[str, Any] = {
@@ -144,7 +101,7 @@ def parse_serve(
         origin = merged.origins[name]
         if origin.startswith("--") or (name != "port" and _differs(merged, name)):
             raise ConfigError(f"{name} is set ({origin}), but {fix}")
-    return ServeArguments(tuple(words), merged, _device(merged, host), first_port, host)
+    return ServeArguments(tuple(words), merged, _device(merged, host), host)
 
 
 def _differs(merged: MergedConfig, name: str) -> bool:
@@ -157,9 +114,3 @@ def _device(merged: MergedConfig, host: HostFacts) -> str:
     if asked != "auto":
         return str(asked)
     return "cuda" if host.gpus and host.torch_has_cuda else "cpu"
-
-
-def _absolute(model: str) -> str:
-    """A path that is valid in another working directory; a hub name stays as it is."""
-    path = Path(model).expanduser().absolute()
-    return str(path) if path.exists() and model != _DEFAULT_MODEL else model

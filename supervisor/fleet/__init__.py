@@ -1,1 +1,1 @@
-"""Many servers of one model (`engine fleet`): started here or on Ray, healed, scaled, and listed for a router."""
+"""Many servers of one model on Ray (`engine fleet`): started, healed, scaled, and listed for a router."""

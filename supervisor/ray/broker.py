@@ -23,8 +23,8 @@ from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
 from ...runtime.transport.message_base import Message
 from ..child_watch import STOP_GRACE_S
-from .cluster import RayCluster, ray_cluster
-from .placement import RayPlaces, ray_places, why_it_died
+from .cluster import RayCluster, ray_cluster, why_it_died
+from .placement import RayPlaces, ray_places
 
 _LOOK_S: Final = 0.2
 RUN_END_GRACE_S: Final = STOP_GRACE_S + 2.0  # an actor's own supervisor gives its rank STOP_GRACE_S

@@ -11,6 +11,7 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
@@ -20,6 +21,8 @@ logger = logging.getLogger(__name__)
 _ADDRESS_VARIABLE: Final = "RAY_ADDRESS"  # Ray's own; "local" asks for a new one
 _CLIENT_SCHEME: Final = "ray://"
 _OBJECT_STORE_BYTES: Final = 100 << 20  # the engine does not use it; Ray's default is a third of the memory
+_ADVICE: Final = " Some common causes include"
+_DEFAULT_MODEL: Final = "default"  # a name, even if a folder of that name exists
 _SHOWN_RESOURCES: Final = ("CPU", "GPU")
 
 
@@ -89,6 +92,18 @@ def ray_cluster(folder: str, use: RayUse = _EXECUTOR) -> Iterator[RayCluster]:
         yield cluster
     finally:
         ray.shutdown()
+
+
+def why_it_died(error: Exception) -> str:
+    """The cause in one of Ray's messages: its last line, without the list of possible causes."""
+    last_line = next(iter(reversed(str(error).splitlines())), type(error).__name__)
+    return last_line.partition(_ADVICE)[0]
+
+
+def absolute_model(model: str) -> str:
+    """A path that is valid in another working directory; a hub name stays as it is."""
+    path = Path(model).expanduser().absolute()
+    return str(path) if path.exists() and model != _DEFAULT_MODEL else model
 
 
 def _import_ray(use: RayUse) -> Any:

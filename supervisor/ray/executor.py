@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -47,13 +46,13 @@ from .broker import (
     RunMachines,
     ToBroker,
 )
+from .cluster import absolute_model
 
 logger = logging.getLogger(__name__)
 
 _BROKER: Final = f"{__package__}.broker"
 _LOOPBACK: Final = "127.0.0.1"
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_DEFAULT_MODEL: Final = "default"  # a name, even if a folder of that name exists
 _LOOK_S: Final = 0.5
 _CONNECT_S: Final = 60.0  # for Ray itself, in addition to the startup timeout
 _BROKER_END_S: Final = RUN_END_GRACE_S + 10.0  # actors, then a Ray of its own (two seconds)
@@ -198,7 +197,7 @@ def ray_machines(config: EngineConfig, start_broker: Callable[[], Broker] = Brok
 
 def actor_config(config: EngineConfig, rank: int) -> bytes:
     """The configuration of one actor, enough to find machine 0; the rest comes from there, so secrets stay here."""
-    model = dataclasses.replace(config.model, model=_absolute(config.model.model))
+    model = dataclasses.replace(config.model, model=absolute_model(config.model.model))
     parallel = dataclasses.replace(config.parallel, node_rank=rank, cluster_key_file=None)
     server = dataclasses.replace(config.server, api_key=(), admin_api_key=None, api_key_file=None)
     return msgspec.msgpack.encode(dataclasses.replace(config, model=model, parallel=parallel, server=server))
@@ -228,12 +227,6 @@ def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
 def _address(placed: Placed) -> str:
     """Where the others find this machine: the loopback address if all ranks are on it."""
     return free_address(_LOOPBACK if set(placed.machines.values()) == {placed.address} else placed.address)
-
-
-def _absolute(model: str) -> str:
-    """A path that is valid in another working directory; a hub name stays as it is."""
-    path = Path(model).expanduser().absolute()
-    return str(path) if path.exists() and model != _DEFAULT_MODEL else model
 
 
 @contextmanager

@@ -7,22 +7,60 @@ with the server, not in an actor. On CUDA a short task in bundle 0 reports which
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
+
+from ...launch.resolve.model_resolution import find_model, read_model
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
+from ...runtime.logs import configure_logging
 from ...runtime.transport.cluster_ipc import is_loopback, parse_address
-from .cluster import RayCluster
-from .node import RayNode, visible_devices
+from ...runtime.transport.cluster_key import key_in_memory
+from ..node_supervisor import NodeSupervisor
+from .cluster import RayCluster, why_it_died
+
+
+class RayNode:
+    """One machine; its method runs in the main thread of the actor's process, which `NodeSupervisor` needs."""
+
+    def run(self, config: bytes, key: bytes) -> tuple[int, str]:
+        """Run this machine's ranks until the engine ends.
+
+        Args:
+            config: an encoded `EngineConfig`, resolved, with this machine's `node_rank`.
+            key: the text of the secret that the machines share.
+
+        Returns:
+            Exit code and cause, as from `NodeSupervisor`.
+        """
+        own = msgspec.msgpack.decode(config, type=EngineConfig)
+        configure_logging(own.log, "supervisor")
+        try:
+            source = find_model(own.model)
+            spec = read_model(own.model, source).spec
+            with key_in_memory(key) as key_file:
+                parallel = dataclasses.replace(own.parallel, cluster_key_file=key_file)
+                outcome = NodeSupervisor(dataclasses.replace(own, parallel=parallel), source, spec).run()
+        except ConfigError as error:
+            return 2, str(error)
+        return outcome.exit_code, outcome.message
+
+
+def visible_devices() -> str | None:
+    """The GPUs that Ray has assigned to the current task, in CUDA's notation."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
 
 _HERE: Final = 0.001  # share of a machine's `node:<address>`, of which it has 1
 _OWN_PLACEMENT_S: Final = 10.0  # a Ray that was started here gets no more machines
 _LOOK_S: Final = 1.0
 _DEVICE_TIMEOUT_S: Final = 60.0
-_ADVICE: Final = " Some common causes include"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +108,6 @@ def bundles(config: EngineConfig, own_address: str) -> list[dict[str, float]]:
     each = _needs(config)
     first = {**each, f"node:{own_address}": _HERE}
     return [first, *(dict(each) for _ in range(1, config.parallel.tp))]
-
-
-def why_it_died(error: Exception) -> str:
-    """The cause in one of Ray's messages: its last line, without the list of possible causes."""
-    last_line = next(iter(reversed(str(error).splitlines())), type(error).__name__)
-    return last_line.partition(_ADVICE)[0]
 
 
 def _needs(config: EngineConfig) -> dict[str, float]:

@@ -25,7 +25,6 @@ LINES = f"{shlex.quote(__file__)} --skip-empty"
 COMMANDS = (
     "serve",
     "fleet",
-    "route",
     "chat",
     "embed",
     "rerank",
@@ -54,7 +53,7 @@ CASES = [
     *((command, "--no-such-option", ExitCode.USER) for command in COMMANDS),
     *(
         (command, "", ExitCode.USER)
-        for command in ("route", "rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
+        for command in ("rerank", "pull", "rm", "bench compare", "why", "replay", "trace")
     ),
     ("no-such-command", "", ExitCode.USER),
     ("bench", "no-such-command", ExitCode.USER),
@@ -107,7 +106,6 @@ CASES = [
     ("rerank", f"x {LINES} --url {NO_SERVER}", ExitCode.SERVER),
     ("bench serve", f"--url {NO_SERVER} --ready-check-timeout-sec 0 --tokenizer TINY", ExitCode.SERVER),
     ("top", f"--once {NO_SERVER}", ExitCode.SERVER),
-    ("route", "--worker nowhere", ExitCode.USER),
     ("fleet", "--replicas 0", ExitCode.USER),
     ("fleet", "-- --no-such-option", ExitCode.USER),
     ("why", f"x --url {NO_SERVER}", ExitCode.SERVER),

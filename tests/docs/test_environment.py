@@ -13,8 +13,8 @@ ROOT = DOCS.parent
 NOT_PRODUCT = {"tests", "docs", "benchmarks", "build", "dist"}
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 ENVIRONMENT = re.compile("environ|getenv|variable|envvar")
-# Words in capitals in modules that use the environment: resources of Ray, placeholders of options, a value.
-OTHER_WORDS = {"CPU", "FILE", "GPU", "INT", "NUMBER", "PCI_BUS_ID", "TEXT"}
+# Words in capitals in modules that use the environment: values, placeholders of options, what Ray calls resources.
+OTHER_WORDS = {"CPU", "FILE", "GPU", "INT", "NUMBER", "PACK", "PCI_BUS_ID", "STRICT_PACK", "TEXT"}
 LIBRARIES = "## Read by libraries and tools"
 TESTS = "## Tests"
 

@@ -22,7 +22,7 @@ from .routers.routing import free_ports
 from .serving import engine_command, engine_environment
 
 DEADLINE_S: Final = 150.0  # for what takes some seconds on an idle machine
-_STARTED: Final = re.compile(r"starting replica=\d+ ")
+_STARTED: Final = re.compile(r"starting replica=\d+")
 
 
 class EngineFleet:

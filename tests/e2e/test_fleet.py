@@ -1,4 +1,4 @@
-"""`engine fleet` with real servers: healed, scaled, drained; on this machine, before a router, and on Ray."""
+"""`engine fleet` with real servers on a real Ray: healed, scaled, drained, and behind a router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ import pytest
 from .fleets import DEADLINE_S, EngineFleet, num_started
 from .routers.routing import SMG, Router, why_not
 
-pytestmark = [pytest.mark.real_process, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.real_process,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.usefixtures("real_ray"),
+]
 
 TINY = ("--dtype", "float32", "--served-model-name", "tiny", "--chaos", "slow=0.02")
 LONG = {"model": "tiny", "prompt": "on and on", "max_tokens": 200, "min_tokens": 200, "stream": True}
@@ -76,16 +81,14 @@ def test_servers_are_healed_scaled_and_drained(model: Path):
         assert httpx.get(f"{fleet.url}/scale", timeout=DEADLINE_S).status_code == 405
         assert fleet.replicas()["target"] == 2
 
-        assert fleet.scale(3).json()["target"] == 3
-        fleet.wait_until_ready(3)
-        third = fleet.ready()[2]
-
-        # The one that leaves ends its stream first.
-        stream = Stream(third["url"])
-        fleet.scale(2)
-        fleet.wait_for(lambda: third["url"] not in fleet.listed())
+        # The one that leaves ends its stream first; on two cores Ray has a place for another one only then.
+        stream = Stream(second["url"])
+        assert fleet.scale(1).json()["target"] == 1
+        fleet.wait_for(lambda: second["url"] not in fleet.listed())
         assert stream.is_whole()
-        fleet.wait_until_ready(2)
+        fleet.wait_until_ready(1)
+        fleet.scale(2)
+        third = fleet.wait_until_ready(2).ready()[1]
         assert num_started(fleet) == 4
 
         stream = Stream(again["url"])
@@ -148,12 +151,12 @@ def test_clients_of_a_router_notice_nothing(fleet: EngineFleet, router: Router):
         os.kill(fleet.ready()[0]["pid"], signal.SIGKILL)
         fleet.wait_for(lambda: len(fleet.listed()) == 1)
         fleet.wait_until_ready(2)
-        fleet.scale(3)
-        fleet.wait_until_ready(3)
-        fleet.wait_for(lambda: router.num_healthy() == 3)
         fleet.scale(1)
         fleet.wait_until_ready(1)
         fleet.wait_for(lambda: router.num_healthy() == 1)
+        fleet.scale(2)
+        fleet.wait_until_ready(2)
+        fleet.wait_for(lambda: router.num_healthy() == 2)
     finally:
         is_over.set()
         client.join(DEADLINE_S)
@@ -164,25 +167,3 @@ def test_clients_of_a_router_notice_nothing(fleet: EngineFleet, router: Router):
     assert fleet.stop() == 0, fleet.log
     assert stream.is_whole()
     fleet.wait_until_nothing_is_left()
-
-
-@pytest.mark.usefixtures("real_ray")
-def test_on_ray_servers_are_actors_and_the_rest_is_the_same(model: Path):
-    with EngineFleet(str(model), "--on", "ray", "--replicas", "1", serve=TINY) as fleet:
-        [first] = fleet.wait_until_ready(1).ready()
-        body = SHORT | {"max_tokens": 2}
-        assert httpx.post(f"{first['url']}/v1/completions", json=body, timeout=DEADLINE_S).status_code == 200
-
-        os.kill(first["pid"], signal.SIGKILL)
-        fleet.wait_for(lambda: first["url"] not in fleet.listed())
-        [again] = fleet.wait_until_ready(1).ready()
-        assert again["pid"] != first["pid"]
-
-        fleet.scale(2)
-        fleet.wait_until_ready(2)
-        fleet.scale(1)
-        fleet.wait_until_ready(1)
-
-        assert fleet.stop() == 0, fleet.log
-        fleet.wait_until_nothing_is_left(first["url"], again["url"])
-        assert "Traceback" not in fleet.log

@@ -133,3 +133,42 @@ class FakeActor:
     def _run(self, config: bytes, key: bytes) -> str:
         self.orders.append((config, key))
         return f"run of rank {self._rank}"
+
+
+class ServerActorStub:
+    """A `ServerActor` whose answers the test sets by `ActorRay.answers`."""
+
+    def __init__(self, ray: ActorRay, options: dict[str, Any]) -> None:
+        self.name, self.options = f"actor {len(ray.actors)}", options
+        self.made: tuple[Any, ...] = ()
+        self.calls: list[str] = []
+        for name in ("status", "drain", "kill"):
+            setattr(self, name, SimpleNamespace(remote=lambda name=name: self._call(name)))
+
+    def remote(self, *args: Any) -> ServerActorStub:
+        self.made = args
+        return self
+
+    def _call(self, name: str) -> str:
+        self.calls.append(name)
+        return f"{self.name} {name}"
+
+
+class ActorRay(FakeRay):
+    """Makes actors of a fleet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.actors: list[ServerActorStub] = []
+
+    def remote(self, what: Any) -> Any:
+        def make(**options: Any) -> ServerActorStub:
+            self.actors.append(ServerActorStub(self, options))
+            return self.actors[-1]
+
+        return SimpleNamespace(options=make)
+
+    def answers(self, actor: ServerActorStub, status: object) -> None:
+        """What every call of the actor comes to from now on."""
+        for name in ("status", "drain", "kill"):
+            self.ended[f"{actor.name} {name}"] = status

@@ -31,8 +31,8 @@ def host(num_gpus: int = 0) -> HostFacts:
     )
 
 
-def serve(*options: str, num_gpus: int = 0, first_port: int = 0) -> ServeArguments:
-    return parse_serve("default", options, host(num_gpus), first_port)
+def serve(*options: str, num_gpus: int = 0) -> ServeArguments:
+    return parse_serve("default", options, host(num_gpus))
 
 
 @pytest.fixture(autouse=True)
@@ -48,42 +48,35 @@ def test_servers_share_the_cores_and_the_memory():
         *("serve", "default", "--max-model-len", "64", "--port", "0", "--log-name", "server1"),
         *("--num-threads", "2", "--mem-fraction", "0.1000"),
     ]
-    assert found.num_places() is None
     assert found.needs(4) == {"CPU": 2.0}
     assert found.threads(100) == 1
 
 
 def test_what_is_given_is_not_divided():
-    found = serve("--num-threads", "3", "--max-total-tokens", "4096", first_port=31_000)
+    found = serve("--num-threads", "3", "--max-total-tokens", "4096")
     arguments = ("--num-threads", "3", "--max-total-tokens", "4096")
-    own = ("--port", "31002", "--log-name", "server2")
+    own = ("--port", "0", "--log-name", "server2")
     assert found.command(2, 4) == ["serve", "default", *arguments, *own]
     assert found.needs(4) == {"CPU": 3.0}
 
 
-def test_each_server_has_its_own_gpus(monkeypatch):
-    found = serve("--tp", "2", num_gpus=5)
-    assert (found.device, found.num_places(), found.needs(2)) == ("cuda", 2, {"CPU": 1.0, "GPU": 2.0})
-    assert [found.env_here(number) for number in range(2)] == [
-        {"CUDA_VISIBLE_DEVICES": "0,1"},
-        {"CUDA_VISIBLE_DEVICES": "2,3"},
+def test_ray_gives_each_server_its_gpus():
+    found = serve("--tp", "2", "--dp", "2", num_gpus=5)
+    assert (found.device, found.needs(2)) == ("cuda", {"CPU": 1.0, "GPU": 4.0})
+    assert found.command(0, 2) == [
+        *("serve", "default", "--tp", "2", "--dp", "2"),
+        *("--port", "0", "--log-name", "server0"),
     ]
-    assert found.command(0, 2) == ["serve", "default", "--tp", "2", "--port", "0", "--log-name", "server0"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")
-    assert found.env_here(0) == {"CUDA_VISIBLE_DEVICES": "4,GPU-7"}
-    assert serve("--device", "cpu", num_gpus=2).env_here(0) == {}
-    with pytest.raises(ConfigError, match=r"needs 4 GPUs \(tp \* dp\), but this machine has 2"):
-        serve("--tp", "4", num_gpus=2).num_places()
 
 
 @pytest.mark.parametrize(
     ("options", "fix"),
     [
-        (["--port", "1"], "use --first-port"),
+        (["--port", "1"], "each server takes a free port"),
         (["--ssl-certfile", "x.pem"], "end TLS before the router"),
         (["--kv-events", "tcp://127.0.0.1:5557"], "share its address"),
         (["--decision-log", "x"], "share its file"),
-        (["--executor", "ray", "--tp", "2"], "use --on ray"),
+        (["--executor", "ray", "--tp", "2"], "places whole servers"),
         (["--disaggregation-mode", "decode"], "answer whole requests"),
     ],
 )
@@ -118,14 +111,12 @@ def test_the_command_line(run):
     plan = run("default", "--replicas", "3", "--max-restarts", "7", "--", "--drain-timeout", "5")
     assert isinstance(plan, FleetPlan)
     assert (plan.settings.replicas, plan.settings.max_restarts, plan.settings.drain_s) == (3, 7, 5.0)
-    assert plan.settings.bounds.is_fixed
     assert plan.serve.arguments == ("default", "--drain-timeout", "5")
-    assert (plan.on_ray, plan.worker_list) == (False, None)
+    assert plan.worker_list is None
 
-    scaled = run("--min-replicas", "1", "--max-replicas", "4", "--scale-queue-tokens", "99", "--", "--strict")
-    assert isinstance(scaled, FleetPlan)
-    assert scaled.serve.arguments == ("--strict",)
-    assert (scaled.settings.bounds.max_replicas, scaled.settings.bounds.queue_tokens) == (4, 99)
+    unnamed = run("--on", "ray", "--", "--strict")
+    assert isinstance(unnamed, FleetPlan)
+    assert unnamed.serve.arguments == ("--strict",)
 
 
 def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
@@ -133,7 +124,7 @@ def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
     assert isinstance(plan, FleetPlan)
     assert plan.serve.merged.config.server.api_key == ("sk",)
     assert "sk" not in plan.serve.command(0, 1)
-    assert plan.serve.env_elsewhere(0)["ENGINE_API_KEY"] == "sk"
+    assert plan.serve.env()["ENGINE_API_KEY"] == "sk"
 
 
 @pytest.mark.parametrize(
@@ -141,12 +132,9 @@ def test_a_key_is_passed_on_by_the_environment_and_seen_by_nobody(run):
     [
         (["--replicas", "0"], "--replicas is 0, but it must lie in [1, 512]"),
         (["--replicas", "513"], "--replicas is 513, but it must lie in [1, 512]"),
-        (["--min-replicas", "1"], "give both --min-replicas and --max-replicas"),
-        (["--min-replicas", "3", "--max-replicas", "4"], "--replicas is 2, but it must lie in [3, 4]"),
+        (["--on", "local"], "servers of a fleet run on Ray; for one machine use `engine serve --dp 2`"),
         (["m", "other"], "the argument 'other' is no option; name one MODEL"),
         (["--max-restarts", "-1"], "max_restarts is -1, but it must be at least 0"),
-        (["--silence", "0"], "silence is 0.0, but it must be above 0"),
-        (["--first-port", "70000"], "first_port is 70000, but it must lie in [0, 65024]"),
         (["--", "--nonsense"], "No such option: --nonsense"),
         (["--", "--print-config"], "use `engine serve --print-config`"),
         (["--", "--gpu-memory-utilisation", "1"], "No such option"),

@@ -11,30 +11,24 @@ import pytest
 from engine.cli.fleet.control_api import ControlApi
 from engine.runtime.config.server_config import ServerConfig
 from engine.supervisor.fleet.fleet import Fleet, FleetSettings
-from engine.supervisor.fleet.scaling import Load, ScaleBounds
-from engine.supervisor.fleet.worker_list import NoWorkerList
+from engine.supervisor.fleet.server import Status
 from engine.tokenizer_manager.http.guards.auth import Keys
 
 NO_KEYS = Keys()
 
 
 class Server:
-    pid, where, url, model, end = 7, "this machine", "http://127.0.0.1:1", "m", None
+    """Serves."""
 
-    def terminate(self) -> None:
+    where, end = "10.0.0.1", None
+
+    def __init__(self, number: int) -> None:
+        self.status = Status(7, "10.0.0.1", "http://127.0.0.1:1", "m", is_well=True)
+
+    def poll(self) -> None:
         return
 
-    kill = terminate
-
-
-class Servers:
-    num_places: int | None = None
-
-    def start(self, number: int, share: int) -> Server:
-        return Server()
-
-    def look(self) -> str:
-        return ""
+    drain = kill = poll
 
 
 class Answer(NamedTuple):
@@ -51,14 +45,12 @@ class Setup:
     """An endpoint, and a fleet of two."""
 
     def __init__(self, keys: Keys = NO_KEYS, *, loopback: bool = True) -> None:
-        bounds = ScaleBounds(min_replicas=2, max_replicas=2)
-        self.fleet = Fleet(FleetSettings(replicas=2, bounds=bounds), Servers(), NoWorkerList())
+        self.fleet = Fleet(FleetSettings(replicas=2), Server, None)  # type: ignore[arg-type]
         self.api = ControlApi(self.fleet, ServerConfig(), keys, loopback=loopback)
 
     def serves(self) -> Setup:
-        self.fleet.look(0.0)
-        for ask in self.fleet.to_ask():
-            self.fleet.answered(ask, 0.0, is_well=True, load=Load(12, 0.12345))
+        self.fleet.poll(0.0)
+        self.fleet.poll(1.0)
         return self
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> Answer:
@@ -102,9 +94,7 @@ def test_replicas_and_scale_say_what_there_is():
         "state": "ready",
         "url": "http://127.0.0.1:1",
         "pid": 7,
-        "where": "this machine",
-        "queue_tokens": 12,
-        "busy": 0.1235,
+        "where": "10.0.0.1",
         "failures": 0,
         "last_failure": None,
     }

@@ -10,8 +10,8 @@ from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
-from engine.supervisor.ray.cluster import RayCluster
-from engine.supervisor.ray.placement import bundles, ray_places, why_it_died
+from engine.supervisor.ray.cluster import RayCluster, why_it_died
+from engine.supervisor.ray.placement import bundles, ray_places
 from tests.supervisor.fake_ray import HERE, THERE, FakeRay
 
 DIED = (
