@@ -1,1 +1,1 @@
-"""Grammars that bound what a request may generate: schemas to token masks, and the process that proves them."""
+"""Grammars that bound what a request may generate: schemas to token masks, and the sandbox that compiles them first."""

@@ -20,6 +20,8 @@ from .backend import MaskRow, Matcher, Vocabulary
 
 _MAX_RANK: Final = 16
 """Longer tokens are not preferred: they are runs of blanks and the like."""
+_MAX_SHORT_TOKENS: Final = 2048
+"""Of the document whose forced tokens are counted."""
 _STRING: Final = (b'"',)
 _CHARACTER: Final = (b"\x80", b"\xa0", b"\x90")
 _ESCAPE: Final = (b"n", b"0")
@@ -183,6 +185,25 @@ def shortest_end(
             position.read(texts[token_id])
         way += step
     return way
+
+
+def forced_share(matcher: Matcher, vocabulary: Vocabulary) -> float | None:
+    """The share of forced tokens in a short document of a schema, as `shortest_end` makes it.
+
+    Args:
+        matcher: of the schema, at the beginning; it is advanced.
+        vocabulary: of the matcher.
+
+    Returns:
+        In [0, 1]; None where the search finds no document.
+    """
+    way = shortest_end(matcher, vocabulary, JsonState(), _MAX_SHORT_TOKENS)
+    if not way:
+        return None
+    for token_id in way:
+        matcher.forced()  # it counts them
+        matcher.accept((token_id,))
+    return round(matcher.num_forced / len(way), 3)
 
 
 def is_complete(matcher: Matcher, vocabulary: Vocabulary) -> bool:

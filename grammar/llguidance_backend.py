@@ -2,7 +2,7 @@
 
 The only module that imports llguidance, and only when a backend is made: a server that uses no grammar does not load
 it. The library refuses what it cannot enforce, instead of accepting it silently; its limits end a matcher, not the
-process. Its time for a compilation has no limit: see `proving`.
+process. Its time for a compilation has no limit: see `compile/`.
 """
 
 from __future__ import annotations

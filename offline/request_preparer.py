@@ -116,7 +116,9 @@ class RequestPreparer:
         if sampling.seed is None:
             sampling = msgspec.structs.replace(sampling, seed=self._seed or random.randint(0, MAX_SEED))
         if grammar is not None:
-            grammar = msgspec.structs.replace(grammar, proved=True)  # by the caller, who shares this process
+            grammar = msgspec.structs.replace(
+                grammar, compiles=True
+            )  # by the caller, who shares this process
         return CheckedRequest(f"llm-{next(self._numbers)}", token_ids, sampling, grammar=grammar)
 
     def check_room(self, constraint: Constraint | None, sampling: SamplingParams) -> None:

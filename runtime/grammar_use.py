@@ -89,8 +89,8 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
         triggered: grammars inside free text.
         reasoning: None: there is no reasoning block.
         ends_after_first: the answer ends with the first complete triggered grammar.
-        proved: the grammars have been compiled in the proving process, or the caller trusts them; if not, the
-            scheduler waits for `GrammarReady`.
+        compiles: the grammars have been compiled in the sandbox, or the caller trusts them; if not, the scheduler
+            waits for `GrammarReady`.
         complete: `spec` is a JSON schema, and the answer must be complete when it ends by its limit of tokens.
     """
 
@@ -98,7 +98,7 @@ class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
     triggered: tuple[Triggered, ...] = ()
     reasoning: ReasoningBlock | None = None
     ends_after_first: bool = False
-    proved: bool = False
+    compiles: bool = False
     complete: bool = False
 
     @property

@@ -358,7 +358,7 @@ class GenerateRequest(Message, frozen=True):
 class GrammarReady(Message, frozen=True):
     """The grammar that a request waits for is ready, or has failed with `error`. Unknown ids are ignored.
 
-    From the tokenizer manager it means that the proving process has compiled it; the scheduler's process then compiles
+    From the tokenizer manager it means that the sandbox has compiled it; the scheduler's process then compiles
     it, too, and gives the scheduler the same message, with the `compile_s` that it took.
     """
 

@@ -203,7 +203,7 @@ class Generation:
         queue_position: requests without a token yet when it arrived.
         opened_s: when it was tokenized and sent, by the manager's clock.
         prompt_names: of each prompt, for errors, if a failed one must be told from the others; else empty.
-        grammar_ready_s: when its grammar was proved; None if that was not necessary, or has not ended.
+        grammar_ready_s: when its grammar was compiled in the sandbox; None if that was not necessary, or has not ended.
         kv_transfer_params: of the answer, for the router that then asks a decode engine; None: there are none.
     """
 

@@ -20,7 +20,8 @@ from typing import Final, NamedTuple, assert_never
 
 from msgspec.structs import replace
 
-from ..grammar.proving.messages import ProofResult
+from ..grammar.compile.compile_queue import CompileQueue
+from ..grammar.compile.worker import CompileResult
 from ..runtime.config.device_config import DispatchPolicyName
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
@@ -47,8 +48,8 @@ from .dispatch.pair import Pair
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
-from .grammar_proofs import GrammarProofs, GrammarProver, TrustingProver
 from .orphan_reaper import OrphanReaper
+from .pending_grammars import PendingGrammars
 from .prompt_encoder import PromptEncoder, prompt_name
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
@@ -94,7 +95,7 @@ class TokenizerManager:
         draw_seed: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         life: int = 0,
-        prover: GrammarProver | None = None,
+        compile_queue: CompileQueue | None = None,
         other_sends: Sequence[Callable[[SchedulerInput], None]] = (),
         dispatch_policy: DispatchPolicyName = "prefix-affinity",
         handoffs: Handoffs | None = None,
@@ -112,7 +113,7 @@ class TokenizerManager:
             draw_seed: a seed for a request that has none, in [0, MAX_SEED].
             clock: CLOCK_MONOTONIC.
             life: how many managers this engine had before; late answers to their calls must not match ids of this one.
-            prover: proves grammars; None: they are trusted.
+            compile_queue: compiles new grammars; None: all are trusted.
             other_sends: to the schedulers of further replicas.
             dispatch_policy: chooses among several replicas.
             handoffs: finds the other half of a request; None: no request has one.
@@ -151,9 +152,7 @@ class TokenizerManager:
             metrics=metrics,
             dispatcher=dispatcher,
         )
-        self._proofs = GrammarProofs(
-            prover or TrustingProver(), log, aborter=self._aborter, send=send, clock=clock
-        )
+        self._grammars = PendingGrammars(compile_queue, log, aborter=self._aborter, send=send, clock=clock)
         self._reaper = OrphanReaper(send)
         self.control = Control(send, encoder, self.engine, log, first_id=life << 32)
 
@@ -201,14 +200,14 @@ class TokenizerManager:
         self._check_replica(request.scheduling.replica)
         self._limiter.check_possible(len(request.prompts) * request.n)
         encoded, resolved = self._resolve(request, await self._encode(request))
-        use = self._proofs.checked(request.grammar)
-        if use is not None and not use.proved:
-            await self._proofs.prove(request, use, self._clock())
+        use = self._grammars.checked(request.grammar)
+        if use is not None and not use.compiles:
+            await self._grammars.compile(request, use, self._clock())
         return [PreparedPrompt(*pair) for pair in zip(encoded, resolved, strict=True)]
 
-    async def measure_grammar(self, use: GrammarUse) -> list[ProofResult]:
-        """Compile the grammars of a request that is not sent; see `GrammarProver.measure`."""
-        return await self._proofs.measure(use)
+    async def measure_grammar(self, use: GrammarUse) -> list[CompileResult]:
+        """Compile the grammars of a request that is not sent; see `CompileQueue.compile`."""
+        return await self._grammars.measure(use)
 
     def abort(self, request_id: str | None, reason: str, owner: str | None = None) -> int:
         """Have the scheduler end requests; their streams get finished rows with ABORT.
@@ -387,7 +386,7 @@ class TokenizerManager:
         arrival_s: float,
     ) -> Generation:
         generation_id = f"{request.id_prefix}-{uuid.uuid4().hex}"
-        request = replace(request, grammar=self._proofs.checked(request.grammar))
+        request = replace(request, grammar=self._grammars.checked(request.grammar))
         bootstrap = request.scheduling.bootstrap
         handoffs = () if bootstrap is None else self._handoffs.of(bootstrap, len(encoded))
         opened = list(
@@ -422,7 +421,7 @@ class TokenizerManager:
             self._limiter.sent(now_s, len(choice.prompt_ids))
             self._aborter.watch(logged)
             self._submit(logged)
-        self._proofs.begin(generation, request)
+        self._grammars.begin(generation, request)
         return generation
 
     def _submit(self, logged: LoggedRequest) -> None:
@@ -435,7 +434,7 @@ class TokenizerManager:
         """Count the end of a request, then use the room: requests in quarantine and in the queue may go on."""
         self._dispatcher.withdraw(logged)
         self._limiter.ended(logged, now_s)
-        self._proofs.ended(logged)
+        self._grammars.ended(logged)
         self._recovery.ended(logged, now_s)
         self._overload.wake_next()
 

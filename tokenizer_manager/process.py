@@ -19,9 +19,8 @@ from typing import Final, Protocol, assert_never
 import msgspec
 import uvloop
 
-from ..grammar.proving.messages import ProofSetup
-from ..grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
-from ..grammar.proving.worker import ProofWorker
+from ..grammar.compile.compile_queue import CompileQueue
+from ..grammar.compile.worker import CompileWorker, SandboxSetup
 from ..launch.child.child import Child
 from ..launch.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
 from ..launch.child.open_files import make_room_for
@@ -121,10 +120,9 @@ async def _serve(
     served_model = settings.config.model.name_in_api(settings.source.name)
     build = read_build_info(child.peer_details)
     metrics = Metrics(served_model, build.labels())
-    setup = ProofSetup(
-        settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), PROOF_MEMORY_BYTES
-    )
-    prover = Prover(lambda: ProofWorker.start(setup), settings.config.answers.grammar_timeout)
+    limit_s = settings.config.answers.grammar_timeout
+    setup = SandboxSetup(settings.source, capacity.vocab_size, tuple(settings.spec.eos_token_ids), limit_s)
+    compile_queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     manager = TokenizerManager(
         encoder=encoder,
         capacity=capacity,
@@ -134,7 +132,7 @@ async def _serve(
         metrics=metrics,
         draw_seed=seed_source(settings.config),
         life=settings.life,
-        prover=prover,
+        compile_queue=compile_queue,
         other_sends=[outbox.send for outbox in outboxes[1:]],
         dispatch_policy=settings.config.parallel.dispatch_policy,
         handoffs=Handoffs(
@@ -201,6 +199,7 @@ async def _serve(
         asyncio.create_task(obey(child, manager, settings.config.server.drain_timeout)),
     ]
     child.ready(url=_url(settings.config.server, listener.getsockname()[1]))
+    compile_queue.start()  # now, so that it delays neither the start of the server nor the first grammar
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -211,7 +210,7 @@ async def _serve(
         for task in duties:
             task.cancel()
         await asyncio.gather(*duties, return_exceptions=True)
-        await prover.close()
+        await compile_queue.close()
         services.close()
         inbox.close()
         for outbox in outboxes:

@@ -19,7 +19,7 @@ from ..json_input import read_json_text
 from .model_facts import ModelFacts, gather_model
 
 if TYPE_CHECKING:
-    from ...grammar.proving.messages import ProofResult
+    from ...grammar.compile.worker import CompileResult
     from ...runtime.grammar_use import GrammarUse
     from ...tokenizer_manager.http.endpoints.grammar_check import (
         GrammarCheckBody,
@@ -93,9 +93,8 @@ def _schema_in(path: Path) -> str:
 
 
 async def _report(request: GrammarCheckRequest, config: EngineConfig, facts: ModelFacts) -> GrammarCheckBody:
-    from ...grammar.proving.messages import ProofSetup
-    from ...grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
-    from ...grammar.proving.worker import ProofWorker
+    from ...grammar.compile.compile_queue import CompileQueue
+    from ...grammar.compile.worker import CompileWorker, SandboxSetup
     from ...tokenizer_manager.http.endpoints.grammar_check import checked_grammar, report
 
     checked = checked_grammar(request, config, [])
@@ -104,16 +103,18 @@ async def _report(request: GrammarCheckRequest, config: EngineConfig, facts: Mod
         why = facts.source_error or facts.spec_error or "it is not on this machine"
         checked.warnings.append(f"not compiled for the model: {why}")
 
-        async def no_measure(use: GrammarUse) -> list[ProofResult]:
+        async def no_measure(use: GrammarUse) -> list[CompileResult]:
             return []
 
         return await report(checked, None, no_measure)
-    setup = ProofSetup(source, spec.vocab_size, tuple(spec.eos_token_ids), PROOF_MEMORY_BYTES)
-    prover = Prover(lambda: ProofWorker.start(setup), config.answers.grammar_timeout)
+    limit_s = config.answers.grammar_timeout
+    setup = SandboxSetup(source, spec.vocab_size, tuple(spec.eos_token_ids), limit_s)
+    queue = CompileQueue(lambda: CompileWorker.start(setup), limit_s)
     try:
-        return await report(checked, load_tokenizer(source), prover.measure)
+        await queue.start()
+        return await report(checked, load_tokenizer(source), lambda use: queue.compile(use, measures=True))
     finally:
-        await prover.close()
+        await queue.close()
 
 
 def _with_names(body: GrammarCheckBody, path: Path) -> GrammarCheckBody:

@@ -17,7 +17,8 @@ class AnswerConfig:
     """Structured output, tool calls and reasoning."""
 
     grammar_timeout: Annotated[
-        float, "Seconds that the compilation of one grammar may take; a request with a slower one is refused."
+        float,
+        "Seconds of CPU time that the compilation of a grammar may take; a request with a slower one is refused.",
     ] = 5.0
     json_whitespace: Annotated[
         JsonWhitespace,

@@ -4,17 +4,18 @@ The `Scheduler` starts no thread and waits for nothing. The caller of the schedu
 through the builder first:
 
     GenerateRequest   its grammars are compiled already: it needs no grammar queue (`needs_grammar` False)
-                      otherwise: WAITING_GRAMMAR (`needs_grammar` True); compiled at once if they are proved
-    GrammarReady      from the tokenizer manager: they are proved; compile them now
+                      otherwise: WAITING_GRAMMAR (`needs_grammar` True); compiled at once if they are known to compile
+    GrammarReady      from the tokenizer manager: they compile; do it here now
     (compiled)        `take_ready` returns `GrammarReady` for the scheduler, which then takes the matcher
 
-A grammar is proved before it arrives here: the tokenizer manager has compiled it in a process of its own, which can be
-killed (`grammar/proving/`). So a compilation here ends.
+Before that, the tokenizer manager has had the grammar compiled in a sandbox with limits of time and memory
+(`grammar/compile/`). So a compilation here ends.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -28,6 +29,9 @@ from ...runtime.grammar_use import GrammarUse
 from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 
 logger = logging.getLogger(__name__)
+
+_NICENESS = 10
+"""Of the thread: on a busy machine a new grammar waits, and the steps of other requests do not."""
 
 Compiled = tuple[CompiledGrammar, ...]
 UseOf = Callable[[str], GrammarUse | None]
@@ -164,16 +168,16 @@ class GrammarBuilder:
         match message:
             case GenerateRequest(grammar=GrammarUse() as use):
                 compiled = self._cache.get(use)
-                if compiled is not None:  # so it was proved before
+                if compiled is not None:
                     self._stage(message.rid, use, compiled)
                     return message
-                if use.proved:
+                if use.compiles:
                     self._build(message.rid, use)
                 return replace(message, needs_grammar=True)
             case GrammarReady(error=""):
-                proved = use_of(message.rid)
-                if proved is not None:
-                    self._build(message.rid, proved)
+                waiting = use_of(message.rid)
+                if waiting is not None:
+                    self._build(message.rid, waiting)
                 return None
             case _:
                 return message
@@ -220,6 +224,7 @@ class GrammarBuilder:
 
     def _run(self) -> None:
         """The thread's main function."""
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (work := self._work.get()) is not None:
             rid, use = work
             compiled: Sequence[CompiledGrammar] = ()

@@ -1,4 +1,4 @@
-"""The default model's tokenizer: masks over whole answers, and the proving process."""
+"""The default model's tokenizer: masks over whole answers, and the sandbox."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 import numpy as np
 import pytest
 
+from engine.grammar.compile.compile_queue import CompileQueue
+from engine.grammar.compile.worker import CompileWorker, SandboxSetup
 from engine.grammar.guided import GuidedMatcher, Phase
 from engine.grammar.llguidance_backend import LLGuidanceBackend
 from engine.grammar.markers import allows
-from engine.grammar.proving.messages import ProofSetup
-from engine.grammar.proving.prover import PROOF_MEMORY_BYTES, Prover
-from engine.grammar.proving.worker import ProofWorker
 from engine.grammar.vocabulary import TokenizerVocabulary
 from engine.models.hub.built_in.fetch import cached_model
 from engine.models.source import ModelSource, resolve_source
@@ -102,15 +101,15 @@ def test_a_marker_of_several_tokens_is_forced_at_the_budget(backend, vocabulary)
 
 
 @pytest.mark.real_process
-def test_proofs_in_the_real_process(source, vocabulary):
-    setup = ProofSetup(source, SIZE, vocabulary.eos_token_ids, PROOF_MEMORY_BYTES)
+def test_the_sandbox(source, vocabulary):
+    setup = SandboxSetup(source, SIZE, vocabulary.eos_token_ids, 60.0)
 
     async def main() -> None:
-        prover = Prover(lambda: ProofWorker.start(setup), timeout_s=60.0)
+        queue = CompileQueue(lambda: CompileWorker.start(setup), 60.0)
         use = GrammarUse(spec=GrammarSpec(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)))
-        await prover.prove(use)
-        assert prover.is_proved(use)
-        await prover.close()
+        await queue.compile(use)
+        assert queue.compiles(use)
+        await queue.close()
 
     asyncio.run(main())
 

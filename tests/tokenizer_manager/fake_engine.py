@@ -24,6 +24,7 @@ import uvloop
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as CoreTokenizer
 
+from engine.grammar.compile.compile_queue import CompileQueue
 from engine.launch.child.control import ForAll, StartProfile, StopProfile
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
@@ -76,7 +77,6 @@ from engine.tokenizer_manager.conversation.detection import AnswerFormats, detec
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.dispatch.pair import Pair
-from engine.tokenizer_manager.grammar_proofs import GrammarProver
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
@@ -345,7 +345,7 @@ def make_services(
     loopback: bool = True,
     scheduler: dict[str, Any] | None = None,
     answers: dict[str, Any] | None = None,
-    prover: GrammarProver | None = None,
+    compile_queue: CompileQueue | None = None,
     model: dict[str, Any] | None = None,
     of_model: SamplingDefaults = OPENAI_DEFAULTS,
     tokenizer: Tokenizer = TOKENIZER,
@@ -381,7 +381,7 @@ def make_services(
         metrics=metrics,
         draw_seed=lambda: 7,
         clock=clock,
-        prover=prover,
+        compile_queue=compile_queue,
         other_sends=[other.receive for other in others],
         dispatch_policy=dispatch_policy,
         pair=pair,

@@ -3,7 +3,7 @@
     chat MODEL              the HTTP request, a child of the client's span
       receive               head and body, checks
       tokenize              chat template, tokens, admission
-      grammar               until its grammar is proved, if it has a new one
+      grammar               until its grammar is compiled, if it has a new one
       queue                 arrival at the scheduler to first admission
       prefill               to the first token
       decode                to the last token, detokenization included

@@ -89,8 +89,8 @@ class Built:
 
         harness.scheduler = Through()  # type: ignore[assignment]
 
-    def submit(self, rid: str, grammar: ToyGrammar, *, proved: bool = True, **sampling: Any) -> None:
-        use = grammar.use if proved else GrammarUse(spec=grammar.use.spec)
+    def submit(self, rid: str, grammar: ToyGrammar, *, compiles: bool = True, **sampling: Any) -> None:
+        use = grammar.use if compiles else GrammarUse(spec=grammar.use.spec)
         self.harness.matchers.grammars[rid] = grammar
         self.harness.submit(rid, message={"grammar": use}, **sampling)
 
@@ -147,14 +147,14 @@ def test_a_proved_grammar_is_compiled_on_the_thread_while_others_run(built):
 def test_a_cached_grammar_needs_no_wait(built):
     built.submit("a", ToyGrammar(length=5), max_new_tokens=20)
     built.run()
-    built.submit("b", ToyGrammar(length=5), proved=False, max_new_tokens=20)
+    built.submit("b", ToyGrammar(length=5), compiles=False, max_new_tokens=20)
     assert built.harness.scheduler.report(0.0).num_grammar_reqs == 0
     built.run()
     assert len(built.cache.threads) == 1 and built.finish_of("b").matched == "grammar"
 
 
 def test_one_that_is_not_proved_waits_for_the_proof(built):
-    built.submit("a", ToyGrammar(length=5), proved=False, max_new_tokens=20)
+    built.submit("a", ToyGrammar(length=5), compiles=False, max_new_tokens=20)
     assert not built.pipeline.is_preparing
     assert not built.advance()
     built.ready("a")
@@ -164,7 +164,7 @@ def test_one_that_is_not_proved_waits_for_the_proof(built):
 
 
 def test_a_failed_proof_ends_the_request(built):
-    built.submit("a", ToyGrammar(), proved=False)
+    built.submit("a", ToyGrammar(), compiles=False)
     built.ready("a", "minimum 10 is above maximum 5")
     finish = built.finish_of("a")
     assert (finish.kind, finish.status, finish.message) == (
@@ -176,7 +176,7 @@ def test_a_failed_proof_ends_the_request(built):
 
 
 def test_unknown_and_repeated_messages_are_ignored(built):
-    built.submit("a", ToyGrammar(length=30), proved=False, max_new_tokens=20)
+    built.submit("a", ToyGrammar(length=30), compiles=False, max_new_tokens=20)
     built.cache.may_compile.clear()
     built.ready("unknown")
     for _ in range(3):

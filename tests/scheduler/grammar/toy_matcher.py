@@ -54,7 +54,7 @@ class ToyGrammar:
     def use(self) -> GrammarUse:
         """What a request carries."""
         text = msgspec.json.encode(self).decode()
-        return GrammarUse(spec=GrammarSpec(GrammarKind.REGEX, text), proved=True)
+        return GrammarUse(spec=GrammarSpec(GrammarKind.REGEX, text), compiles=True)
 
     @classmethod
     def of(cls, use: GrammarUse) -> ToyGrammar:

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import pytest
 
-from engine.grammar.proving.messages import ProofResult
+from engine.grammar.compile.compile_queue import CompileQueue
+from engine.grammar.compile.worker import CompileResult, CompileWorker, WorkerLostError
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarUse
@@ -38,21 +39,22 @@ BODIES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-class BusyProver:
-    """Refuses all, and keeps what each request had waited."""
+async def no_worker() -> CompileWorker:
+    raise WorkerLostError
+
+
+class BusyQueue(CompileQueue):
+    """Refuses all, and keeps the time that each request had waited."""
 
     def __init__(self) -> None:
+        super().__init__(no_worker, 5.0)
         self.waited_s: list[float] = []
 
-    def is_proved(self, use: GrammarUse) -> bool:
-        return False
-
-    async def prove(self, use: GrammarUse, waited_s: float = 0.0) -> None:
+    async def compile(
+        self, use: GrammarUse, waited_s: float = 0.0, *, measures: bool = False
+    ) -> list[CompileResult]:
         self.waited_s.append(waited_s)
         raise RequestError("others wait", code="queue_full", status=429)
-
-    async def measure(self, use: GrammarUse) -> list[ProofResult]:
-        return []
 
 
 class BusyReader(BodyReader):
@@ -71,10 +73,10 @@ class BusyReader(BodyReader):
 
 @pytest.mark.parametrize("path", list(BODIES))
 def test_the_time_of_a_grammar_begins_with_its_body(path: str):
-    clock, prover = FakeClock(), BusyProver()
-    services = make_services(FakeEngine(lambda request: ()), clock=clock, prover=prover)
+    clock, queue = FakeClock(), BusyQueue()
+    services = make_services(FakeEngine(lambda request: ()), clock=clock, compile_queue=queue)
     services = dataclasses.replace(services, body_reader=BusyReader(clock))
 
     reply = asyncio.run(call(App(services), path, BODIES[path]))
 
-    assert (reply.status, prover.waited_s) == (429, [3.0]), reply.body
+    assert (reply.status, queue.waited_s) == (429, [3.0]), reply.body

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....grammar.backend import GrammarError
-from ....grammar.proving.messages import ProofResult
+from ....grammar.compile.worker import CompileResult
 from ....grammar.schema.report import Finding
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.engine_config import EngineConfig
@@ -82,8 +82,8 @@ async def check_grammar(exchange: Exchange, services: Services) -> None:
         await exchange.send_json(await report(checked, services.tokenizer, services.manager.measure_grammar))
 
 
-Measure = Callable[[GrammarUse], Awaitable[list[ProofResult]]]
-"""See `GrammarProver.measure`."""
+Measure = Callable[[GrammarUse], Awaitable[list[CompileResult]]]
+"""`CompileQueue.compile` with `measures`."""
 
 
 async def report(checked: CheckedGrammar, tokenizer: Tokenizer | None, measure: Measure) -> GrammarCheckBody:
@@ -94,7 +94,7 @@ async def report(checked: CheckedGrammar, tokenizer: Tokenizer | None, measure: 
         tokenizer: for the number of tokens of the shortest answer; None leaves it out.
         measure: compiles the grammars.
     """
-    results: list[ProofResult] = []
+    results: list[CompileResult] = []
     if checked.constraint is not None:
         try:
             results = await measure(checked.constraint.use)

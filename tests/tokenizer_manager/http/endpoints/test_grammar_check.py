@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.grammar.backend import GrammarError
-from engine.grammar.proving.messages import ProofResult
+from engine.grammar.compile.worker import CompileResult
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarUse
@@ -133,17 +133,17 @@ def reported(measure: Any) -> GrammarCheckBody:
     return asyncio.run(report(checked, TOKENIZER, measure))
 
 
-def test_the_time_to_compile_and_the_forced_share_are_those_of_a_proof():
-    async def measure(use: GrammarUse) -> list[ProofResult]:
+def test_the_time_to_compile_and_the_forced_share_are_those_of_a_compilation():
+    async def measure(use: GrammarUse) -> list[CompileResult]:
         assert use.spec is not None
-        return [ProofResult(compile_s=0.0125, forced_share=0.4)]
+        return [CompileResult(compile_s=0.0125, forced_share=0.4)]
 
     body = reported(measure)
     assert (body.ok, body.compile_ms, body.forced_share) == (True, 12.5, 0.4)
 
 
 def test_what_the_compiler_refuses_is_not_ok():
-    async def measure(use: GrammarUse) -> list[ProofResult]:
+    async def measure(use: GrammarUse) -> list[CompileResult]:
         raise GrammarError("too large", "schema_too_complex")
 
     body = reported(measure)
@@ -157,7 +157,7 @@ def test_what_the_compiler_refuses_is_not_ok():
 
 
 def test_what_cannot_be_compiled_now_is_a_warning():
-    async def measure(use: GrammarUse) -> list[ProofResult]:
+    async def measure(use: GrammarUse) -> list[CompileResult]:
         raise RequestError("64 grammars wait", code="queue_full", status=429)
 
     body = reported(measure)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from engine.grammar.proving.refusals import queue_full
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.http.schema.errors import POSITION_HEADER, reply_to
@@ -15,7 +14,6 @@ from engine.tokenizer_manager.http.schema.errors import POSITION_HEADER, reply_t
     [
         (RequestError("busy", status=429), []),
         (RequestError("busy", status=429, retry_after_s=7), [(b"retry-after", b"7")]),
-        (queue_full("8 new grammars wait", 4.5), [(b"retry-after", b"5")]),
         (QueueFullError("full", 3), [(b"retry-after", b"3")]),
         (QueueFullError("full", 3, 12), [(b"retry-after", b"3"), (POSITION_HEADER, b"12")]),
     ],

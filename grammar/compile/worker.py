@@ -1,0 +1,146 @@
+"""`CompileWorker`: the sandbox process, as its parent sees it.
+
+The supervisor starts all other processes. This one belongs to the tokenizer manager: it holds no state, and its end is
+no failure of the engine. Its standard input is a control socket. Each message on it carries one end of a new socket,
+on which a `CompileRequest` is answered by a `CompileResult`; each side ends its message by a shutdown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Final
+
+import msgspec
+
+from ...models.source import ModelSource
+from ...runtime.grammar_use import GrammarKind, GrammarSpec
+from ...runtime.transport.message_base import Message
+
+START_TIMEOUT_S: Final = 60.0
+# Pools of threads would map address space, which is limited, and take cores from the engine.
+_ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class SandboxSetup(Message, frozen=True):
+    """The data with which the sandbox compiles grammars as the scheduler does, and the limits of a compilation.
+
+    Attributes:
+        source: of the tokenizer.
+        vocab_size: of the logits.
+        eos_token_ids: all tokens that end an answer.
+        limit_s: CPU time.
+        memory_bytes: in addition to the memory of the process that is ready.
+    """
+
+    source: ModelSource
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    limit_s: float
+    memory_bytes: int = 1 << 30
+
+
+class CompileRequest(Message, frozen=True):
+    """Compile a grammar, and fill some masks; `measures`: measure it, too."""
+
+    spec: GrammarSpec
+    measures: bool = False
+
+
+class CompileResult(Message, frozen=True):
+    """The end of a compilation.
+
+    Attributes:
+        code, message: of the `GrammarError`; "" if the grammar compiles.
+        compile_s: time to compile it.
+        forced_share: share of the tokens of a short answer that the grammar forces, in [0, 1]; None if it was not
+            measured, or if no short answer is known.
+        lost: why there is no result; "" if there is.
+    """
+
+    code: str = ""
+    message: str = ""
+    compile_s: float = 0.0
+    forced_share: float | None = None
+    lost: str = ""
+
+
+class WorkerLostError(Exception):
+    """The process has ended, or has not started; this says nothing about a grammar."""
+
+
+class CompileWorker:
+    """One sandbox process; `pid`: its process id."""
+
+    def __init__(self, setup: SandboxSetup) -> None:
+        """Start the process. It dies with the calling thread, which must therefore be that of the loop."""
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    f"{__package__}.sandbox",
+                    str(os.getpid()),
+                    msgspec.json.encode(setup),
+                ],
+                env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=theirs.fileno(),
+                stdout=2,  # standard output belongs to the command line
+                process_group=0,
+            )
+        self.pid = self._process.pid
+
+    @classmethod
+    async def start(cls, setup: SandboxSetup) -> CompileWorker:
+        """Start a process and wait until it can compile.
+
+        Raises:
+            WorkerLostError: it cannot; the text says why.
+        """
+        worker = cls(setup)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.compile(GrammarSpec(GrammarKind.REGEX, "a"))
+        except TimeoutError:
+            await worker.kill()
+            raise WorkerLostError(f"it was not ready after {START_TIMEOUT_S:.0f} s") from None
+        except BaseException:
+            await worker.kill()
+            raise
+        return worker
+
+    async def compile(self, spec: GrammarSpec, *, measures: bool = False) -> CompileResult:
+        """Compile one grammar, beside others; see `CompileRequest`.
+
+        Raises:
+            WorkerLostError: there is no result, for a reason that is not the grammar.
+        """
+        result = await asyncio.to_thread(self._ask, CompileRequest(spec, measures))
+        if result.lost:
+            raise WorkerLostError(result.lost)
+        return result
+
+    async def kill(self) -> None:
+        """End the process, with all compilations, and wait until it is gone."""
+        if self._process.poll() is None:  # else its id may belong to another process
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.shield(asyncio.to_thread(self._process.wait))
+        self._control.close()
+
+    def _ask(self, request: CompileRequest) -> CompileResult:
+        ours, theirs = socket.socketpair()
+        try:
+            with ours, ours.makefile("rb") as file:
+                with theirs:
+                    socket.send_fds(self._control, [b"?"], [theirs.fileno()])
+                ours.sendall(msgspec.msgpack.encode(request))
+                ours.shutdown(socket.SHUT_WR)
+                return msgspec.msgpack.decode(file.read(), type=CompileResult)
+        except (OSError, msgspec.DecodeError) as error:
+            raise WorkerLostError("it has ended") from error
