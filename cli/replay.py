@@ -161,7 +161,7 @@ def _print_difference(console: Any, difference: Difference) -> None:
 def _what_if(path: Path, changes: dict[str, str]) -> int:
     from ..scheduler.journal.log_file import read_runs
     from ..scheduler.journal.replay import replay as replay_run
-    from ..simulator.recorded.what_if import what_if
+    from ..simulator.what_if import what_if
 
     for number, run in enumerate(read_runs(path), 1):
         result = replay_run(run)

@@ -1,4 +1,4 @@
-"""`Cluster`: replicas on one virtual clock: dispatch of requests, and prefill/decode disaggregation.
+"""`Cluster`: replicas on one virtual clock: dispatch of requests, prefill/decode disaggregation; `simulate` runs one.
 
 A simple model of disaggregation: a prefill replica computes the prompt and the first token; it sends the KV over its
 network card, one request at a time; a decode replica continues, and the prompt costs it memory but no computation.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,11 +17,10 @@ from typing import Final, NamedTuple
 
 from ..runtime.config.device_config import DispatchPolicyName
 from ..runtime.errors import ConfigError
-from .active_request import ActiveRequest
 from .cost_model import CostModel
 from .dispatch import SimulatedDispatcher
-from .measurements import Measurements
-from .sim_request import SimRequest, Workload
+from .report import Measurements, Report, make_report
+from .sim_request import ActiveRequest, SimRequest, Workload
 from .simulated_engine import ReplicaSettings, SimulatedEngine
 
 _NO_LIMIT: Final = 1 << 30
@@ -198,3 +197,29 @@ def _no_garbage_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def simulate(
+    workload: Workload,
+    replica: ReplicaSettings,
+    cost: CostModel,
+    cluster: ClusterSettings | None = None,
+    *,
+    slo_ms: Mapping[str, float] | None = None,
+    name: str = "",
+) -> Report:
+    """Run a workload to its end and report; equal arguments give equal reports.
+
+    Raises:
+        ConfigError: the cluster's settings contradict each other, or the workload's file is broken.
+        SimulationError: the scheduler makes no progress; a bug.
+    """
+    cluster = cluster or ClusterSettings()
+    measurements = Measurements()
+    Cluster(cluster, replica, cost, measurements).run(workload)
+    return make_report(
+        measurements,
+        name=name or replica.scheduler.schedule_policy,
+        num_replicas=cluster.num_replicas,
+        slo_ms=slo_ms,
+    )

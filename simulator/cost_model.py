@@ -1,12 +1,17 @@
-"""The duration of a step: `CostModel`s turn a `StepWork` into seconds."""
+"""The duration of a step: a `CostModel` turns a `StepWork` into seconds, `StageTimes` sends it through pipeline stages.
+
+Stages have equal parts of the layers, so each takes its share of a step's time. A step enters a stage when it has left
+the stage before, and the step before it has left this one; so a short step waits after a long one (the bubble).
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
-from ..scheduler.batch import StepWork
-from .device_facts import DeviceFacts
-from .model_facts import ModelFacts
+import numpy as np
+
+from ..scheduler.batch import ScheduleBatch, StepWork
+from .facts import DeviceFacts, ModelFacts
 
 
 class CostModel(Protocol):
@@ -48,3 +53,80 @@ class Roofline:
         matrices_s = max(arithmetic_s, self._weights_s)
         attention_s = work.prefill_pairs * self._pair_s + work.kv_tokens * self._kv_token_s
         return self._overhead_s + matrices_s + attention_s + work.swapped_tokens * self._swap_token_s
+
+
+class PaddedWork(NamedTuple):
+    """The device's work for a step.
+
+    Attributes:
+        work: padding included.
+        padded_tokens: the padding in it: of prompts, and of rows that have finished.
+    """
+
+    work: StepWork
+    padded_tokens: int
+
+
+class StaticPadding:
+    """A batch is a rectangle: prompts are padded to the longest, and finished rows are computed until the batch ends.
+
+    Prefill: n · max(length) tokens instead of their sum. Decode: as many rows as the batch began with, each reading as
+    much KV as the longest. (Request-level scheduling in Orca, OSDI 2022.)
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 0
+
+    def pad(self, batch: ScheduleBatch, work: StepWork) -> PaddedWork:
+        """The device's work for a step; called once per step, in order."""
+        num_extends = batch.num_extends
+        if num_extends:
+            if not work.decode_rows:
+                self._num_rows = 0  # no request runs: a new batch begins
+            self._num_rows += num_extends
+            ends = batch.end[:num_extends]
+            starts = np.frombuffer(batch.plan.num_computed_tokens, dtype=np.int32)[:num_extends]
+            longest = int((ends - starts).max())
+            tokens = longest * num_extends
+            pairs = num_extends * longest * (float(starts.max()) + (longest + 1) / 2)
+        else:
+            tokens, pairs = 0, 0.0
+        num_rows, kv_tokens = work.decode_rows, work.kv_tokens
+        if work.decode_rows:
+            num_rows = max(self._num_rows - num_extends, work.decode_rows)
+            kv_tokens = num_rows * int(batch.end[num_extends:].max())
+        padded = StepWork(tokens, pairs, num_rows, kv_tokens, work.num_sampled, work.swapped_tokens)
+        return PaddedWork(padded, tokens - work.prefill_tokens + num_rows - work.decode_rows)
+
+
+HOP_S: Final = 0.0002
+"""An assumption: a message between two machines, and its launch."""
+
+
+class StageTimes:
+    """See the module. With one stage a step takes its own time."""
+
+    def __init__(self, num_stages: int, token_s: float) -> None:
+        """All stages are free.
+
+        Args:
+            token_s: seconds to send the activations of a token to the next stage.
+        """
+        self._free_s = [0.0] * num_stages
+        self._token_s = token_s
+
+    def end_s(self, start_s: float, step_s: float, num_tokens: int) -> float:
+        """Send a step through the stages from `start_s` on; returns when its results are there.
+
+        Args:
+            step_s: seconds of the step with all layers.
+            num_tokens: that it computes.
+        """
+        free_s = self._free_s
+        stage_s = step_s / len(free_s)
+        at_s = start_s
+        for idx, stage_free_s in enumerate(free_s):
+            if idx:
+                at_s += HOP_S + num_tokens * self._token_s
+            free_s[idx] = at_s = max(at_s, stage_free_s) + stage_s
+        return at_s

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ..runtime.config.device_config import DispatchPolicyName
 from ..tokenizer_manager.dispatch.policies import ReplicaLoad, make_policy
-from .active_request import ActiveRequest
+from .sim_request import ActiveRequest
 
 
 class SimulatedDispatcher:

@@ -16,8 +16,7 @@ from ..launch.resolve.step_settings import (
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
-from .device_facts import DeviceFacts
-from .model_facts import ModelFacts
+from .facts import DeviceFacts, ModelFacts
 from .sim_request import VOCAB_SIZE
 from .simulated_engine import ReplicaSettings
 

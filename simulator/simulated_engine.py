@@ -27,13 +27,10 @@ from ..scheduler.batch import ScheduleBatch, work_of
 from ..scheduler.records.decision_log import DecisionLog
 from ..scheduler.requests.req import Req, ReqStatus
 from ..scheduler.scheduler import Scheduler
-from .active_request import ActiveRequest
-from .cost_model import CostModel
+from .cost_model import CostModel, PaddedWork, StageTimes, StaticPadding
 from .dispatch import SimulatedDispatcher
-from .measurements import Measurements
-from .padding import NoPadding, Padding, StaticPadding
-from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES
-from .stage_times import StageTimes
+from .report import Measurements
+from .sim_request import EOS_TOKEN, FILLER_TOKEN, TOKEN_ID_BYTES, ActiveRequest
 
 KEPT_RECORDS: Final = 64
 """Records of the decision log to keep: a simulated server is not asked for explanations."""
@@ -101,9 +98,7 @@ class SimulatedEngine:
         self._measurements = measurements
         self._dispatcher = dispatcher
         self._hand_over = hand_over
-        self._padding: Padding = (
-            StaticPadding() if settings.scheduler.schedule_policy == "static" else NoPadding()
-        )
+        self._padding = StaticPadding() if settings.scheduler.schedule_policy == "static" else None
         self.scheduler = Scheduler(
             # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a multi-step
             # decode saves nothing.
@@ -222,7 +217,7 @@ class SimulatedEngine:
         capacity = self._settings.capacity
         transferred = self._transferred(batch) if num_transferred else None
         work = work_of(batch, capacity.page_size, transferred)
-        padded = self._padding.pad(batch, work)
+        padded = PaddedWork(work, 0) if self._padding is None else self._padding.pad(batch, work)
         step_s = self._cost.step_s(padded.work)
         pages = self.scheduler.decisions.last.pages
         tokens = padded.work.prefill_tokens + padded.work.decode_rows

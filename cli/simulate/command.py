@@ -27,8 +27,7 @@ from .workload import WorkloadOptions
 
 if TYPE_CHECKING:
     from ...simulator.cost_model import CostModel
-    from ...simulator.device_facts import DeviceFacts
-    from ...simulator.model_facts import ModelFacts
+    from ...simulator.facts import DeviceFacts, ModelFacts
     from ...simulator.report import Report
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -153,8 +152,8 @@ def simulate(
     Example: engine simulate --workload chat --rate 40 --num-requests 5000 --compare static,fcfs,lpm
     """
     from ...simulator.cluster import ClusterSettings
+    from ...simulator.cluster import simulate as run
     from ...simulator.setup import context_note, replica_settings
-    from ...simulator.simulate import simulate as run
     from ..bench.summary import parse_goodput
 
     if json_file is not None:
@@ -246,7 +245,7 @@ def _policies(compare: str | None, merged: MergedConfig) -> Iterator[tuple[str, 
 
 
 def _model_facts(model: str) -> ModelFacts:
-    from ...simulator.model_facts import MODELS, ModelFacts
+    from ...simulator.facts import MODELS, ModelFacts
 
     if model.lower() in MODELS:
         return MODELS[model.lower()]
@@ -264,7 +263,7 @@ def _model_facts(model: str) -> ModelFacts:
 
 
 def _device_facts(device: str, tp: int) -> DeviceFacts:
-    from ...simulator.device_facts import DEVICES
+    from ...simulator.facts import DEVICES
 
     if device not in DEVICES:
         raise ConfigError(f"--device is {device!r}, but it must be one of {', '.join(DEVICES)}")
@@ -279,7 +278,7 @@ def _cost_model(fit: Path | None, model: ModelFacts, device: DeviceFacts) -> tup
         from ...simulator.cost_model import Roofline
 
         return Roofline(model, device), f"step times: roofline of the data sheets of {device.name}", ""
-    from ...simulator.recorded.what_if import fit_log
+    from ...simulator.what_if import fit_log
 
     fitted = fit_log(fit)
     return fitted, f"step times: {fitted.quality.text()}", fitted.quality.warning()

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Final
 from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ...simulator.generated_workloads import Arrival
     from ...simulator.sim_request import Workload
-    from ...simulator.traces.kinds import TimeUnit
-    from ...simulator.workloads.generated import Arrival
+    from ...simulator.trace_files import TimeUnit
 
 GIVEN_LENGTHS: Final = "given lengths"
 _DEFAULT_OUTPUT_LENS: Final = "100"
@@ -43,8 +43,8 @@ class WorkloadOptions:
         Raises:
             ConfigError: there is no such workload, or it does not accept an option.
         """
-        from ...simulator.traces.kinds import kind_of
-        from ...simulator.workloads.generated import GENERATED
+        from ...simulator.generated_workloads import GENERATED
+        from ...simulator.trace_files import kind_of
 
         if self.prompt_lens is not None:
             if workload is not None:
@@ -72,9 +72,9 @@ class WorkloadOptions:
         Raises:
             ConfigError: an invalid value, or a file that cannot be read.
         """
-        from ...simulator.traces.timed import TraceOptions
-        from ...simulator.workloads.file_workloads import file_requests
-        from ...simulator.workloads.generated import GENERATED, given_lengths, with_medians
+        from ...simulator.file_workloads import file_requests
+        from ...simulator.generated_workloads import GENERATED, given_lengths, with_medians
+        from ...simulator.trace_files import TraceOptions
 
         arrival = self._arrival()
         if self.prompt_lens is not None:
@@ -88,7 +88,7 @@ class WorkloadOptions:
         return file_requests(Path(source).expanduser(), arrival, options)
 
     def _arrival(self) -> Arrival:
-        from ...simulator.workloads.generated import Arrival
+        from ...simulator.generated_workloads import Arrival
 
         given = {
             "num_requests": self.num_requests,

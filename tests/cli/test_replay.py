@@ -176,14 +176,14 @@ def test_mistakes_in_changes_are_one_line(log, capsys, change, message):
 
 def test_what_if_is_asked_with_the_changes(log, capsys, monkeypatch):
     asked = []
-    module = types.ModuleType("engine.simulator.recorded.what_if")
+    module = types.ModuleType("engine.simulator.what_if")
 
     def what_if(path: Path, changes: dict[str, str]) -> str:
         asked.append((path, changes))
         return "TTFT 12 % lower, " * 10
 
     vars(module)["what_if"] = what_if
-    monkeypatch.setitem(sys.modules, "engine.simulator.recorded.what_if", module)
+    monkeypatch.setitem(sys.modules, "engine.simulator.what_if", module)
 
     code = cli.run(["replay", str(log), "--set", "schedule_policy=lpm", "--set", "look_ahead=2"])
 

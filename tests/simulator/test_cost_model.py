@@ -13,9 +13,8 @@ from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.scheduler.batch import StepWork
 from engine.simulator.cost_model import Roofline
-from engine.simulator.device_facts import DEVICES
-from engine.simulator.model_facts import MODELS, ModelFacts
-from engine.simulator.recorded.fitted import MIN_STEPS, Fitted, MeasuredStep
+from engine.simulator.facts import DEVICES, MODELS, ModelFacts
+from engine.simulator.fitted import MIN_STEPS, Fitted, MeasuredStep
 from tests.selection import examples
 from tests.simulator.linear_cost import LinearCost
 

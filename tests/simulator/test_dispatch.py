@@ -9,11 +9,10 @@ import pytest
 
 from engine.runtime.messages import GenerateRequest
 from engine.simulator import dispatch
-from engine.simulator.active_request import ActiveRequest
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.measurements import Measurements
-from engine.simulator.sim_request import TOKEN_ID_BYTES, SimRequest
-from engine.simulator.workloads.generated import Arrival, given_lengths
+from engine.simulator.generated_workloads import Arrival, given_lengths
+from engine.simulator.report import Measurements
+from engine.simulator.sim_request import TOKEN_ID_BYTES, ActiveRequest, SimRequest
 from engine.tokenizer_manager.dispatch.policies import ReplicaLoad
 from tests.simulator.linear_cost import LinearCost
 

@@ -10,15 +10,12 @@ import pytest
 
 from engine.runtime.config.device_config import DispatchPolicyName
 from engine.runtime.errors import ConfigError
-from engine.simulator.cluster import Cluster, ClusterSettings
+from engine.simulator.cluster import Cluster, ClusterSettings, simulate
 from engine.simulator.cost_model import Roofline
-from engine.simulator.device_facts import DEVICES
-from engine.simulator.measurements import Measurements
-from engine.simulator.model_facts import MODELS
+from engine.simulator.facts import DEVICES, MODELS
+from engine.simulator.generated_workloads import GENERATED, Arrival, Batch, Chat, Lengths, Rag, given_lengths
+from engine.simulator.report import Measurements
 from engine.simulator.sim_request import SimRequest
-from engine.simulator.simulate import simulate
-from engine.simulator.workloads.arrivals import Lengths
-from engine.simulator.workloads.generated import GENERATED, Arrival, Batch, Chat, Rag, given_lengths
 from tests.simulator.linear_cost import LinearCost
 
 COST = LinearCost(step_s=0.005, prefill_token_s=2e-5, decode_row_s=5e-5, kv_token_s=1e-8)

@@ -9,13 +9,11 @@ import pytest
 from engine.launch.resolve.resolve import CUDA_MEM_FRACTION
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
-from engine.simulator.device_facts import DEVICES
-from engine.simulator.model_facts import MODELS
+from engine.simulator.cluster import simulate
+from engine.simulator.cost_model import HOP_S, StageTimes
+from engine.simulator.facts import DEVICES, MODELS
+from engine.simulator.generated_workloads import Arrival, Batch, Lengths, given_lengths
 from engine.simulator.setup import WORKSPACE_BYTES, replica_settings
-from engine.simulator.simulate import simulate
-from engine.simulator.stage_times import HOP_S, StageTimes
-from engine.simulator.workloads.arrivals import Lengths
-from engine.simulator.workloads.generated import Arrival, Batch, given_lengths
 from tests.simulator.linear_cost import LinearCost
 
 

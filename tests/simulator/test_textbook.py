@@ -9,9 +9,9 @@ import math
 
 import pytest
 
+from engine.simulator.cluster import simulate
+from engine.simulator.generated_workloads import Arrival, given_lengths
 from engine.simulator.report import Report
-from engine.simulator.simulate import simulate
-from engine.simulator.workloads.generated import Arrival, given_lengths
 from tests.simulator.linear_cost import LinearCost
 
 PROMPTS = [10, 50, 20, 100, 30, 15, 80, 25]

@@ -23,16 +23,14 @@ from engine.scheduler.journal.log_file import LogFileError
 from engine.scheduler.journal.recorder import Recorder, make_recorder
 from engine.scheduler.journal.replay import new_scheduler
 from engine.scheduler.scheduler import Scheduler
+from engine.simulator import recorded_run
 from engine.simulator.cluster import Cluster, ClusterSettings
-from engine.simulator.measurements import Measurements
-from engine.simulator.recorded import recorded_run
-from engine.simulator.recorded.recorded_run import read_recorded_run
-from engine.simulator.recorded.what_if import fit_log, what_if
-from engine.simulator.report import Report, make_report
+from engine.simulator.generated_workloads import Arrival, Chat, Lengths, Rag, given_lengths
+from engine.simulator.recorded_run import read_recorded_run
+from engine.simulator.report import Measurements, Report, make_report
 from engine.simulator.sim_request import VOCAB_SIZE, SimRequest, Workload
 from engine.simulator.simulated_engine import ReplicaSettings
-from engine.simulator.workloads.arrivals import Lengths
-from engine.simulator.workloads.generated import Arrival, Chat, Rag, given_lengths
+from engine.simulator.what_if import fit_log, what_if
 from tests.scheduler.journal.recorded import finish, record
 from tests.simulator.linear_cost import LinearCost
 

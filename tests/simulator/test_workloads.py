@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from engine.runtime.errors import ConfigError
+from engine.simulator.file_workloads import file_requests
+from engine.simulator.generated_workloads import GENERATED, Arrival, Batch, Chat, given_lengths, with_medians
 from engine.simulator.sim_request import EOS_TOKEN, Segment, answer_ids, prompt_ids, segment_ids
-from engine.simulator.traces.timed import TraceOptions
-from engine.simulator.workloads.file_workloads import file_requests
-from engine.simulator.workloads.generated import GENERATED, Arrival, Batch, Chat, given_lengths, with_medians
+from engine.simulator.trace_files import TraceOptions
 
 
 def ids(data: bytes) -> list[int]:

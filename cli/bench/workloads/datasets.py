@@ -19,7 +19,7 @@ from ....runtime.unicode_text import is_unicode
 from ..records import BenchRequest
 
 if TYPE_CHECKING:
-    from ....simulator.traces.timed import TraceOptions
+    from ....simulator.trace_files import TraceOptions
 
 
 class TextEncoder(Protocol):
@@ -128,7 +128,7 @@ def sharegpt_requests(
     Raises:
         ConfigError: the file cannot be read, is not of this form, or holds no usable conversation.
     """
-    from ....simulator.traces.texts import conversations
+    from ....simulator.trace_files import conversations
 
     first = [turns[0] for turns in conversations(path) if all(map(is_unicode, turns[0]))]
     rng = np.random.default_rng(seed)
@@ -157,7 +157,7 @@ def trace_requests(
     Raises:
         ConfigError: the file cannot be read, or is no timed trace.
     """
-    from ....simulator.traces.timed import timed_requests
+    from ....simulator.trace_files import timed_requests
 
     choices = np.asarray(token_ids)
     requests: list[BenchRequest] = []

@@ -30,7 +30,7 @@ from .texts import text_requests
 
 if TYPE_CHECKING:
     from ....models.tokenizer.tokenizer import Tokenizer
-    from ....simulator.traces.timed import TraceOptions
+    from ....simulator.trace_files import TraceOptions
 
 
 class DatasetName(enum.StrEnum):
@@ -195,7 +195,7 @@ class WorkloadSettings:
                 "a trace has its own times; leave out --request-rate and --burstiness, and use --time-scale"
             )
         if self.dataset_path is not None and name is not DatasetName.CUSTOM:
-            from ....simulator.traces.kinds import kind_of
+            from ....simulator.trace_files import kind_of
 
             kind = kind_of(self.dataset_path)
             wanted = DatasetName.TRACE if kind.is_timed else DatasetName.SHAREGPT
@@ -204,7 +204,7 @@ class WorkloadSettings:
             self._trace_options().check(kind, self.dataset_path)
 
     def _trace_options(self) -> TraceOptions:
-        from ....simulator.traces.timed import TraceOptions
+        from ....simulator.trace_files import TraceOptions
 
         return TraceOptions(self.trace_block_size, self.trace_time_unit, self.time_scale)
 

@@ -137,7 +137,7 @@ def test_an_option_without_a_meaning_for_the_file_is_a_mistake(capsys, tmp_path,
 
 
 def test_where_figures_cannot_be_written_nothing_is_simulated(capsys, monkeypatch, tmp_path):
-    from engine.simulator import simulate
+    from engine.simulator import cluster as simulate
 
     def no_simulation(*args: object, **kwargs: object) -> None:
         raise AssertionError("simulated before the file was tried")

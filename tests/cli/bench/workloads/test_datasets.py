@@ -13,7 +13,7 @@ from engine.cli.bench.workloads.datasets import (
     trace_requests,
 )
 from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings
-from engine.simulator.traces.timed import TraceOptions
+from engine.simulator.trace_files import TraceOptions
 
 TOKEN_IDS = range(100, 600)
 

@@ -8,22 +8,192 @@
 
 Lengths are medians of log-normal distributions; they are chosen, not measured, and the options of `engine simulate`
 change them. Clients limit answers to 512, 1,024 or 2,048 tokens, independent of the answer's length; the scheduler
-knows only this limit in advance.
+knows only this limit in advance. Random values are drawn in blocks, because single draws are slow.
 """
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ...runtime.errors import ConfigError
-from ..sim_request import Segment, SimRequest, Workload, prompt_ids
-from .arrivals import Exponential, Lengths, arrivals, choices, popularity
-from .conversations import Script, Turn, interleave
+from ..runtime.errors import ConfigError
+from .sim_request import Segment, SimRequest, Workload, answer_ids, prompt_ids, segment_ids
+
+_BLOCK: Final = 4096
+
+
+class Lengths(NamedTuple):
+    """A log-normal distribution of lengths, cut at both ends: most are short, a few are long.
+
+    Attributes:
+        median: of the uncut distribution.
+        sigma: of the logarithm; the mean is median · exp(sigma² / 2).
+        low, high: bounds.
+    """
+
+    median: float
+    sigma: float
+    low: int
+    high: int
+
+    def draws(self, rng: np.random.Generator) -> Iterator[int]:
+        """An endless stream."""
+        mean, low, high = math.log(self.median), self.low, self.high
+        return _stream(lambda: np.clip(rng.lognormal(mean, self.sigma, _BLOCK), low, high).astype(np.int64))
+
+
+class Exponential(NamedTuple):
+    """An exponential distribution of seconds."""
+
+    mean_s: float
+
+    def draws(self, rng: np.random.Generator) -> Iterator[float]:
+        """An endless stream."""
+        return _stream(lambda: rng.exponential(self.mean_s, _BLOCK))
+
+
+def choices(rng: np.random.Generator, values: list[int], weights: list[float]) -> Iterator[int]:
+    """An endless stream of values, drawn with these weights."""
+    shares = np.array(weights) / sum(weights)
+    table = np.array(values)
+    return _stream(lambda: table[rng.choice(len(table), _BLOCK, p=shares)])
+
+
+def popularity(rng: np.random.Generator, count: int, exponent: float) -> Iterator[int]:
+    """An endless stream of 0..count-1, where the k-th is drawn with weight 1 / k^exponent (Zipf)."""
+    weights = 1.0 / np.arange(1, count + 1) ** exponent
+    bounds = np.cumsum(weights / weights.sum())
+    return _stream(lambda: np.minimum(np.searchsorted(bounds, rng.random(_BLOCK)), count - 1))
+
+
+def arrivals(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
+    """An endless stream of arrival times, the first at 0: gaps are gamma-distributed around 1 / rate.
+
+    Args:
+        rate: mean arrivals per second; infinity: all at 0.
+        burstiness: 1 is a Poisson process, below 1 burstier, above 1 more even.
+
+    Raises:
+        ConfigError: rate or burstiness is not above 0.
+    """
+    if not rate > 0:
+        raise ConfigError(f"--rate is {rate:g}, but it must be above 0 ('inf' lets all arrive at once)")
+    if not (math.isfinite(burstiness) and burstiness > 0):
+        raise ConfigError(f"--burstiness is {burstiness:g}, but it must be above 0; 1 is a Poisson process")
+    return _sums(rate, burstiness, rng)
+
+
+def _sums(rate: float, burstiness: float, rng: np.random.Generator) -> Iterator[float]:
+    now_s = 0.0
+    yield now_s
+    if math.isinf(rate):
+        while True:
+            yield now_s
+    for gap_s in _stream(lambda: rng.gamma(burstiness, 1.0 / (rate * burstiness), _BLOCK)):
+        now_s += gap_s
+        yield now_s
+
+
+def _stream(draw: Callable[[], npt.NDArray[Any]]) -> Iterator[Any]:
+    while True:
+        yield from draw().tolist()
+
+
+class Turn(NamedTuple):
+    """One question and the model's answer, as token counts."""
+
+    question_len: int
+    answer_len: int
+
+
+class Script(NamedTuple):
+    """The course of a conversation.
+
+    Attributes:
+        system: its first segment; shared with other conversations.
+        turns: at least one.
+        max_new_tokens: the client's limit; longer answers are cut there.
+        tenant: the tenant that sends it.
+    """
+
+    system: Segment
+    turns: tuple[Turn, ...]
+    max_new_tokens: int
+    tenant: str = ""
+
+
+class _Conversation:
+    """An open conversation; its history is stored as segments, since thousands are open at a time."""
+
+    __slots__ = ("history", "next_turn", "script")
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.history: list[tuple[Segment, int]] = []  # question, length of its answer
+        self.next_turn = 0
+
+    def ask(self, rid: str, now_s: float, segment_id: int) -> SimRequest:
+        script = self.script
+        turn = script.turns[self.next_turn]
+        self.next_turn += 1
+        output_len = min(turn.answer_len, script.max_new_tokens)
+        question = Segment(segment_id, turn.question_len)
+        parts = [segment_ids(script.system)]
+        for earlier, answer_len in self.history:
+            parts.append(segment_ids(earlier))
+            parts.append(answer_ids(answer_len))
+        parts.append(segment_ids(question))
+        self.history.append((question, output_len))
+        return SimRequest(rid, now_s, b"".join(parts), output_len, script.max_new_tokens, script.tenant)
+
+    @property
+    def is_over(self) -> bool:
+        return self.next_turn == len(self.script.turns)
+
+
+def interleave(
+    scripts: Iterable[Script],
+    starts_s: Iterator[float],
+    think_s: Iterator[float],
+    num_requests: int,
+    first_segment_id: int,
+) -> Workload:
+    """The requests of many conversations, by arrival.
+
+    The client is open-loop: a turn arrives its thinking time after the turn before, answered or not. A closed loop
+    would slow down with the engine and hide its delays.
+
+    Args:
+        scripts: conversations in the order of their start; may be endless.
+        starts_s: their start times, ascending.
+        think_s: seconds between a turn and the next one.
+        num_requests: the number of requests.
+        first_segment_id: ids from here on are used for questions.
+    """
+    opened = zip(scripts, starts_s, strict=False)
+    upcoming = next(opened, None)
+    waiting: list[tuple[float, int, _Conversation]] = []
+    num_started = 0
+    for idx in range(num_requests):
+        if upcoming is not None and (not waiting or upcoming[1] <= waiting[0][0]):
+            script, now_s = upcoming
+            conversation, seq = _Conversation(script), num_started
+            num_started += 1
+            upcoming = next(opened, None)
+        elif waiting:
+            now_s, seq, conversation = heapq.heappop(waiting)
+        else:
+            return
+        yield conversation.ask(f"r{idx}", now_s, first_segment_id + idx)
+        if not conversation.is_over:
+            heapq.heappush(waiting, (now_s + next(think_s), seq, conversation))
+
 
 _CHAT_QUESTION: Final = Lengths(60, 1.0, 4, 4000)
 _CHAT_ANSWER: Final = Lengths(150, 0.8, 1, 4000)

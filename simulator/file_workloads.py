@@ -13,14 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from ...runtime.errors import ConfigError
-from ..sim_request import Segment, SimRequest, Workload, prompt_ids
-from ..traces.kinds import kind_of
-from ..traces.texts import Exchange, conversations
-from ..traces.timed import TimedRequest, TraceOptions, timed_requests
-from .arrivals import Exponential, arrivals
-from .conversations import Script, Turn, interleave
-from .generated import Arrival
+from ..runtime.errors import ConfigError
+from .generated_workloads import Arrival, Exponential, Script, Turn, arrivals, interleave
+from .sim_request import Segment, SimRequest, Workload, prompt_ids
+from .trace_files import Exchange, TimedRequest, TraceOptions, conversations, kind_of, timed_requests
 
 CHARS_PER_TOKEN: Final = 4.0
 DEFAULT_LIMIT: Final = 2048

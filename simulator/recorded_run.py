@@ -15,16 +15,16 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from ...runtime.errors import ConfigError
-from ...runtime.messages import FinishKind, GenerateRequest
-from ...runtime.step_plan import ForwardMode, StepResult
-from ...scheduler.batch import ScheduleBatch, work_of
-from ...scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
-from ...scheduler.journal.replay import new_scheduler
-from ...scheduler.records.decision_log import PassRecord, Settled
-from ..measurements import Measurements
-from ..sim_request import SimRequest
+from ..runtime.errors import ConfigError
+from ..runtime.messages import FinishKind, GenerateRequest
+from ..runtime.step_plan import ForwardMode, StepResult
+from ..scheduler.batch import ScheduleBatch, work_of
+from ..scheduler.journal.log_file import Header, Idle, Input, LoggedRun, Planning, read_runs
+from ..scheduler.journal.replay import new_scheduler
+from ..scheduler.records.decision_log import PassRecord, Settled
 from .fitted import Fitted, MeasuredStep
+from .report import Measurements
+from .sim_request import SimRequest
 
 _HOST_COPY_BANDWIDTH: Final = 10e9  # bytes per second; for swaps if the log has none
 

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...runtime.errors import ConfigError
-from ...scheduler.batch import StepWork
+from ..runtime.errors import ConfigError
+from ..scheduler.batch import StepWork
 
 MIN_STEPS: Final = 12
 """Fewer steps do not determine five coefficients."""

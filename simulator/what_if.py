@@ -14,19 +14,18 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 
-from ...runtime.config.config_fields import find_setting
-from ...runtime.counted import counted
-from ...runtime.errors import ConfigError
-from ...runtime.feasibility import Capacity
-from ...scheduler.journal.log_file import Header
-from ...scheduler.records.decision_log import PassRecord
-from ...scheduler.records.verdict import AddReqResult
-from ..cluster import Cluster, ClusterSettings
-from ..measurements import Measurements
-from ..report import Report, make_report
-from ..simulated_engine import ReplicaSettings
+from ..runtime.config.config_fields import find_setting
+from ..runtime.counted import counted
+from ..runtime.errors import ConfigError
+from ..runtime.feasibility import Capacity
+from ..scheduler.journal.log_file import Header
+from ..scheduler.records.decision_log import PassRecord
+from ..scheduler.records.verdict import AddReqResult
+from .cluster import Cluster, ClusterSettings
 from .fitted import FitQuality, Fitted
 from .recorded_run import RecordedRun, read_recorded_run
+from .report import Measurements, Report, make_report
+from .simulated_engine import ReplicaSettings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.simulator.traces.kinds import TraceKind, kind_of
-from engine.simulator.traces.texts import Exchange, conversations
-from engine.simulator.traces.timed import Block, TimedRequest, TraceOptions, timed_requests
+from engine.simulator.trace_files import (
+    Block,
+    Exchange,
+    TimedRequest,
+    TraceKind,
+    TraceOptions,
+    conversations,
+    kind_of,
+    timed_requests,
+)
 
 MOONCAKE = [
     {"timestamp": 1000, "input_length": 1300, "output_length": 7, "hash_ids": [1, 2, 3]},
