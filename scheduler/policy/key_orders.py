@@ -1,4 +1,4 @@
-"""Policies that sort the waiting queue by one key: `fcfs`, `lpm`, `priority`, `sjf`, `srtf`, `lof`, `random`.
+"""Policies that sort the waiting queue by one key: `fcfs`, `lpm`, `priority`, `sjf`, `srtf`.
 
 All but `Fcfs` and `Lpm` derive from `KeyOrder`: the key of a request does not change while it waits, so an index keeps
 the order and a pass sorts nothing.
@@ -6,9 +6,7 @@ the order and a pass sorts nothing.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Final, Protocol
@@ -205,40 +203,3 @@ class Srtf(Sjf):
     def length(self, req: Req) -> int:
         to_generate = self._estimate.output_len(req) - req.output_len
         return to_generate if req.output_len else req.prompt_len + to_generate
-
-
-class Lof(KeyOrder):
-    """`lof`, longest output first: largest `max_new_tokens` first, equals by arrival.
-
-    For batches of jobs: the whole finishes earlier when the longest ones start first. Bad for latency. A request that
-    was overtaken in `MAX_OVERTAKEN` passes comes before all others; SGLang's policy of this name has no ageing.
-    """
-
-    name = "lof"
-
-    def key(self, req: Req) -> float:
-        return -req.max_new_tokens
-
-    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        return overtaken_first(waiting, self._index)
-
-
-class RandomOrder(KeyOrder):
-    """`random`: by a hash of the seed and the arrival number. A baseline, and a test of what depends on the order.
-
-    A request keeps its position while it waits, across retractions as well: the order is drawn once per request and not
-    once per pass. So equal runs decide equally, and a pass does not shuffle ten thousand requests.
-    """
-
-    name = "random"
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._seed = str(seed).encode()
-
-    def key(self, req: Req) -> float:
-        digest = hashlib.blake2b(struct.pack("<q", req.seq), digest_size=6, key=self._seed[:64]).digest()
-        return int.from_bytes(digest, "little")
-
-    def order(self, waiting: WaitingQueue, now_s: float) -> Iterable[Req]:
-        return overtaken_first(waiting, self._index)

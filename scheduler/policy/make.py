@@ -7,11 +7,10 @@ from typing import assert_never
 from ...runtime.config.engine_config import SchedulerConfig
 from .adaptive import Adaptive
 from .base import PolicyParts, SchedulePolicy
-from .baselines import FifoSerial, StaticBatch
+from .baselines import FifoSerial, Hrrn, Lof, RandomOrder, StaticBatch
 from .dfs_weight import DfsWeight
 from .fair import Fair
-from .hrrn import Hrrn
-from .key_orders import Fcfs, Lof, Lpm, Priority, RandomOrder, Sjf, Srtf, make_length_estimate
+from .key_orders import Fcfs, Lpm, Priority, Sjf, Srtf, make_length_estimate
 from .round_robin import RoundRobin
 
 
