@@ -12,19 +12,19 @@ from torch import Tensor
 from ...models.weight_files.needed_tensors import projection_sizes
 from ..ops.rotation import HeadNorms
 from ..weights.reader import Slice
+from .layer import kept_adapters
 from .linear import Linear, RowLinear
 from .query_key.joint_norms import NormsOverRanks, joint_norms
 from .query_key.unit_norms import unit_norms
-from .row_selection import kept_adapters
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
     from ...models.spec.attention_form import LayerHeads
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
+    from .layer import SelectRows
     from .norm import RMSNorm
     from .query_key.query_factors import QueryFactors
-    from .row_selection import SelectRows
 
 
 class SelfAttention:

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, repeat
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..forward_batch import StageStates
 from .embedding import Embedding, OutputHead, head_weight, vocabulary_rows
+from .layer import SelectRows, all_rows
 from .rotary import RotaryEmbedding
-from .row_selection import SelectRows, all_rows, kept_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,80 +25,8 @@ if TYPE_CHECKING:
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from ..ops.elementwise import AddOp, TakeRows
+    from .layer import Layer
     from .norm import Norm
-
-
-class Layer(Protocol):
-    """One layer of a decoder; called with the rotary angles of its kind of layer."""
-
-    def __call__(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        select_rows: SelectRows,
-    ) -> tuple[Tensor, Tensor]:
-        """Output of the previous block -> output of this block; neither is added to the residual stream yet.
-
-        Args:
-            x: output of the previous block; None in the first layer.
-            select_rows: applied to the attention output and to the residual stream right after attention, where the
-                other tokens are not read any more.
-        """
-        ...
-
-
-class Attention(Protocol):
-    """The attention block of a layer."""
-
-    def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, select_rows: SelectRows
-    ) -> Tensor:
-        """[T, hidden] -> [W, hidden]."""
-        ...
-
-
-class MLP(Protocol):
-    """The feed-forward block of a layer."""
-
-    def __call__(self, x: Tensor, adapters: AdapterRuns | None = None) -> Tensor:
-        """[T, size] -> [T, size]; `adapters`: see `Linear`."""
-        ...
-
-
-class PreNormLayer:
-    """Attention and MLP, each after a norm and added to the residual stream."""
-
-    def __init__(
-        self,
-        attention_norm: Norm,
-        attention: Attention,
-        mlp_norm: Norm,
-        mlp: MLP,
-    ) -> None:
-        self.attention_norm = attention_norm
-        self.attention = attention
-        self.mlp_norm = mlp_norm
-        self.mlp = mlp
-
-    def __call__(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        batch: ForwardBatch,
-        select_rows: SelectRows,
-    ) -> tuple[Tensor, Tensor]:
-        if x is None:
-            x = self.attention_norm(residual)
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        x = self.attention(x, cos, sin, batch, select_rows)
-        x, residual = self.mlp_norm.add(x, select_rows(residual))
-        return self.mlp(x, kept_adapters(batch, select_rows)), residual
 
 
 class DecoderEnds(NamedTuple):

@@ -6,9 +6,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from .attention import SelfAttention
-from .decoder import Decoder, DecoderEnds, LayerRotary, PreNormLayer
+from .decoder import Decoder, DecoderEnds, LayerRotary
 from .embedding import Embedding
 from .experts import build_mlp
+from .layer import Layer
 from .layer_norm import LayerNorm
 from .mlp import GatedMLP, PlainMLP
 from .norm import RMSNorm, UnitOffsetRMSNorm
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from ..model_context import ModelContext
     from ..ops.elementwise import ActivationKind, GatedActivation
-    from .decoder import MLP, Attention, Layer
+    from .layer import MLP, Attention
     from .norm import Norm
 
 
@@ -45,7 +46,7 @@ class DecoderParts:
 
     @property
     def _eps(self) -> float:
-        """That of the norms of a residual stream which is divided by the scale of what is added to it."""
+        """Norm eps, corrected for `residual_scale`: the stream is divided by the scale of what is added to it."""
         return self._spec.rms_norm_eps / self._form.residual_scale**2
 
     def layer_norm(self, layer_id: int, index: int) -> Norm:
@@ -97,13 +98,14 @@ class DecoderParts:
             self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, activation
         )
 
-    def pre_norm_layer(self, layer_id: int, mixer: Attention | None = None) -> PreNormLayer:
+    def pre_norm_layer(self, layer_id: int, mixer: Attention | None = None) -> Layer:
         """A layer of Llama's structure; `mixer`: what it has in the place of attention."""
-        return PreNormLayer(
-            self.layer_norm(layer_id, 0),
-            self.attention(layer_id) if mixer is None else mixer,
-            self.layer_norm(layer_id, 1),
-            self.mlp(layer_id),
+        return Layer(
+            self.context.ops.add,
+            attention_norm=self.layer_norm(layer_id, 0),
+            attention=self.attention(layer_id) if mixer is None else mixer,
+            mlp_norm=self.layer_norm(layer_id, 1),
+            mlp=self.mlp(layer_id),
         )
 
     def hybrid_decoder(

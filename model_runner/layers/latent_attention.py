@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ..weights.reader import Slice
+from .layer import kept_adapters
 from .linear import Linear, RowLinear
 from .norm import RMSNorm
-from .row_selection import kept_adapters
 from .spans import equal_span
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
-    from .row_selection import SelectRows
+    from .layer import SelectRows
 
 
 class LatentAttention:

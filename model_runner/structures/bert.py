@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..forward_batch import ForwardBatch
     from ..layers.encoder import Angles
-    from ..layers.row_selection import SelectRows
+    from ..layers.layer import SelectRows
     from ..model_context import ModelContext
 
 

@@ -15,7 +15,7 @@ import torch
 from ..layers.attention import SelfAttention
 from ..layers.decoder import Decoder, DecoderEnds, LayerRotary
 from ..layers.embedding import Embedding
-from ..layers.layer_structures import SandwichLayer
+from ..layers.layer import Layer
 from ..layers.mlp import GatedMLP
 from ..layers.norm import UnitOffsetRMSNorm
 
@@ -42,7 +42,7 @@ def build(context: ModelContext) -> Decoder:
     )
 
 
-def _layer(context: ModelContext, layer_id: int) -> SandwichLayer:
+def _layer(context: ModelContext, layer_id: int) -> Layer:
     spec = context.spec
     name = spec.layer_name(layer_id)
 
@@ -52,17 +52,18 @@ def _layer(context: ModelContext, layer_id: int) -> SandwichLayer:
     qk_norms = None
     if spec.qk_norm:
         qk_norms = norm("self_attn.q_norm", spec.head_dim), norm("self_attn.k_norm", spec.head_dim)
-    return SandwichLayer(
-        norm("input_layernorm"),
-        SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms),
-        norm("post_attention_layernorm"),
-        norm("pre_feedforward_layernorm"),
-        GatedMLP(
+    return Layer(
+        context.ops.add,
+        attention_norm=norm("input_layernorm"),
+        attention=SelfAttention(context, f"{name}.self_attn", layer_id, qk_norms=qk_norms),
+        after_attention_norm=norm("post_attention_layernorm"),
+        mlp_norm=norm("pre_feedforward_layernorm"),
+        mlp=GatedMLP(
             context,
             f"{name}.mlp",
             spec.hidden_size,
             spec.intermediate_size,
             activation=context.ops.gelu_and_mul,
         ),
-        norm("post_feedforward_layernorm"),
+        after_mlp_norm=norm("post_feedforward_layernorm"),
     )

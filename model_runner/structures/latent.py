@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..layers.decoder import PreNormLayer
 from ..layers.decoder_parts import DecoderParts
 from ..layers.latent_attention import LatentAttention
 
@@ -17,11 +16,8 @@ def build(context: ModelContext) -> Decoder:
     """Build the decoder."""
     parts = DecoderParts(context)
     layers = [
-        PreNormLayer(
-            parts.layer_norm(layer_id, 0),
-            LatentAttention(context, f"{context.spec.layer_name(layer_id)}.self_attn", layer_id),
-            parts.layer_norm(layer_id, 1),
-            parts.mlp(layer_id),
+        parts.pre_norm_layer(
+            layer_id, LatentAttention(context, f"{context.spec.layer_name(layer_id)}.self_attn", layer_id)
         )
         for layer_id in range(context.spec.num_layers)
     ]

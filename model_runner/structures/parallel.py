@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.layer_structures import ParallelLayer
+from ..layers.layer import Layer, ParallelBlocks
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,11 +17,12 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            ParallelLayer(
-                parts.layer_norm(layer_id, 0),
-                parts.attention(layer_id),
-                parts.gated_mlp(layer_id),
+            Layer(
                 context.ops.add,
+                attention_norm=parts.layer_norm(layer_id, 0),
+                attention=ParallelBlocks(
+                    parts.attention(layer_id), parts.gated_mlp(layer_id), context.ops.add
+                ),
             )
             for layer_id in range(context.spec.num_layers)
         ]

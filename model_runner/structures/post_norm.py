@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.layer_structures import PostNormLayer
+from ..layers.layer import Layer
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,12 +17,12 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            PostNormLayer(
-                parts.attention(layer_id),
-                parts.layer_norm(layer_id, 0),
-                parts.gated_mlp(layer_id),
-                parts.layer_norm(layer_id, 1),
+            Layer(
                 context.ops.add,
+                attention=parts.attention(layer_id),
+                after_attention_norm=parts.layer_norm(layer_id, 0),
+                mlp=parts.gated_mlp(layer_id),
+                after_mlp_norm=parts.layer_norm(layer_id, 1),
             )
             for layer_id in range(context.spec.num_layers)
         ]

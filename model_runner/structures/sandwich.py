@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.layer_structures import SandwichLayer
+from ..layers.layer import Layer
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder
@@ -17,13 +17,14 @@ def build(context: ModelContext) -> Decoder:
     parts = DecoderParts(context)
     return parts.decoder(
         [
-            SandwichLayer(
-                parts.layer_norm(layer_id, 0),
-                parts.attention(layer_id),
-                parts.layer_norm(layer_id, 1),
-                parts.layer_norm(layer_id, 2),
-                parts.gated_mlp(layer_id),
-                parts.layer_norm(layer_id, 3),
+            Layer(
+                context.ops.add,
+                attention_norm=parts.layer_norm(layer_id, 0),
+                attention=parts.attention(layer_id),
+                after_attention_norm=parts.layer_norm(layer_id, 1),
+                mlp_norm=parts.layer_norm(layer_id, 2),
+                mlp=parts.gated_mlp(layer_id),
+                after_mlp_norm=parts.layer_norm(layer_id, 3),
             )
             for layer_id in range(context.spec.num_layers)
         ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.single_blocks import MixerLayer, MLPLayer
+from ..layers.layer import Layer
 from ..layers.state_layers.mamba2 import Mamba2
 
 if TYPE_CHECKING:
-    from ..layers.decoder import Decoder, Layer
+    from ..layers.decoder import Decoder
     from ..model_context import ModelContext
 
 
@@ -21,9 +21,11 @@ def build(context: ModelContext) -> Decoder:
         norm = parts.layer_norm(layer_id, 0)
         if spec.has_mlp(layer_id):
             dense = spec.experts is None
-            return MLPLayer(norm, parts.plain_mlp(layer_id, "relu2") if dense else parts.mlp(layer_id))
+            mlp = parts.plain_mlp(layer_id, "relu2") if dense else parts.mlp(layer_id)
+            return Layer(context.ops.add, mlp_norm=norm, mlp=mlp)
         if spec.attends(layer_id):
-            return MixerLayer(norm, parts.attention(layer_id))
-        return MixerLayer(norm, Mamba2(context, f"{spec.layer_name(layer_id)}.mamba", layer_id))
+            return Layer(context.ops.add, attention_norm=norm, attention=parts.attention(layer_id))
+        mamba = Mamba2(context, f"{spec.layer_name(layer_id)}.mamba", layer_id)
+        return Layer(context.ops.add, attention_norm=norm, attention=mamba)
 
     return parts.decoder([layer(layer_id) for layer_id in range(spec.num_layers)])

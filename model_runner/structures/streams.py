@@ -15,7 +15,7 @@ import torch
 from ..layers.attention import SelfAttention
 from ..layers.decoder import LayerRotary, build_head
 from ..layers.embedding import Embedding
-from ..layers.layer_structures import SandwichLayer
+from ..layers.layer import Layer
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
 from ..layers.streams.altup import AltUpLayer, AltUpStreams, gated_activation
@@ -77,7 +77,15 @@ def _scaled_layer(context: ModelContext, layer_id: int) -> ScaledLayer:
     attention = _attention(context, layer_id)
     mlp = _mlp(context, layer_id, ops.gelu_and_mul)
     return ScaledLayer(
-        SandwichLayer(before, attention, after, before_mlp, mlp, after_mlp),
+        Layer(
+            ops.add,
+            attention_norm=before,
+            attention=attention,
+            after_attention_norm=after,
+            mlp_norm=before_mlp,
+            mlp=mlp,
+            after_mlp_norm=after_mlp,
+        ),
         None if context.spec.layer_inputs is None else InputGate(context, name, layer_id),
         context.weights.tensor(f"{name}.layer_scalar", (1,), torch.float32).item(),
         ops.add,

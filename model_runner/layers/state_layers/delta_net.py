@@ -11,8 +11,8 @@ import torch
 
 from ...states.delta_weights import DeltaWeights
 from ...weights.reader import Slice
+from ..layer import kept_adapters
 from ..linear import Linear, RowLinear
-from ..row_selection import kept_adapters
 from ..spans import Span, equal_span
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ...distributed.tp_group import TPGroup
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext
-    from ..row_selection import SelectRows
+    from ..layer import SelectRows
 
 _Parts = Iterator[tuple[str, int, Span]]
 """Parts of a projection: its name, its number of outputs, and the outputs that are taken."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ...weights.reader import Slice
+from ..layer import kept_adapters
 from ..linear import Linear, RowLinear
-from ..row_selection import kept_adapters
 from ..spans import equal_span
 
 if TYPE_CHECKING:
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext
-    from ..row_selection import SelectRows
+    from ..layer import SelectRows
 
 
 class ShortConv:

@@ -13,9 +13,9 @@ import torch
 
 from ...kernels.streams.plain import gelu_above
 from ...ops.altup import AltUpWeights
+from ..layer import kept_adapters
 from ..linear import Linear
 from ..norm import RMSNorm
-from ..row_selection import kept_adapters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from ...forward_batch import ForwardBatch
     from ...model_context import ModelContext
     from ...ops.elementwise import GatedActivation
-    from ..decoder import MLP, Attention
+    from ..layer import MLP, Attention, SelectRows
     from ..norm import Norm
-    from ..row_selection import SelectRows
     from .layer_inputs import InputGate
 
 _HALF: float = 0.5**0.5

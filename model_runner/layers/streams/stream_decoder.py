@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from ..decoder import select_last
-from ..row_selection import kept_adapters
+from ..layer import kept_adapters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from ...ops.elementwise import AddOp, Scale, TakeRows
     from ..decoder import LayerRotary
     from ..embedding import Embedding, OutputHead
-    from ..layer_structures import SandwichLayer
+    from ..layer import Layer, SelectRows
     from ..norm import Norm
-    from ..row_selection import SelectRows
     from .layer_inputs import InputGate, LayerInputs
 
 
@@ -72,9 +71,7 @@ class OneStream:
 class ScaledLayer:
     """Attention and MLP between two norms each, the layer's input, and a factor of the whole residual stream."""
 
-    def __init__(
-        self, inner: SandwichLayer, gate: InputGate | None, factor: float, add: AddOp, scale: Scale
-    ) -> None:
+    def __init__(self, inner: Layer, gate: InputGate | None, factor: float, add: AddOp, scale: Scale) -> None:
         self.inner = inner
         self.gate = gate
         self.factor = factor
