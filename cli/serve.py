@@ -16,7 +16,7 @@ from typing import Any, Final
 import typer
 
 from ..launch.progress.startup_display import StartupDisplay
-from ..models.spec.pooling_spec import PoolingSpec
+from ..models.spec.encoder_spec import PoolingSpec
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
 from ..runtime.config.engine_config import EngineConfig

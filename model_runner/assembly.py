@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..launch.resolve.stages.division import WHOLE_MODEL
-from ..models.spec.kv_size import KV_SCALE_BYTES
+from ..models.spec.sizes import KV_SCALE_BYTES
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from .adapter_runs import runs_or_none
 from .attention.cpu_native import CpuNativeAttention

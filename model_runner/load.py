@@ -17,8 +17,7 @@ from ..launch.resolve.measured_pool import fit_pool
 from ..launch.resolve.pool_size import largest_step, largest_step_of
 from ..launch.resolve.rank_spec import rank_spec
 from ..launch.resolve.stages.division import is_of_other_stages, stage_spec
-from ..models.spec.kv_size import kv_dtype_of
-from ..models.spec.state_size import max_drafts_of
+from ..models.spec.sizes import kv_dtype_of, max_drafts_of
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers

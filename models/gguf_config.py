@@ -18,10 +18,9 @@ from .fields import Fields
 from .gguf.gguf_file import GGUFFile
 from .gguf.gguf_sampling import read_gguf_sampling
 from .gguf_names import FUSED, stacked_names, stored_names
-from .spec.block_forms import GGUF_FORMS
 from .spec.layer_form import FUSED_QKV, PRE_NORMS
 from .spec.model_spec import DTypeName, ModelSpec
-from .spec.quantization import QuantizationSpec
+from .spec.quantization import GGUF_FORMS, QuantizationSpec
 
 _TOWER: Final = "clip"  # llama.cpp's name for all of them
 _EOS_KEYS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")  # end of text, of turn, of message

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from .families.family import LAYER_NAMES
 from .families.registry import gguf_of
-from .spec.stream_spec import LAYER_TABLE
+from .spec.layer_form import LAYER_TABLE
 
 if TYPE_CHECKING:
     from .spec.experts_spec import ExpertNames

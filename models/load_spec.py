@@ -12,8 +12,8 @@ from ..runtime.config.model_choice import NO_CHOICE, TaskChoice
 from ..runtime.errors import ConfigError
 from .hub.built_in.models import DEFAULT_MODEL
 from .source import ModelSource
+from .spec.encoder_spec import PoolingSpec
 from .spec.model_spec import ModelSpec
-from .spec.pooling_spec import PoolingSpec
 
 if TYPE_CHECKING:
     from .gguf.gguf_file import GGUFFile

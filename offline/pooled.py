@@ -45,8 +45,8 @@ from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 
 if TYPE_CHECKING:
+    from ..models.spec.encoder_spec import PoolingSpec
     from ..models.spec.model_spec import ModelSpec
-    from ..models.spec.pooling_spec import PoolingSpec
     from ..models.tokenizer.tokenizer import Tokenizer
     from ..tokenizer_manager.generation import Prompt
     from ..tokenizer_manager.scheduling_options import Scheduling

@@ -8,7 +8,7 @@ from typing import Final
 from ...launch.child.open_files import OWN_FILES
 from ...launch.resolve.host_facts import usable_threads
 from ...launch.resolve.memory_budget import size_text
-from ...models.spec.kv_size import GIB, MIB
+from ...models.spec.sizes import GIB, MIB
 from ...runtime.config.engine_config import EngineConfig
 from .check import Check, fail, ok, refused, warn
 from .machine_facts import MachineFacts

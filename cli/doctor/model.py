@@ -15,9 +15,8 @@ from ...launch.resolve.pool_size import largest_step_of
 from ...launch.resolve.resolve import resolve
 from ...launch.resolve.stages.division import least_bubble, stage_spec, stages_of
 from ...launch.resolve.transformers_support import TIMES_SLOWER
-from ...models.spec.model_spec import ModelSpec
+from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
-from ...models.spec.quantization_choice import with_quantization
 from ...models.weight_files.weight_memory import num_parameters
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.counted import counted

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...models.spec.kv_size import GIB, kv_dtype_of, kv_token_bytes
-from ...models.spec.state_size import checkpoint_pages, num_checkpoints
+from ...models.spec.sizes import GIB, checkpoint_pages, kv_dtype_of, kv_token_bytes, num_checkpoints
 from ...runtime.feasibility import Capacity
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ...models.spec.kv_size import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
+from ...models.spec.sizes import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
 from .rank_spec import rank_spec
 from .stages.division import WHOLE_MODEL, stage_weight_bytes
 

@@ -15,8 +15,7 @@ from ...models.families.registry import FAMILIES
 from ...models.hub.download_progress import Progress
 from ...models.load_spec import load_spec
 from ...models.source import ModelSource, resolve_source
-from ...models.spec.model_spec import ModelSpec
-from ...models.spec.quantization_choice import with_quantization
+from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
 from ...runtime.config.engine_config import ModelConfig
 from ...runtime.counted import counted

@@ -10,8 +10,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ...models.spec.kv_size import BYTES_OF_DTYPE, GIB, kv_dtype_of, kv_token_bytes
-from ...models.spec.state_size import checkpoint_share, max_drafts_of, most_rows, row_states_bytes
+from ...models.spec.sizes import (
+    BYTES_OF_DTYPE,
+    GIB,
+    checkpoint_share,
+    kv_dtype_of,
+    kv_token_bytes,
+    max_drafts_of,
+    most_rows,
+    row_states_bytes,
+)
 from ...models.weight_files.weight_memory import weight_bytes
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from ...models.hub.download_progress import Progress
 from ...models.source import ModelSource
-from ...models.spec.model_spec import ModelSpec
-from ...models.spec.quantization_choice import with_quantization
+from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.config_fields import SECRETS, config_fields
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig

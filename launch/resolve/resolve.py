@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from ...models.families.registry import FAMILIES
+from ...models.spec.model_spec import with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
-from ...models.spec.quantization_choice import with_quantization
 from ...runtime.config.adapter_config import AdapterConfig
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, TypeVar
 
-from ...models.spec.kv_size import GIB
+from ...models.spec.sizes import GIB
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from .pool_size import prompt_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from ...models.spec.kv_size import GIB, MIB
+from ...models.spec.sizes import GIB, MIB
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from .memory_budget import RUNTIME_BYTES, MemoryBudget, size_text

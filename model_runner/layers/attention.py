@@ -19,7 +19,7 @@ from .query_key.unit_norms import unit_norms
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
-    from ...models.spec.attention_form import LayerHeads
+    from ...models.spec.layer_form import LayerHeads
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext
     from .layer import SelectRows

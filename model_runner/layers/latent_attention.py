@@ -20,7 +20,7 @@ from .norm import RMSNorm
 from .spans import equal_span
 
 if TYPE_CHECKING:
-    from ...models.spec.latent_spec import LatentSpec
+    from ...models.spec.layer_form import LatentSpec
     from ..adapter_runs import AdapterRuns
     from ..forward_batch import ForwardBatch
     from ..model_context import ModelContext

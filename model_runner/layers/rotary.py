@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...models.spec.model_spec import RopeScaling
+from ...models.spec.layer_form import RopeScaling
 
 if TYPE_CHECKING:
     from ..model_context import ModelContext

@@ -15,7 +15,7 @@ from ..ops.rotation import LayerKV
 from .host_memory import PreFaulter, reserve
 
 if TYPE_CHECKING:
-    from ...models.spec.attention_form import LayerHeads
+    from ...models.spec.layer_form import LayerHeads
 
 
 class KVPool:

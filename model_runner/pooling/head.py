@@ -18,7 +18,7 @@ from ..weights.safetensors import SafetensorsStore
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ...models.spec.pooling_spec import DenseSpec, PoolingSpec
+    from ...models.spec.encoder_spec import DenseSpec, PoolingSpec
 
 _NORM_EPS: Final = 1e-5
 

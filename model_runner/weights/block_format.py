@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...models.spec.block_forms import BLOCK_LEN
-from ...models.spec.quantization import is_of_expert, unnumbered
+from ...models.spec.quantization import BLOCK_LEN, is_of_expert, unnumbered
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...models.spec.model_spec import with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
-from ...models.spec.quantization_choice import with_quantization
 from ...models.weight_files.weight_memory import rounded_bytes, tied_head_bytes, weight_bytes
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.native_blocks import TILES_FROM

@@ -25,7 +25,7 @@ from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
 from ...models.gguf.split_kv import find_split_kv
 from ...models.gguf_names import A_LOG, full_shape, is_not_read, stored_names
-from ...models.spec.block_forms import GGUF_FORMS
+from ...models.spec.quantization import GGUF_FORMS
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows

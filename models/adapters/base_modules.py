@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
 from ..hf.multimodal_types import MULTIMODAL
-from ..spec.latent_spec import KV_UP
+from ..spec.layer_form import KV_UP
 from ..weight_files.needed_tensors import needed_modules
 from ..weight_files.single_blocks import usual_block_name
 

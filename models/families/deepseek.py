@@ -15,9 +15,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.latent_spec import LatentSpec
-from ..spec.layer_form import PRE_NORMS
-from ..spec.model_spec import RopeScaling
+from ..spec.layer_form import PRE_NORMS, LatentSpec, RopeScaling
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, yarn_scaling
 from .hf_readers import rope_facts

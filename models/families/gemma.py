@@ -7,8 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.attention_form import AttentionForm
-from ..spec.layer_form import FOUR_NORMS
+from ..spec.layer_form import FOUR_NORMS, AttentionForm
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import layer_types, rope_facts, windows_by_pattern, windows_by_types
 from .hf_rope import MAX_POSITIONS, read_rope, read_two_ropes

@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.attention_form import LayerHeads
-from ..spec.layer_form import FOUR_NORMS, LayerForm
-from ..spec.model_spec import RopeScaling
-from ..spec.stream_spec import AltUpSpec, LayerInputsSpec
+from ..spec.layer_form import FOUR_NORMS, AltUpSpec, LayerForm, LayerHeads, LayerInputsSpec, RopeScaling
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gemma import cap_of
 from .gguf_readers import as_list, windowed_layers

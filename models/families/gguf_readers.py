@@ -6,7 +6,7 @@ import math
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.model_spec import RopeScaling
+from ..spec.layer_form import RopeScaling
 from .family import Facts
 from .hf_readers import windows_by_pattern
 

@@ -12,7 +12,7 @@ from msgspec import structs
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..gguf.gguf_file import GGUFFile
-from ..spec.model_spec import RopeScaling
+from ..spec.layer_form import RopeScaling
 from .gguf_readers import yarn_scaling
 
 _LLAMA3: Final = "rope_freqs.weight"

@@ -7,8 +7,8 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.attention_form import AttentionForm
 from ..spec.experts_spec import ClampedSwiGLU, ExpertNames, ExpertsSpec, Routing
+from ..spec.layer_form import AttentionForm
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers, yarn_scaling
 from .hf_readers import rope_facts, windows_by_types

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fields import Fields
-from ..spec.attention_form import AttentionForm
+from ..spec.layer_form import AttentionForm
 from .family import Facts
 from .hf_rope import MAX_POSITIONS, Rope
 

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, TypeVar
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.model_spec import RopeScaling
+from ..spec.layer_form import RopeScaling
 
 MAX_POSITIONS: Final = 1 << 30
 

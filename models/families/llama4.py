@@ -7,9 +7,8 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.attention_form import AttentionForm, TemperatureTuning
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import LayerForm, ModuleNames
+from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, TemperatureTuning
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import layer_types, rope_facts, rope_layers, windows_by_pattern

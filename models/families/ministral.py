@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ..fields import Fields
-from ..spec.attention_form import TemperatureTuning
+from ..spec.layer_form import TemperatureTuning
 from .family import GGUF, Facts, Family
 from .hf_readers import layer_types, rope_facts, window_everywhere
 from .hf_rope import MAX_POSITIONS, read_rope

@@ -6,8 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS
-from ..spec.model_spec import RopeScaling
+from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS, RopeScaling
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import rope_facts, windows_by_types

@@ -7,10 +7,9 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.attention_form import AttentionForm
-from ..spec.block_forms import BLOCK_LEN
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import LayerForm, ModuleNames
+from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames
+from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gguf_readers import mixture_of, no_facts

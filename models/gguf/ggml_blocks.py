@@ -1,6 +1,6 @@
 """`unpack_blocks`: rows of a GGUF tensor to the integers, scales and minima that are stored there.
 
-For weights that stay quantized; `ggml_types` has the layouts, `block_forms` the meaning of the numbers. Exact: a
+For weights that stay quantized; `ggml_types` has the layouts, `BlockForm` the meaning of the numbers. Exact: a
 number, or its value in the form's table, less the form's zero or not, times its scale plus its minimum, in float32, is
 bit-identical to the result of `dequantize`.
 """
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..spec.block_forms import BLOCK_LEN, GGUF_FORMS
+from ..spec.quantization import BLOCK_LEN, GGUF_FORMS
 from .ggml_bytes import Bytes, Floats, f16, nibbles
 from .ggml_codes import CODED_TYPES
 from .ggml_types import GGMLType, fifth_bits, scales_and_mins_6bit

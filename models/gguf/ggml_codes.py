@@ -2,7 +2,7 @@
 
 `unpack` gives a code of 4 bits for each number, whatever the file has for it (an index of a grid and signs, digits in
 base 3), and the scale of each group: weight = (table[code] - zero) * scale. Formats with a scale per 32 numbers are
-multiplied in this form (`block_forms`).
+multiplied in this form (`BlockForm`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..spec.block_forms import IQ1, IQ2, IQ3_S, IQ3_XXS, IQ4, MXFP4, TERNARY, BlockForm
+from ..spec.quantization import IQ1, IQ2, IQ3_S, IQ3_XXS, IQ4, MXFP4, TERNARY, BlockForm
 from .ggml_bytes import Bytes, Floats, f16, nibbles
 from .ggml_grids import GridName, grid
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.errors import ConfigError
-from ..spec.latent_spec import KV_UP
+from ..spec.layer_form import KV_UP
 from .gguf_file import GGUFFile, TensorInfo, dequantize
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from ...runtime.config.model_choice import PoolingType, TaskChoice
 from ...runtime.errors import ConfigError
 from ..families.registry import ENCODERS
 from ..fields import Fields
-from ..spec.pooling_spec import MAX_DENSE_LAYERS, DenseSpec, HeadActivation, PoolingSpec
+from ..spec.encoder_spec import MAX_DENSE_LAYERS, DenseSpec, HeadActivation, PoolingSpec
 from .modules_json import MODULES, Module, Modules, part_fields
 from .task import CAUSAL, FoundTask, architecture_of
 

@@ -20,8 +20,8 @@ from ..families.hf_rope import MAX_POSITIONS
 from ..families.registry import ENCODERS, FAMILIES
 from ..fields import Fields
 from ..json_file import read_json
+from ..spec.encoder_spec import PoolingSpec
 from ..spec.model_spec import DTypeName, ModelSpec
-from ..spec.pooling_spec import PoolingSpec
 from .hf_encoders import UNSUPPORTED_ENCODERS, encoder_fields
 from .hf_other import other_family, with_common_names
 from .hf_quantization import read_quantization

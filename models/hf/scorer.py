@@ -15,7 +15,7 @@ from typing import Final
 from ...runtime.config.model_choice import PoolingType
 from ...runtime.errors import ConfigError
 from ..fields import Fields
-from ..spec.pooling_spec import DenseSpec, HeadActivation, PoolingSpec, ScoreActivation
+from ..spec.encoder_spec import DenseSpec, HeadActivation, PoolingSpec, ScoreActivation
 from .embedder import read_dense, read_pooling_mode, read_prompts
 from .modules_json import MODULES, Module, Modules, part_fields
 from .task import CAUSAL, FoundTask, architecture_of

@@ -11,7 +11,7 @@ from typing import Final
 from ...runtime.config.model_choice import TaskChoice
 from ..fields import Fields
 from ..json_file import read_json
-from ..spec.pooling_spec import PoolingSpec
+from ..spec.encoder_spec import PoolingSpec
 from .embedder import read_embedder
 from .modules_json import transformer_fields
 from .scorer import read_scorer

@@ -1,4 +1,7 @@
-"""`LayerForm`: how the layers of a decoder are put together, where families differ."""
+"""How the layers of a decoder compute, where families differ: `LayerForm`, and `AttentionForm` within it.
+
+Beside them: `RopeScaling`, `LatentSpec`, and what some decoders add to their residual stream.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,82 @@ from typing import Final, Literal
 
 import msgspec
 
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 NormKind = Literal["rms", "offset_rms", "layer"]
 MLPKind = Literal["gated", "plain"]
+
+
+class RopeScaling(msgspec.Struct, frozen=True):
+    """How rotary frequencies are scaled for longer contexts.
+
+    `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
+    original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
+    blends between; in Llama 4 the two factors are equal, so none is between. `yarn` (Peng et al. 2023) keeps those that
+    turn more than `beta_fast` times within the original context, divides those that turn less than `beta_slow` times,
+    and blends between by dimension. `longrope` (Ding et al. 2024) divides each frequency by its own factor: from
+    `long_factor` if the engine serves more positions than the original context, else from `short_factor`.
+    `proportional` divides the frequencies of the leading `turning_part` of the pairs by `factor`; the others do not
+    turn.
+
+    `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
+    """
+
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True  # yarn: the blend begins and ends at whole dimensions
+    attention_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+    turning_part: float = 1.0
+
+
+class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What attention does with its scores; the default is a plain softmax of scaled products.
+
+    Attributes:
+        score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
+        sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
+            of the softmax. Sinks are neither scaled nor capped.
+        chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
+            layer attends to itself and to those before it in its chunk.
+        output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
+            gate's rows are in the matrix of queries, those of each head after its query.
+    """
+
+    score_cap: float | None = None
+    sinks: bool = False
+    chunked: bool = False
+    output_gate: bool = False
+
+
+class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
+
+    head_dim: int
+    num_kv_heads: int
+
+
+class TemperatureTuning(msgspec.Struct, frozen=True, kw_only=True):
+    """Factors of the rotated queries by position, which keep the scores of long contexts sharp (Nakanishi 2025).
+
+    A query is multiplied by 1 + scale * log(1 + floor((position + offset) / length)).
+
+    Attributes:
+        unrotated_only: only in layers that do not rotate.
+    """
+
+    scale: float
+    length: float
+    offset: int = 0
+    unrotated_only: bool = False
+
+
+PLAIN_ATTENTION: Final = AttentionForm()
 
 
 class ModuleNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,3 +196,69 @@ GLM4: Final = LayerForm(
 
 PARALLEL: Final = LayerForm(norms=("input_layernorm",), norm="layer", interleaved_rope=True)
 """One norm before attention and the MLP, which take the same input, as in Command R."""
+
+
+KV_UP: Final = "self_attn.kv_b_proj"
+"""Keys and values from latents; held per head in the serving dtype, whatever the form of linear layers."""
+
+
+class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes of latent attention (DeepSeek-V2, 2024).
+
+    A token has one row in the KV pool for all heads: its normalized latent, then a key part that rotates. Per head,
+    keys and values are `kv_b_proj` of the latent. Queries take in the keys' half of that matrix (the absorbed form), so
+    attention reads the rows as they are: one KV head, the row as key, its first `kv_lora_rank` numbers as value.
+
+    The `ModelSpec` of such a model describes attention over rows: `num_kv_heads` is 1, `head_dim` the row's size and
+    `rotary_dim` the part that rotates, which is the last one of the row.
+    """
+
+    q_lora_rank: int | None  # size of the queries' own latent; None: queries are projected directly
+    kv_lora_rank: int
+    qk_nope_head_dim: int  # of a head's query: the part that does not rotate
+    qk_rope_head_dim: int  # the part that does
+    v_head_dim: int
+    norm_eps: float = 1e-6  # of the norms of latents, whatever the other norms have
+
+    @property
+    def row_size(self) -> int:
+        """Numbers of a token in the KV pool, per layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Size of a head's query and key before absorption."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+LAYER_TABLE: Final = "model.embed_tokens_per_layer"
+"""The module with the embeddings of tokens for layers, see `LayerInputsSpec`."""
+
+
+class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Each token has an embedding for each layer, which the layer adds through a gate (Gemma 3n, Gemma 4).
+
+    Attributes:
+        size: of the embedding of one layer.
+        vocab_size: rows of the table, which has the embeddings of all layers side by side; tokens beyond it have the
+            row 0.
+    """
+
+    size: int
+    vocab_size: int
+
+
+class AltUpSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Several residual streams, of which each layer computes one and predicts the others (Baykal et al. 2023).
+
+    Attributes:
+        num_streams: streams of each token.
+        active: the stream that layers compute.
+        scales_output: a learned factor of each number of the active stream, before the gate of the layer's input.
+        laurel_rank: size between the two matrices of the learned residual beside attention.
+    """
+
+    num_streams: int
+    active: int
+    scales_output: bool
+    laurel_rank: int

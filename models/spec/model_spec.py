@@ -6,52 +6,34 @@ holds no tensors, no paths and no facts about devices: memory planning and model
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
+from msgspec import structs
 
+from ...runtime.errors import ConfigError
 from ...runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
-from .attention_form import PLAIN_ATTENTION, AttentionForm, LayerHeads, TemperatureTuning
-from .encoder_spec import EncoderSpec
+from .encoder_spec import EncoderSpec, PoolingSpec
 from .experts_spec import ExpertsSpec
-from .latent_spec import LatentSpec
-from .layer_form import PRE_NORMS, LayerForm
-from .pooling_spec import PoolingSpec
-from .quantization import QuantizationSpec
+from .layer_form import (
+    PLAIN_ATTENTION,
+    PRE_NORMS,
+    AltUpSpec,
+    AttentionForm,
+    LatentSpec,
+    LayerForm,
+    LayerHeads,
+    LayerInputsSpec,
+    RopeScaling,
+    TemperatureTuning,
+)
+from .quantization import MADE, QuantizationSpec
 from .state_spec import StateSpec
-from .stream_spec import AltUpSpec, LayerInputsSpec
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
+if TYPE_CHECKING:
+    from ...runtime.config.model_choice import Quantization
+
 DTypeName = Literal["float32", "bfloat16", "float16"]
-
-
-class RopeScaling(msgspec.Struct, frozen=True):
-    """How rotary frequencies are scaled for longer contexts.
-
-    `linear` divides all frequencies by `factor`. `llama3` divides those with a wavelength above
-    original_max_position / low_freq_factor, keeps those below original_max_position / high_freq_factor, and
-    blends between; in Llama 4 the two factors are equal, so none is between. `yarn` (Peng et al. 2023) keeps those that
-    turn more than `beta_fast` times within the original context, divides those that turn less than `beta_slow` times,
-    and blends between by dimension. `longrope` (Ding et al. 2024) divides each frequency by its own factor: from
-    `long_factor` if the engine serves more positions than the original context, else from `short_factor`.
-    `proportional` divides the frequencies of the leading `turning_part` of the pairs by `factor`; the others do not
-    turn.
-
-    `attention_factor` multiplies cos and sin, which makes the scores of long contexts sharper (yarn, longrope).
-    """
-
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True  # yarn: the blend begins and ends at whole dimensions
-    attention_factor: float = 1.0
-    short_factor: tuple[float, ...] = ()
-    long_factor: tuple[float, ...] = ()
-    turning_part: float = 1.0
 
 
 class LayerView(NamedTuple):
@@ -306,3 +288,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
                 if len(factors) != num_frequencies:
                     return f"longrope's {name} holds {len(factors)} numbers, expected {num_frequencies}"
         return None
+
+
+def with_quantization(spec: ModelSpec, asked: Quantization | None) -> ModelSpec:
+    """The model with this quantization; None: as in its files.
+
+    Raises:
+        ConfigError: the files have another quantization, or none that can be used.
+    """
+    found = spec.quantization
+    if asked is None or (found is not None and found.method == asked):
+        return spec
+    if asked == "none":
+        # GGUF tensors in blocks are read as plain values unless blocks are requested.
+        if found is None or found.method == "gguf" or not found.stored:
+            return structs.replace(spec, quantization=None)
+        return structs.replace(spec, quantization=structs.replace(found, kept=False))
+    if found is not None and (found.method != "gguf" or asked not in MADE):
+        raise ConfigError(
+            f"quantization is {asked}, but the checkpoint's weights are {found.method}; omit --quantization"
+        )
+    if asked not in MADE:
+        raise ConfigError(
+            f"quantization is {asked}, but the checkpoint's weights are not quantized, and only {', '.join(MADE)} can "
+            f"be made while loading; name a checkpoint in {asked}, use one of those, or omit --quantization"
+        )
+    return structs.replace(spec, quantization=QuantizationSpec(method=asked, stored=False))

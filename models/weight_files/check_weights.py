@@ -25,8 +25,8 @@ from .stacked_experts import BLOCKS, SCALES
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
+    from ..spec.encoder_spec import DenseSpec
     from ..spec.model_spec import ModelSpec
-    from ..spec.pooling_spec import DenseSpec
 
 logger = logging.getLogger(__name__)
 

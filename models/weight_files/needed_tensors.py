@@ -12,11 +12,10 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..spec.latent_spec import KV_UP
-from ..spec.stream_spec import LAYER_TABLE
+from ..spec.layer_form import KV_UP, LAYER_TABLE
 
 if TYPE_CHECKING:
-    from ..spec.latent_spec import LatentSpec
+    from ..spec.layer_form import LatentSpec
     from ..spec.model_spec import ModelSpec
     from ..spec.state_spec import DeltaSpec, Mamba2Spec, StateSpec
 

@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..spec.block_forms import BLOCK_LEN
+from ..spec.quantization import BLOCK_LEN
 from .needed_tensors import needed_modules
 
 if TYPE_CHECKING:

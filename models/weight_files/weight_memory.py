@@ -6,9 +6,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..gguf.ggml_types import GGML_TYPES
-from ..spec.latent_spec import KV_UP
+from ..spec.layer_form import KV_UP, LAYER_TABLE
 from ..spec.quantization import BLOCK_METHODS, unnumbered
-from ..spec.stream_spec import LAYER_TABLE
 from .needed_tensors import (
     attention_modules,
     delta_projections,

@@ -20,7 +20,7 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.port import check_port
 from engine.cli.serve import preset_line, ready_text
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.config.server_config import ServerConfig

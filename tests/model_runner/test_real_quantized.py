@@ -19,7 +19,7 @@ from engine.model_runner.weights.format_selection import quant_target
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.models.load_spec import load_spec
 from engine.models.source import ModelSource
-from engine.models.spec.quantization_choice import with_quantization
+from engine.models.spec.model_spec import with_quantization
 from engine.models.tokenizer.tokenizer import load_tokenizer
 from engine.runtime.config.engine_config import KVCacheDType
 from engine.runtime.config.model_choice import Quantization

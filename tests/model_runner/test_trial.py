@@ -26,7 +26,7 @@ from engine.model_runner.sampling.sampler_backend import SampledTokens
 from engine.model_runner.sampling.torch_backend import TorchSamplerBackend
 from engine.model_runner.trial import largest_step, prompt_lengths
 from engine.models.source import ModelSource
-from engine.models.spec.kv_size import MIB
+from engine.models.spec.sizes import MIB
 from engine.runtime.config.engine_config import (
     CacheConfig,
     EngineConfig,

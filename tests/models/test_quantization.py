@@ -10,9 +10,8 @@ import pytest
 from engine.launch.resolve.memory_budget import plan_memory
 from engine.models.families.gpt_oss import NAMES as GPT_OSS_NAMES
 from engine.models.spec.experts_spec import LFM2_NAMES, MIXTRAL_NAMES, ExpertNames
-from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.model_spec import ModelSpec, with_quantization
 from engine.models.spec.quantization import QuantizationSpec
-from engine.models.spec.quantization_choice import with_quantization
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.config.model_choice import QuantMethod
 from engine.runtime.errors import ConfigError

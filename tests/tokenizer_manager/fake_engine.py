@@ -27,8 +27,8 @@ from tokenizers import Tokenizer as CoreTokenizer
 from engine.grammar.compile.compile_queue import CompileQueue
 from engine.launch.child.control import ForAll, StartProfile, StopProfile
 from engine.models.source import ModelSource
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.models.spec.model_spec import ModelSpec
-from engine.models.spec.pooling_spec import PoolingSpec
 from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.models.tokenizer.tokenizer_export import TokenizerExport
 from engine.runtime.adapter_spec import LoadedAdapter

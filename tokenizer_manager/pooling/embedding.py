@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Literal
 
+from ...models.spec.encoder_spec import PoolingSpec
 from ...models.spec.model_spec import ModelSpec
-from ...models.spec.pooling_spec import PoolingSpec
 from ...runtime.errors import RequestError
 from ...runtime.pooling import PoolingKind, PoolingParams
 from ...runtime.request_checks import shown

@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from ...models.spec.pooling_spec import PoolingSpec
+from ...models.spec.encoder_spec import PoolingSpec
 from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.errors import RequestError
 from ...runtime.pooling import PoolingKind, PoolingParams

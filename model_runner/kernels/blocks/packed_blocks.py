@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ....models.spec.block_forms import BlockForm
+from ....models.spec.quantization import BlockForm
 from ...memory.weight_memory import WeightMemory
 from ..quantized_weights import BLOCK_SIZE, BlockWeight, NotFiniteError
 from .stored_rows import StoredRows

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ....models.spec.block_forms import WIDEST, BlockForm
+from ....models.spec.quantization import WIDEST, BlockForm
 from ..quantized_weights import BlockWeight, stack_blocks
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....models.gguf.ggml_blocks import unpack_blocks
 from ....models.gguf.ggml_types import GGML_TYPES, dequantize
-from ....models.spec.block_forms import GGUF_FORMS, SUPERBLOCK_LEN, BlockForm
+from ....models.spec.quantization import GGUF_FORMS, SUPERBLOCK_LEN, BlockForm
 from ..cpu.library import load_library, reasons_against_library
 from ..quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 from .block_rounding import factor_for, int8_scales, round_to_blocks

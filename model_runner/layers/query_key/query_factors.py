@@ -9,7 +9,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....models.spec.attention_form import TemperatureTuning
+    from ....models.spec.layer_form import TemperatureTuning
     from ...model_context import ModelContext
 
 

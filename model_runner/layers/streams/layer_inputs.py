@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....models.spec.stream_spec import LAYER_TABLE
+from ....models.spec.layer_form import LAYER_TABLE
 from ..embedding import Embedding
 from ..linear import Linear
 from ..norm import RMSNorm

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....models.families.registry import gguf_of
 from ....models.gguf_names import A_LOG
-from ....models.spec.block_forms import BLOCK_LEN
+from ....models.spec.quantization import BLOCK_LEN
 
 if TYPE_CHECKING:
     from ....models.spec.model_spec import ModelSpec

@@ -8,7 +8,7 @@ import pytest
 from engine.launch.resolve.capacity import capacity_of
 from engine.launch.resolve.rank_spec import rank_spec
 from engine.launch.resolve.resolve import resolve
-from engine.models.spec.latent_spec import LatentSpec
+from engine.models.spec.layer_form import LatentSpec
 from engine.runtime.errors import ConfigError
 
 from .test_resolve import GPU_HOST, HOST, SPEC, config

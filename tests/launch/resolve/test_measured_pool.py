@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from engine.launch.resolve.measured_pool import Measured, fit_pool, graphs_estimate
-from engine.models.spec.kv_size import GIB, MIB
+from engine.models.spec.sizes import GIB, MIB
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 

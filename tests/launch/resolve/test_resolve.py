@@ -15,12 +15,11 @@ from engine.launch.resolve.host_facts import HostFacts
 from engine.launch.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
 from engine.launch.resolve.resolve import resolve
 from engine.model_runner.kernels.cpu.isa import usable_isas
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
-from engine.models.spec.kv_size import MIB
-from engine.models.spec.model_spec import ModelSpec
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.model_spec import ModelSpec, with_quantization
 from engine.models.spec.quantization import QuantizationSpec
-from engine.models.spec.quantization_choice import with_quantization
+from engine.models.spec.sizes import MIB
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from engine.launch.resolve.resolve import resolve
-from engine.models.spec.state_size import checkpoint_share, num_checkpoints, row_states_bytes, slot_bytes
+from engine.models.spec.sizes import checkpoint_share, num_checkpoints, row_states_bytes, slot_bytes
 from engine.models.spec.state_spec import DeltaSpec, StateSpec
 from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.config.engine_config import EngineConfig

@@ -15,8 +15,8 @@ from engine.model_runner.attention.backend import AttentionBackend, BatchLayout
 from engine.model_runner.kernels.plain import store_kv
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
-from engine.models.spec.attention_form import PLAIN_ATTENTION, AttentionForm
 from engine.models.spec.encoder_spec import EncoderSpec
+from engine.models.spec.layer_form import PLAIN_ATTENTION, AttentionForm
 from engine.models.spec.model_spec import ModelSpec
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.memory.host_kv_pool import HostKVPool
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
-from engine.models.spec.attention_form import AttentionForm, LayerHeads
+from engine.models.spec.layer_form import AttentionForm, LayerHeads
 from engine.models.spec.model_spec import ModelSpec
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention

@@ -21,9 +21,8 @@ from engine.model_runner.ops.ops import Ops
 from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.models.families.llama4 import FORM, NAMES, TEMPERATURE, routing
-from engine.models.spec.attention_form import AttentionForm
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
-from engine.models.spec.layer_form import FOUR_NORMS
+from engine.models.spec.layer_form import FOUR_NORMS, AttentionForm
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER

@@ -9,7 +9,7 @@ import torch
 from engine.model_runner.pooling.head import load_pooling_head
 from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.reader import WeightReader
-from engine.models.spec.pooling_spec import DenseSpec, PoolingSpec
+from engine.models.spec.encoder_spec import DenseSpec, PoolingSpec
 
 
 def test_the_bits_of_a_text_do_not_depend_on_the_others_of_its_step():

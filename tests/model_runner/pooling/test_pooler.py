@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.config.model_choice import PoolingType
 from engine.runtime.pooling import PoolingKind, PoolingParams
 

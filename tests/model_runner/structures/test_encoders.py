@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.programs.forward_program import ProgrammedForward
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.pooling import PoolingKind, PoolingParams
 
 from .encoder_texts import WHOLE, Texts, make_encoder

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.models.families.registry import FAMILIES
-from engine.models.spec.quantization_choice import with_quantization
+from engine.models.spec.model_spec import with_quantization
 from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.sampling_params import SamplingParams
 

@@ -31,10 +31,8 @@ from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.source import ModelSource
-from engine.models.spec.block_forms import GGUF_FORMS
-from engine.models.spec.model_spec import ModelSpec
-from engine.models.spec.quantization import QuantizationSpec
-from engine.models.spec.quantization_choice import with_quantization
+from engine.models.spec.model_spec import ModelSpec, with_quantization
+from engine.models.spec.quantization import GGUF_FORMS, QuantizationSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 
 from engine.model_runner.kernels.quantized import reasons_against_blocks
 from engine.model_runner.weights.format_selection import make_linear_format, quant_target
-from engine.models.spec.block_forms import GGUF_FORMS
-from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.quantization import GGUF_FORMS, QuantizationSpec
 from engine.models.weight_files.weight_memory import rounded_bytes
 
 from .test_blocks import SPEC

@@ -32,8 +32,8 @@ from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.source import ModelSource
+from engine.models.spec.model_spec import with_quantization
 from engine.models.spec.quantization import QuantizationSpec
-from engine.models.spec.quantization_choice import with_quantization
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity

@@ -7,7 +7,7 @@ import pytest
 
 from engine.models.gguf.ggml_blocks import unpack_blocks
 from engine.models.gguf.ggml_types import dequantize
-from engine.models.spec.block_forms import GGUF_FORMS
+from engine.models.spec.quantization import GGUF_FORMS
 from tests.models.gguf.test_ggml_types import by_name, random_blocks
 
 EXACT = [name for name, form in GGUF_FORMS.items() if form.is_exact]

@@ -13,7 +13,8 @@ import pytest
 
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
-from engine.models.spec.model_spec import ModelSpec, RopeScaling
+from engine.models.spec.layer_form import RopeScaling
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.errors import ConfigError
 
 MakeGGUF = Callable[..., Path]

@@ -12,7 +12,8 @@ import pytest
 from transformers import LlamaConfig
 
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.spec.model_spec import ModelSpec, RopeScaling
+from engine.models.spec.layer_form import RopeScaling
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.errors import ConfigError
 
 CONFIG: dict[str, Any] = {

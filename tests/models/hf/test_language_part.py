@@ -10,7 +10,8 @@ import pytest
 
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.hf.multimodal_types import MULTIMODAL
-from engine.models.spec.model_spec import ModelSpec, RopeScaling
+from engine.models.spec.layer_form import RopeScaling
+from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.safetensors_header import usual_names
 from engine.runtime.config.model_choice import TaskChoice
 from engine.runtime.errors import ConfigError

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.spec.pooling_spec import DenseSpec, PoolingSpec
+from engine.models.spec.encoder_spec import DenseSpec, PoolingSpec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.config.model_choice import TaskChoice
 from engine.runtime.errors import ConfigError

@@ -12,7 +12,7 @@ import pytest
 from engine.models.fields import Fields
 from engine.models.hf.sentence_transformers import read_pooling, token_limit
 from engine.models.hf.task import find_task
-from engine.models.spec.pooling_spec import DenseSpec, PoolingSpec
+from engine.models.spec.encoder_spec import DenseSpec, PoolingSpec
 from engine.runtime.config.model_choice import NO_CHOICE, TaskChoice
 from engine.runtime.errors import ConfigError
 

@@ -19,7 +19,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from engine.model_runner.layers.rotary import rotary_frequencies
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.spec.model_spec import ModelSpec, RopeScaling
+from engine.models.spec.layer_form import RopeScaling
+from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.errors import ConfigError
 
 BASE: Final[dict[str, Any]] = {

@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_names import stored_names
+from engine.models.spec.encoder_spec import DenseSpec, PoolingSpec
 from engine.models.spec.model_spec import ModelSpec
-from engine.models.spec.pooling_spec import DenseSpec, PoolingSpec
 from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
 from engine.models.weight_files.needed_tensors import needed_modules
 from engine.runtime.errors import ConfigError

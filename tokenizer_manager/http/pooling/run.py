@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ....models.spec.pooling_spec import PoolingSpec
+from ....models.spec.encoder_spec import PoolingSpec
 from ....runtime.errors import RequestError
 from ....runtime.feasibility import longest_input
 from ....runtime.messages import FinishKind

@@ -16,7 +16,7 @@ from engine.model_runner.kernels.native_experts import NativeExperts
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 from engine.model_runner.recording.programs.arena import Arena
 from engine.model_runner.recording.programs.native_program import record
-from engine.models.spec.block_forms import IQ4, MXFP4, BlockForm
+from engine.models.spec.quantization import IQ4, MXFP4, BlockForm
 from tests.models.gguf.test_ggml_types import by_name, random_blocks
 
 from .test_native_blocks import block_weight, check, guarded, tiles  # noqa: F401

@@ -13,7 +13,7 @@ from engine.model_runner.kernels.blocks import packed_blocks, tensor_rows
 from engine.model_runner.kernels.blocks.packed_blocks import PackedBlocks, pack
 from engine.model_runner.kernels.blocks.stored_rows import StoredRows, stack_rows
 from engine.model_runner.kernels.blocks.tensor_rows import ScaleRange, TensorRows, scan
-from engine.models.spec.block_forms import GGUF_FORMS, WIDEST
+from engine.models.spec.quantization import GGUF_FORMS, WIDEST
 from tests.models.gguf.test_ggml_types import HALF_FIELDS, by_name
 
 from .conftest import UsedMemory

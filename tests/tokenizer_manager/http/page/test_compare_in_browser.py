@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.messages import GenerateRequest
 from tests.tokenizer_manager.fake_engine import ids_of, say_vectors
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 from msgspec import structs
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.messages import Finish, FinishKind, GenerateRequest, TextOutput, Usage
 
 from ...conftest import Serve

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.pooling import PoolingKind
 

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Coroutine
 from typing import Any
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 from engine.tokenizer_manager.http.pooling.run import NUMBERS_AT_ONCE, json_in_parts, scores_in_parts
 from engine.tokenizer_manager.pooling.scoring import ScoredInputs
 

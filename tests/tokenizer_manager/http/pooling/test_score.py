@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.models.spec.pooling_spec import PoolingSpec
+from engine.models.spec.encoder_spec import PoolingSpec
 
 from ...conftest import Serve
 from ...fake_engine import TOKENIZER, ids_of, say_vectors

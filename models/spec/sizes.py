@@ -1,15 +1,31 @@
-"""Sizes around state slots: how many checkpoints are kept, and how often one is taken."""
+"""Sizes that follow from a model's shape: of a token in the KV pool, and of state slots and checkpoints."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Final
 
-from .kv_size import BYTES_OF_DTYPE
-
 if TYPE_CHECKING:
     from ...runtime.config.engine_config import SchedulerConfig
     from .model_spec import ModelSpec
+
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+BYTES_OF_DTYPE: Final = {"bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1}
+KV_SCALE_BYTES: Final = 4
+"""Per token and head in an int8 pool."""
+
+
+def kv_dtype_of(kv_cache_dtype: str, dtype: str) -> str:
+    """The KV pool's dtype, from the setting and the model's dtype."""
+    return dtype if kv_cache_dtype == "auto" else kv_cache_dtype
+
+
+def kv_token_bytes(spec: ModelSpec, kv_dtype: str) -> int:
+    """Memory of one token's keys and values, with their scales if the dtype has any."""
+    scale_bytes = KV_SCALE_BYTES if kv_dtype == "int8" else 0
+    return spec.kv_bytes_per_token(BYTES_OF_DTYPE[kv_dtype], scale_bytes)
+
 
 _LEAST_SHARE: Final = 0.1
 """Memory of all checkpoints, by that of the KV pool; at least."""
