@@ -19,11 +19,11 @@ from ..runtime.messages import (
     DetokenizerInput,
     Finish,
     FinishKind,
-    SchedulerReport,
     TextOptions,
     TextOutput,
     TokenOutput,
 )
+from ..runtime.scheduler_report import SchedulerReport
 from ..runtime.transport.message_base import Logprobs
 from .incremental import IncrementalDecoder, TokenTable
 from .stop_strings import StopMatcher

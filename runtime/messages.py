@@ -20,7 +20,8 @@ from .adapter_spec import AdapterSpec
 from .grammar_use import GrammarUse
 from .pooling import PoolingParams
 from .sampling_params import SamplingParams
-from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost, TransferFigures
+from .scheduler_report import SchedulerReport
+from .transport.kv_transfer import FromPeer, PagesWritten, PeerLost
 from .transport.message_base import Logprobs, Message, Record
 
 # ---------------------------------------------------------------- nested records
@@ -440,57 +441,6 @@ class BatchTokenOutput(Message, frozen=True):
     """The rows of one scheduling step, at most one per request."""
 
     outputs: list[TokenOutput]
-
-
-class SchedulerReport(Message, frozen=True):
-    """The scheduler's heartbeat and metrics; sent at least every `HEARTBEAT_INTERVAL_S`, also while idle.
-
-    Totals count from the start of the scheduler process. `*_tokens` of KV memory count slots.
-    """
-
-    sent_s: float  # CLOCK_MONOTONIC
-    num_running_reqs: int = 0
-    num_queue_reqs: int = 0
-    kv_used_tokens: int = 0  # held by requests
-    kv_cached_tokens: int = 0  # in the radix tree, locked or not
-    kv_total_tokens: int = 0
-    new_token_ratio: float = 0.0
-    retracted_reqs_total: int = 0
-    prompt_tokens_total: int = 0  # prompt tokens of admitted requests, cached or computed
-    generation_tokens_total: int = 0
-    cached_tokens_total: int = 0  # prompt tokens taken from the prefix cache
-    evicted_tokens_total: int = 0
-    num_steps_total: int = 0  # each round of a multi-step decode is one
-    step_s_total: float = 0.0
-    num_swapped_reqs: int = 0  # of num_queue_reqs, those with their KV on the host
-    num_grammar_reqs: int = 0  # of num_queue_reqs, those that wait for a grammar
-    preempted_reqs_total: int = 0  # of retracted_reqs_total, those preempted for a more urgent request
-    swapped_out_tokens_total: int = 0
-    swapped_in_tokens_total: int = 0
-    host_used_tokens: int = 0
-    host_total_tokens: int = 0
-    pinned_tokens: int = 0
-    timed_out_reqs_total: int = 0
-    policy: str = ""  # the policy that orders the queue now
-    waiting_by_reason: dict[str, int] = msgspec.field(default_factory=dict)
-    stalled: str = ""  # why no request makes progress although requests wait; "" if there is no stall
-    draft_tokens_total: int = 0  # draft tokens that steps have verified, see --speculative
-    accepted_draft_tokens_total: int = 0  # of these, the accepted ones
-    detokenizer_reqs: int = (
-        0  # requests with a text state in the detokenizer, which fills this in when it forwards the report
-    )
-    grammar_builds_total: int = 0  # grammars that were compiled for a request, or refused
-    grammar_build_s_total: float = 0.0
-    grammar_masks_total: int = 0  # token masks that were filled, one per row of logits
-    grammar_mask_s_total: float = 0.0
-    overruled_tokens_total: int = 0  # see `GrammarUsage`
-    num_adapters: int = 0  # LoRA adapters in host memory, or being read
-    num_adapter_slots_used: int = 0  # by running requests
-    kv_events_total: int = 0  # published, see --kv-events
-    kv_event_replays_total: int = 0  # requests of subscribers that had missed some
-    replica: int = 0  # the scheduler's number, with --dp
-    transfer: TransferFigures | None = None  # with --disaggregation-mode
-    num_queue_tokens: int = 0  # of the waiting requests, those with their KV on the host left out
 
 
 DetokenizerInput = BatchTokenOutput | SchedulerReport

@@ -166,11 +166,12 @@ class EventLoop:
         now_s = self._clock()
         if now_s >= self._next_report_s:
             self._next_report_s = now_s + HEARTBEAT_INTERVAL_S
-            report = replace(
-                self._pipeline.report(now_s),
-                kv_events_total=self._kv_events.num_events,
-                kv_event_replays_total=self._kv_events.num_replays,
-                replica=self._replica,
+            report = self._pipeline.report(now_s)
+            totals = replace(
+                report.totals,
+                kv_events=self._kv_events.num_events,
+                kv_event_replays=self._kv_events.num_replays,
             )
+            report = replace(report, totals=totals, replica=self._replica)
             self._outbox.send(report)
             self._step_log.note(report)

@@ -41,7 +41,8 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..runtime.errors import ConfigError
-from ..runtime.messages import AdapterRead, Call, LoadAdapter, SchedulerInput, SchedulerReport, UnloadAdapter
+from ..runtime.messages import AdapterRead, Call, LoadAdapter, SchedulerInput, UnloadAdapter
+from ..runtime.scheduler_report import GrammarTotals, SchedulerReport
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
 from .adapters.adapter_reader import AdapterReader, EndOfRead, NoAdapterReader
 from .batch import ScheduleBatch
@@ -190,13 +191,9 @@ class Pipeline:
     def report(self, now_s: float) -> SchedulerReport:
         """The scheduler's report with the figures of grammars, which the scheduler, without a clock, does not have."""
         builds = self._grammars.figures
-        return replace(
-            self._scheduler.report(now_s),
-            grammar_builds_total=builds.num_builds,
-            grammar_build_s_total=builds.seconds,
-            grammar_masks_total=self._mask_meter.num_masks,
-            grammar_mask_s_total=self._mask_meter.seconds,
-        )
+        meter = self._mask_meter
+        grammar = GrammarTotals(builds.num_builds, builds.seconds, meter.num_masks, meter.seconds)
+        return replace(self._scheduler.report(now_s), grammar=grammar)
 
     def idle(self) -> None:
         """Let the scheduler check its accounts. Call when `advance` had nothing to do.

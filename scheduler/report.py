@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from ..runtime.messages import SchedulerReport
+from ..runtime.scheduler_report import HostFigures, KVFigures, SchedulerReport, SchedulerTotals
 from .records.verdict import AddReqResult
 
 if TYPE_CHECKING:
@@ -35,36 +35,42 @@ def report_of(
         sent_s=now_s,
         num_running_reqs=requests.num_with_row,
         num_queue_reqs=requests.num_waiting + len(requests.receiving),
-        kv_used_tokens=kv.held_pages * page_size,
-        kv_cached_tokens=kv.cached_pages * page_size,
-        kv_total_tokens=capacity.max_total_tokens,
-        new_token_ratio=parts.estimator.current,
-        retracted_reqs_total=stats.retracted_reqs,
-        prompt_tokens_total=stats.prompt_tokens,
-        generation_tokens_total=stats.generation_tokens,
-        cached_tokens_total=stats.cached_tokens,
-        evicted_tokens_total=kv.evicted_pages_total * page_size,
-        num_steps_total=stats.num_steps,
-        step_s_total=stats.step_s / capacity.num_stages,  # a step is computed by all of them
         num_swapped_reqs=len(requests.swapped),
         num_grammar_reqs=len(requests.grammar),
-        preempted_reqs_total=stats.preempted_reqs,
-        swapped_out_tokens_total=host.swapped_out_pages_total * page_size,
-        swapped_in_tokens_total=host.swapped_in_pages_total * page_size,
-        host_used_tokens=(host.num_pages - host.num_free) * page_size,
-        host_total_tokens=host.num_pages * page_size,
+        num_queue_tokens=requests.num_waiting_tokens,
+        new_token_ratio=parts.estimator.current,
         pinned_tokens=kv.pinned_pages * page_size,
-        timed_out_reqs_total=stats.timed_out_reqs,
         policy=parts.policy.active_name,
         waiting_by_reason=_waiting_by_reason(requests, last_pass),
         stalled=parts.sentinel.stalled,
-        draft_tokens_total=stats.draft_tokens,
-        accepted_draft_tokens_total=stats.accepted_draft_tokens,
-        overruled_tokens_total=stats.overruled_tokens,
         num_adapters=len(parts.adapters),
         num_adapter_slots_used=parts.adapter_slots.num_in_use,
+        kv=KVFigures(
+            used_tokens=kv.held_pages * page_size,
+            cached_tokens=kv.cached_pages * page_size,
+            total_tokens=capacity.max_total_tokens,
+        ),
+        host=HostFigures(
+            used_tokens=(host.num_pages - host.num_free) * page_size,
+            total_tokens=host.num_pages * page_size,
+        ),
+        totals=SchedulerTotals(
+            retracted_reqs=stats.retracted_reqs,
+            preempted_reqs=stats.preempted_reqs,
+            timed_out_reqs=stats.timed_out_reqs,
+            prompt_tokens=stats.prompt_tokens,
+            generation_tokens=stats.generation_tokens,
+            cached_tokens=stats.cached_tokens,
+            evicted_tokens=kv.evicted_pages_total * page_size,
+            swapped_out_tokens=host.swapped_out_pages_total * page_size,
+            swapped_in_tokens=host.swapped_in_pages_total * page_size,
+            num_steps=stats.num_steps,
+            step_s=stats.step_s / capacity.num_stages,  # a step is computed by all of them
+            draft_tokens=stats.draft_tokens,
+            accepted_draft_tokens=stats.accepted_draft_tokens,
+            overruled_tokens=stats.overruled_tokens,
+        ),
         transfer=figures and replace(figures, page_bytes=page_size * capacity.kv_token_bytes),
-        num_queue_tokens=requests.num_waiting_tokens,
     )
 
 

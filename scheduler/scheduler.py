@@ -46,8 +46,8 @@ from ..runtime.messages import (
     GrammarReady,
     KVHandoff,
     SchedulerInput,
-    SchedulerReport,
 )
+from ..runtime.scheduler_report import SchedulerReport
 from ..runtime.step_plan import ForwardMode, StepResult
 from ..runtime.transport.kv_transfer import (
     FromPeer,

@@ -263,9 +263,9 @@ class _Reader:
             )
         measurements.gaps.add(np.array(self._gaps))
         report = self._scheduler.report(0.0)
-        measurements.prompt_tokens = report.prompt_tokens_total
-        measurements.cached_tokens = report.cached_tokens_total
-        measurements.retractions = report.retracted_reqs_total
+        measurements.prompt_tokens = report.totals.prompt_tokens
+        measurements.cached_tokens = report.totals.cached_tokens
+        measurements.retractions = report.totals.retracted_reqs
         measurements.num_steps = len(self._steps)
         measurements.busy_s = sum(step.step_s for step in self._steps)
         return measurements

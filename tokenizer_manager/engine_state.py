@@ -5,12 +5,24 @@ A replica is a scheduler with its detokenizer; there is one without `--dp`. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import astuple, replace
 
 from ..runtime.errors import EngineDeadError, RequestError
 from ..runtime.feasibility import Capacity
-from ..runtime.messages import SchedulerReport
-from .telemetry.combined_report import combined, only_totals
+from ..runtime.scheduler_report import (
+    GrammarTotals,
+    HostFigures,
+    KVFigures,
+    SchedulerReport,
+    SchedulerTotals,
+)
+from ..runtime.transport.kv_transfer import TransferFigures
+
+R = TypeVar("R", KVFigures, HostFigures, SchedulerTotals, GrammarTotals)
 
 
 class _Replica:
@@ -83,7 +95,7 @@ class EngineState:
         self._replicas[report.replica].report = report
         known = [known for each in self._replicas if (known := each.report) is not None]
         running = [each for each in known if each.replica in self.running]
-        lost = [only_totals(each) for each in known if each.replica not in self.running]
+        lost = [_only_totals(each) for each in known if each.replica not in self.running]
         sent_s = min((each.sent_s for each in running), default=report.sent_s)
         self.report = combined([*running, *lost], sent_s)
 
@@ -153,3 +165,60 @@ class EngineState:
     def _check_alive(self) -> None:
         if self._death is not None:
             raise EngineDeadError(self._death)
+
+
+def _only_totals(report: SchedulerReport) -> SchedulerReport:
+    """The report of a lost scheduler: what it did still counts, what it held does not."""
+    return SchedulerReport(
+        report.sent_s, totals=report.totals, grammar=report.grammar, replica=report.replica
+    )
+
+
+def combined(reports: Sequence[SchedulerReport], sent_s: float) -> SchedulerReport:
+    """Sums of all counts, the largest estimate of memory, and the reasons of all.
+
+    Args:
+        reports: at least one; a single one stays as it is, but for its time.
+        sent_s: time of the result.
+    """
+    if len(reports) == 1:
+        return replace(reports[0], sent_s=sent_s)
+    waiting: Counter[str] = Counter()
+    for report in reports:
+        waiting.update(report.waiting_by_reason)
+    return SchedulerReport(
+        sent_s=sent_s,
+        num_running_reqs=sum(report.num_running_reqs for report in reports),
+        num_queue_reqs=sum(report.num_queue_reqs for report in reports),
+        num_swapped_reqs=sum(report.num_swapped_reqs for report in reports),
+        num_grammar_reqs=sum(report.num_grammar_reqs for report in reports),
+        num_queue_tokens=sum(report.num_queue_tokens for report in reports),
+        new_token_ratio=max(report.new_token_ratio for report in reports),
+        pinned_tokens=sum(report.pinned_tokens for report in reports),
+        policy=", ".join(dict.fromkeys(report.policy for report in reports if report.policy)),
+        waiting_by_reason=dict(waiting),
+        stalled=next((report.stalled for report in reports if report.stalled), ""),
+        detokenizer_reqs=sum(report.detokenizer_reqs for report in reports),
+        num_adapters=max(report.num_adapters for report in reports),
+        num_adapter_slots_used=sum(report.num_adapter_slots_used for report in reports),
+        kv=_sum([report.kv for report in reports]),
+        host=_sum([report.host for report in reports]),
+        totals=_sum([report.totals for report in reports]),
+        grammar=_sum([report.grammar for report in reports]),
+        transfer=_of_pair([report.transfer for report in reports if report.transfer is not None]),
+    )
+
+
+def _sum(records: Sequence[R]) -> R:
+    """A record with the sums of all fields."""
+    columns = zip(*map(astuple, records), strict=True)
+    return type(records[0])(*map(sum, columns))
+
+
+def _of_pair(figures: Sequence[TransferFigures]) -> TransferFigures | None:
+    """Merge the figures of a prefill and a decode replica; a pair shares its bootstrap rooms."""
+    if not figures:
+        return None
+    sent = max(figures, key=lambda each: each.sent_pages)
+    received = max(figures, key=lambda each: each.received_pages)
+    return replace(received, sent_pages=sent.sent_pages, held_pages=sum(each.held_pages for each in figures))

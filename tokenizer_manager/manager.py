@@ -33,10 +33,10 @@ from ..runtime.messages import (
     FinishKind,
     ManagerInput,
     SchedulerInput,
-    SchedulerReport,
     TextOutput,
 )
 from ..runtime.sampling_params import SamplingParams
+from ..runtime.scheduler_report import SchedulerReport
 from .aborter import Aborter
 from .admission.feasibility_check import check_may_fit, check_pooled_length, resolve_length, truncated
 from .admission.overload_control import OverloadControl, OverloadLimits

@@ -8,7 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from ...runtime.errors import ServerError
-from ...runtime.messages import SchedulerReport
+from ...runtime.scheduler_report import SchedulerReport
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -106,7 +106,7 @@ class Snapshot:
     @property
     def free_tokens(self) -> int:
         """Free KV slots."""
-        return max(0, self.report.kv_total_tokens - self.report.kv_used_tokens - self.report.kv_cached_tokens)
+        return max(0, self.report.kv.total_tokens - self.report.kv.used_tokens - self.report.kv.cached_tokens)
 
     def as_dict(self, rates: Rates | None) -> dict[str, Any]:
         """For `--json`."""
@@ -115,12 +115,12 @@ class Snapshot:
             "model": self.model,
             "version": self.version,
             "task": self.task,
-            "scheduler": msgspec.structs.asdict(self.report),
+            "scheduler": self.report.flat(),
             "replicas": [
                 {
                     "replica": each.number,
                     "reason": each.reason or None,
-                    "scheduler": msgspec.structs.asdict(each.report),
+                    "scheduler": each.report.flat(),
                 }
                 for each in self.replicas
             ],
@@ -152,20 +152,20 @@ class Rates:
         """None if there is no rate: no time has passed for the server, or it was restarted between."""
         old, new = before.report, after.report
         seconds = new.sent_s - old.sent_s
-        if seconds <= 0 or new.num_steps_total < old.num_steps_total:
+        if seconds <= 0 or new.totals.num_steps < old.totals.num_steps:
             return None
-        prompt = new.prompt_tokens_total - old.prompt_tokens_total
+        prompt = new.totals.prompt_tokens - old.totals.prompt_tokens
         return cls(
             seconds=seconds,
-            output_tokens=(new.generation_tokens_total - old.generation_tokens_total) / seconds,
+            output_tokens=(new.totals.generation_tokens - old.totals.generation_tokens) / seconds,
             prompt_tokens=prompt / seconds,
-            cached=(new.cached_tokens_total - old.cached_tokens_total) / prompt if prompt > 0 else 0.0,
-            steps=(new.num_steps_total - old.num_steps_total) / seconds,
-            busy=min(1.0, (new.step_s_total - old.step_s_total) / seconds / max(1, len(after.replicas))),
-            evicted_tokens=(new.evicted_tokens_total - old.evicted_tokens_total) / seconds,
-            retractions=new.retracted_reqs_total - old.retracted_reqs_total,
-            masks=(new.grammar_masks_total - old.grammar_masks_total) / seconds,
-            overruled_tokens=(new.overruled_tokens_total - old.overruled_tokens_total) / seconds,
+            cached=(new.totals.cached_tokens - old.totals.cached_tokens) / prompt if prompt > 0 else 0.0,
+            steps=(new.totals.num_steps - old.totals.num_steps) / seconds,
+            busy=min(1.0, (new.totals.step_s - old.totals.step_s) / seconds / max(1, len(after.replicas))),
+            evicted_tokens=(new.totals.evicted_tokens - old.totals.evicted_tokens) / seconds,
+            retractions=new.totals.retracted_reqs - old.totals.retracted_reqs,
+            masks=(new.grammar.masks - old.grammar.masks) / seconds,
+            overruled_tokens=(new.totals.overruled_tokens - old.totals.overruled_tokens) / seconds,
         )
 
 
@@ -180,22 +180,10 @@ def _printable(request: Request) -> Request:
 
 
 def _report_of(values: dict[str, Any] | None) -> SchedulerReport:
-    """A report from its fields by name, as in JSON; a field that an older server lacks has its default."""
+    """A report from the fields of `/server_info`; a field that an older server lacks has its default."""
     if values is None:  # it has just started
         return SchedulerReport(sent_s=0.0)
-    row: list[Any] = [
-        SchedulerReport.__name__
-    ]  # the wire form between the processes: a tag, then the fields in order
-    for field in msgspec.structs.fields(SchedulerReport):
-        if field.name in values:
-            row.append(values[field.name])
-        elif field.default_factory is not msgspec.NODEFAULT:
-            row.append(field.default_factory())
-        elif field.default is not msgspec.NODEFAULT:
-            row.append(field.default)
-        else:
-            raise KeyError(field.name)
-    report = msgspec.convert(row, SchedulerReport)
+    report = SchedulerReport.from_flat(values)
     return msgspec.structs.replace(
         report,
         policy=printable(report.policy),

@@ -70,8 +70,8 @@ def _head(snapshot: Snapshot) -> Iterator[Text]:
         (f"{report.num_running_reqs}", "green"),
         f" of {snapshot.max_running_requests} running · ",
         (f"{report.num_queue_reqs}", "yellow" if report.num_queue_reqs else ""),
-        f" waiting · {report.num_swapped_reqs} swapped · {report.retracted_reqs_total} retracted, "
-        f"{report.timed_out_reqs_total} timed out so far",
+        f" waiting · {report.num_swapped_reqs} swapped · {report.totals.retracted_reqs} retracted, "
+        f"{report.totals.timed_out_reqs} timed out so far",
     )
     if report.stalled:
         yield _line("STALLED", (report.stalled, "bold red"))
@@ -79,19 +79,19 @@ def _head(snapshot: Snapshot) -> Iterator[Text]:
 
 def _memory(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
     report = snapshot.report
-    total = report.kv_total_tokens
+    total = report.kv.total_tokens
     pinned = f" · pinned {_share(report.pinned_tokens, total)}" if report.pinned_tokens else ""
     yield _line(
         "KV",
-        *_bar(report.kv_used_tokens, report.kv_cached_tokens, total),
-        f" requests {_share(report.kv_used_tokens, total)} · tree {_share(report.kv_cached_tokens, total)} · free "
+        *_bar(report.kv.used_tokens, report.kv.cached_tokens, total),
+        f" requests {_share(report.kv.used_tokens, total)} · tree {_share(report.kv.cached_tokens, total)} · free "
         f"{_share(snapshot.free_tokens, total)} of {total:,}{pinned}",
     )
-    if report.host_total_tokens:
+    if report.host.total_tokens:
         yield _line(
             "host",
-            *_bar(report.host_used_tokens, 0, report.host_total_tokens),
-            f" swapped {_share(report.host_used_tokens, report.host_total_tokens)} of {report.host_total_tokens:,}",
+            *_bar(report.host.used_tokens, 0, report.host.total_tokens),
+            f" swapped {_share(report.host.used_tokens, report.host.total_tokens)} of {report.host.total_tokens:,}",
         )
     if rates is None:
         yield _line("rates", "...")
@@ -119,34 +119,34 @@ def _replicas(snapshot: Snapshot) -> Iterator[Text]:
             yield _line(label, (replica.reason, "bold red"))
             continue
         cached = (
-            report.cached_tokens_total / report.prompt_tokens_total if report.prompt_tokens_total else 0.0
+            report.totals.cached_tokens / report.totals.prompt_tokens if report.totals.prompt_tokens else 0.0
         )
         yield _line(
             label,
             (f"{report.num_running_reqs}", "green"),
             " running · ",
             (f"{report.num_queue_reqs}", "yellow" if report.num_queue_reqs else ""),
-            f" waiting · requests {_share(report.kv_used_tokens, report.kv_total_tokens)} · tree "
-            f"{_share(report.kv_cached_tokens, report.kv_total_tokens)} · {cached:.0%} of all prompts cached",
+            f" waiting · requests {_share(report.kv.used_tokens, report.kv.total_tokens)} · tree "
+            f"{_share(report.kv.cached_tokens, report.kv.total_tokens)} · {cached:.0%} of all prompts cached",
         )
 
 
 def _grammars(snapshot: Snapshot, rates: Rates | None) -> Iterator[Text]:
     """Once a grammar was used: how much work grammars are, and how often they overrule the model."""
     report = snapshot.report
-    if not report.grammar_builds_total and not report.grammar_masks_total:
+    if not report.grammar.builds and not report.grammar.masks:
         return
     now = (
         ""
         if rates is None
         else f"{rates.masks:,.0f} masks/s · {rates.overruled_tokens:,.1f} overruled tok/s · "
     )
-    share = report.grammar_mask_s_total / report.step_s_total if report.step_s_total > 0 else 0.0
-    build_ms = report.grammar_build_s_total * 1e3 / max(1, report.grammar_builds_total)
+    share = report.grammar.mask_s / report.totals.step_s if report.totals.step_s > 0 else 0.0
+    build_ms = report.grammar.build_s * 1e3 / max(1, report.grammar.builds)
     yield _line(
         "guided",
-        f"{now}{report.overruled_tokens_total:,} overruled so far · {share:.1%} of the time of all steps · "
-        f"{report.grammar_builds_total:,} compiled, {build_ms:,.1f} ms each · {report.num_grammar_reqs} waiting",
+        f"{now}{report.totals.overruled_tokens:,} overruled so far · {share:.1%} of the time of all steps · "
+        f"{report.grammar.builds:,} compiled, {build_ms:,.1f} ms each · {report.num_grammar_reqs} waiting",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from ...runtime.messages import SchedulerReport
+from ...runtime.scheduler_report import SchedulerReport
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class StepLog:
         if elapsed_s < self._interval_s:
             return
         self._last = report
-        num_steps = report.num_steps_total - last.num_steps_total
+        num_steps = report.totals.num_steps - last.totals.num_steps
         if num_steps == 0:
             return
-        prompt_tokens = report.prompt_tokens_total - last.prompt_tokens_total
-        cached_tokens = report.cached_tokens_total - last.cached_tokens_total
-        generated_tokens = report.generation_tokens_total - last.generation_tokens_total
+        prompt_tokens = report.totals.prompt_tokens - last.totals.prompt_tokens
+        cached_tokens = report.totals.cached_tokens - last.totals.cached_tokens
+        generated_tokens = report.totals.generation_tokens - last.totals.generation_tokens
         logger.info(
             "steps=%d running=%d queue=%d generated_tok_per_s=%.1f prompt_tok_per_s=%.1f kv_used=%.1f%% "
             "kv_cached=%.1f%% cache_hit=%.1f%% retracted=%d busy=%.0f%%",
@@ -64,11 +64,11 @@ class StepLog:
             report.num_queue_reqs,
             generated_tokens / elapsed_s,
             prompt_tokens / elapsed_s,
-            _percent(report.kv_used_tokens, report.kv_total_tokens),
-            _percent(report.kv_cached_tokens, report.kv_total_tokens),
+            _percent(report.kv.used_tokens, report.kv.total_tokens),
+            _percent(report.kv.cached_tokens, report.kv.total_tokens),
             _percent(cached_tokens, prompt_tokens),
-            report.retracted_reqs_total - last.retracted_reqs_total,
-            _percent(report.step_s_total - last.step_s_total, elapsed_s),
+            report.totals.retracted_reqs - last.totals.retracted_reqs,
+            _percent(report.totals.step_s - last.totals.step_s, elapsed_s),
         )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.telemetry.metrics import Metrics
 
 from .places import DEPLOY, documents

@@ -18,12 +18,12 @@ from engine.runtime.messages import (
     BatchTokenOutput,
     Finish,
     FinishKind,
-    SchedulerReport,
     TextOptions,
     TextOutput,
     TokenOutput,
     Usage,
 )
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.message_base import Logprobs
 
 LENGTH = Finish(FinishKind.LENGTH)

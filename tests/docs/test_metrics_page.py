@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.telemetry.metrics import Metrics
 

@@ -71,7 +71,7 @@ def outputs(driver: Driver, *, overlapped: bool = False, **settings: Any) -> dic
                 assert row.finish is None or not row.finish.message
     pipeline.idle()
     report = scheduler.report(0.0)
-    assert (report.accepted_draft_tokens_total > 20) == (not overlapped)
+    assert (report.totals.accepted_draft_tokens > 20) == (not overlapped)
     return found
 
 

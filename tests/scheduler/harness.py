@@ -258,7 +258,7 @@ class Harness:
         batch = self.scheduler.next_batch(self.now_s)
         new = self.scheduler.decisions.since(num_records)
         passes = [each for each in new if isinstance(each, PassRecord)]
-        if self.scheduler.report(self.now_s).timed_out_reqs_total > before.timed_out_reqs_total:
+        if self.scheduler.report(self.now_s).totals.timed_out_reqs > before.totals.timed_out_reqs:
             queued = None  # some left before the pass
         if before.transfer is not None:
             queued = None  # some of them wait for the KV of their prompt, which no pass decides about
@@ -371,8 +371,8 @@ class Harness:
 
     def pages(self) -> Pages:
         report = self.scheduler.report(self.now_s)
-        held, cached = report.kv_used_tokens, report.kv_cached_tokens
-        free = report.kv_total_tokens - held - cached
+        held, cached = report.kv.used_tokens, report.kv.cached_tokens
+        free = report.kv.total_tokens - held - cached
         return Pages(*(tokens // self.capacity.page_size for tokens in (free, cached, held)))
 
     # ------------------------------------------------------------ promises

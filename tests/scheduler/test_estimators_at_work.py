@@ -72,7 +72,7 @@ def run_all(config: dict[str, Any], load: list[tuple[int, int, int, bool, int]])
 def test_full_reservation_never_needs_a_retraction(config, load):
     harness = run_all({**config, "admission_estimator": "full"}, load)
 
-    assert harness.scheduler.report(0.0).retracted_reqs_total == 0
+    assert harness.scheduler.report(0.0).totals.retracted_reqs == 0
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_full_reservation_counts_pages_and_not_tokens(max_num_partial_prefills):
             "max_num_partial_prefills": max_num_partial_prefills,
         }
         harness = run_all(config, load)
-        assert harness.scheduler.report(0.0).retracted_reqs_total == 0, seed
+        assert harness.scheduler.report(0.0).totals.retracted_reqs == 0, seed
 
 
 @pytest.mark.fast_cases(1)
@@ -122,7 +122,7 @@ def test_the_rules_differ_in_how_many_run_and_how_many_lose_their_place(
         while harness.scheduler.num_unfinished:
             batch = harness.step()
             most = max(most, len(batch) if batch is not None else 0)
-        figures[name] = (most, harness.scheduler.report(0.0).retracted_reqs_total)
+        figures[name] = (most, harness.scheduler.report(0.0).totals.retracted_reqs)
 
     assert figures == {"full": (5, 0), "ratio": (7, 1), "beta": (11, 5), "none": (12, 7)}
 

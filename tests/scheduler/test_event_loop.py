@@ -22,9 +22,9 @@ from engine.runtime.messages import (
     FlushCacheDone,
     GenerateRequest,
     SchedulerInput,
-    SchedulerReport,
 )
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.step_plan import GetMasks, GoOn, StepPlan, no_masks, to_the_end
 from engine.runtime.transport.ipc import Inbox, Outbox
 from engine.runtime.transport.message_base import Message
@@ -244,11 +244,11 @@ def test_figures_of_kv_events_are_reported(make_scheduler):
     world = World(make_scheduler(records_blocks=True), kv_events=kv_events)
     world.submit("r", max_new_tokens=12)
 
-    while not world.sent_of(SchedulerReport) or not world.sent_of(SchedulerReport)[-1].kv_events_total:
+    while not world.sent_of(SchedulerReport) or not world.sent_of(SchedulerReport)[-1].totals.kv_events:
         world.steps(1)
 
     report = world.sent_of(SchedulerReport)[-1]
-    assert (report.kv_events_total, report.kv_event_replays_total) == (kv_events.num_events, 3)
+    assert (report.totals.kv_events, report.totals.kv_event_replays) == (kv_events.num_events, 3)
 
 
 def test_idle_it_waits_for_messages_and_wakes_only_to_report(world):

@@ -162,7 +162,7 @@ def test_pages_that_run_out_retract_requests_also_in_flight(num_stages):
         harness.submit(prompt_len=12, max_new_tokens=24)
     harness.run()
 
-    assert harness.scheduler.report(harness.now_s).retracted_reqs_total > 0
+    assert harness.scheduler.report(harness.now_s).totals.retracted_reqs > 0
 
 
 def test_masks_do_not_wait_for_steps_in_flight():

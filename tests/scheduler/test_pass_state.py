@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.step_plan import ForwardMode, StepPlan
 from engine.scheduler import pass_state
 from engine.scheduler.batch import ScheduleBatch
@@ -105,7 +105,7 @@ def test_a_device_without_memory_is_handled_the_same_without_a_log():
     logged, unlogged = harnesses
     assert logged.plans == unlogged.plans
     assert logged.reports == unlogged.reports
-    assert logged.reports[-1].retracted_reqs_total > 0
+    assert logged.reports[-1].totals.retracted_reqs > 0
 
 
 def test_a_stall_is_repaired_and_reported_without_a_log(monkeypatch):

@@ -431,7 +431,7 @@ def test_with_drafts_a_step_with_grammars_is_settled_before_the_next_one():
     harness.submit("a", grammar=grammar, max_new_tokens=40)
     harness.run()
 
-    assert harness.scheduler.report(0.0).accepted_draft_tokens_total >= 10
+    assert harness.scheduler.report(0.0).totals.accepted_draft_tokens >= 10
     assert launched_while(harness, 1) <= {2}  # after the step of the prompt
 
 

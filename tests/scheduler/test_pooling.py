@@ -101,7 +101,7 @@ def test_a_mean_that_loses_its_memory_is_computed_again_from_its_first_token(mak
     harness.run_until_idle()
 
     assert harness.answers["mean"].rows[-1].usage.num_retractions > 0, "the test needs a retraction"
-    assert harness.scheduler.report(0.0).swapped_out_tokens_total == 0
+    assert harness.scheduler.report(0.0).totals.swapped_out_tokens == 0
 
 
 def test_a_result_that_takes_too_long_is_no_matter_of_max_tokens(make_scheduler):

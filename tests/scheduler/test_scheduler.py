@@ -99,7 +99,7 @@ def test_a_follower_computes_only_what_is_new(make_scheduler):
     assert extend_lens(batch) == [4]
     assert harness.answers["second"].rows[0].usage.cached_tokens == 28
     harness.run_until_idle()
-    assert harness.scheduler.report(0.0).cached_tokens_total == 28
+    assert harness.scheduler.report(0.0).totals.cached_tokens == 28
 
 
 def test_chunks_are_shared_before_the_prompt_is_complete(make_scheduler):
@@ -417,7 +417,7 @@ def test_when_the_last_request_leaves_a_step_without_tokens_tells_the_runner(mak
     assert batch.plan.total_num_scheduled_tokens == 0 and batch.reqs == []
     assert harness.runner.rows == {}
     assert harness.step() is None
-    assert harness.scheduler.report(0.0).num_steps_total == 2  # it is no step in the statistics
+    assert harness.scheduler.report(0.0).totals.num_steps == 2  # it is no step in the statistics
 
 
 def test_who_never_ran_needs_no_such_step(make_scheduler):
@@ -491,10 +491,14 @@ def test_the_report_adds_up(make_scheduler):
     report = harness.scheduler.report(7.0)
     assert (report.sent_s, report.num_running_reqs, report.num_queue_reqs) == (7.0, 2, 2)
     assert report.num_queue_tokens == 16
-    assert (report.prompt_tokens_total, report.generation_tokens_total, report.num_steps_total) == (16, 2, 1)
-    assert report.step_s_total == pytest.approx(0.01)
+    assert (report.totals.prompt_tokens, report.totals.generation_tokens, report.totals.num_steps) == (
+        16,
+        2,
+        1,
+    )
+    assert report.totals.step_s == pytest.approx(0.01)
 
     harness.run_until_idle()
     report = harness.scheduler.report(8.0)
     assert report.num_queue_tokens == 0
-    assert report.generation_tokens_total == 12 and report.kv_total_tokens == 256
+    assert report.totals.generation_tokens == 12 and report.kv.total_tokens == 256

@@ -168,5 +168,5 @@ def test_every_answer_is_the_one_it_gets_alone(
             if idx % 2:
                 harness.step()
         harness.run_until_idle()
-        num_retracted += harness.scheduler.report(0.0).retracted_reqs_total
+        num_retracted += harness.scheduler.report(0.0).totals.retracted_reqs
     assert num_retracted, "the pool was never short: the test does not test what it should"

@@ -267,14 +267,14 @@ def test_steps_with_drafts_are_read_and_their_answers_kept(path):
     harness.run_until_idle()
     finish(harness)
     report = harness.scheduler.report(0.0)
-    assert report.accepted_draft_tokens_total > 50
+    assert report.totals.accepted_draft_tokens > 50
 
     run = read_recorded_run(path)
     answers = {rid: answer.tokens for rid, answer in harness.answers.items()}
     assert {
         each.rid: np.frombuffer(each.output_ids, dtype=np.int32).tolist() for each in run.requests
     } == answers
-    num_wrong = report.draft_tokens_total - report.accepted_draft_tokens_total
+    num_wrong = report.totals.draft_tokens - report.totals.accepted_draft_tokens
     num_answered = sum(map(len, answers.values()))
     assert sum(step.work.num_sampled for step in run.steps) >= num_answered + num_wrong
     result = what_if(path, {"schedule_policy": "lof"})

@@ -62,12 +62,12 @@ from engine.runtime.messages import (
     PinPrefix,
     RequestList,
     SchedulerInput,
-    SchedulerReport,
     TextOutput,
     UnloadAdapter,
     Usage,
 )
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.message_base import Logprobs
 from engine.tokenizer_manager.adapters.adapter_list import AdapterList
 from engine.tokenizer_manager.adapters.registry import AdapterRegistry

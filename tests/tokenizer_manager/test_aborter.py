@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.errors import RequestError
-from engine.runtime.messages import BatchTextOutput, SchedulerReport
+from engine.runtime.messages import BatchTextOutput
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager import aborter
 from engine.tokenizer_manager.generation import GenerationRequest
 from engine.tokenizer_manager.request_log import LoggedRequest

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from engine.runtime.errors import EngineDeadError, RequestError
-from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind, SchedulerReport
+from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.kv_transfer import TransferFigures
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt

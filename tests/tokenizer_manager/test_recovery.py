@@ -13,11 +13,11 @@ from engine.runtime.messages import (
     Finish,
     FinishKind,
     GenerateRequest,
-    SchedulerReport,
     TextOutput,
     Usage,
 )
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
 from engine.tokenizer_manager.scheduling_options import Scheduling
@@ -111,7 +111,9 @@ def test_counters_do_not_fall_to_nothing_until_the_next_report():
 
     async def test(setup: Setup) -> None:
         now_s = setup.clock.now_s
-        setup.manager.on_message(SchedulerReport(sent_s=now_s, generation_tokens_total=1000, stalled="full"))
+        setup.manager.on_message(
+            SchedulerReport.from_flat({"sent_s": now_s, "generation_tokens_total": 1000, "stalled": "full"})
+        )
         setup.clock.now_s += 300.0
         setup.manager.peers_lost(WHY)
         setup.manager.peers_back(CAPACITY)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from ...runtime.errors import RequestError
-from ...runtime.messages import SchedulerReport
+from ...runtime.scheduler_report import SchedulerReport
 from ..request_log import LoggedRequest
 
 _MAX_RETRY_AFTER_S: Final = 60

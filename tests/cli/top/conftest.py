@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.cli.top.snapshot import Snapshot
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 
 URL = "http://127.0.0.1:30000"
 RUNS = {
@@ -59,7 +58,7 @@ def answers(
         "model": "tiny",
         "version": "0.1.0",
         "capacity": {"max_running_requests": 64},
-        "scheduler": msgspec.structs.asdict(SchedulerReport(**figures | report)),
+        "scheduler": SchedulerReport.from_flat(figures | report).flat(),
     }
     data = [RUNS, WAITS, LOST] if requests is None else requests
     last_pass = {"step_id": 7, "rem_total_tokens_before": 4000, "rem_total_tokens_after": 3904}

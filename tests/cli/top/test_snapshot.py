@@ -42,7 +42,7 @@ def test_another_versions_fields_do_no_harm():
 
 def test_a_scheduler_that_has_not_reported_yet_is_no_error():
     info, listed = answers([])
-    assert Snapshot.from_answers(URL, info | {"scheduler": None}, listed).report.kv_total_tokens == 0
+    assert Snapshot.from_answers(URL, info | {"scheduler": None}, listed).report.kv.total_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ PREFIX = [1 + k % 90 for k in range(64)]
 
 def prompt_tokens_computed(harness):
     report = harness.scheduler.report(0.0)
-    return report.prompt_tokens_total - report.cached_tokens_total
+    return report.totals.prompt_tokens - report.totals.cached_tokens
 
 
 def test_a_shared_prefix_is_computed_once(make_scheduler):

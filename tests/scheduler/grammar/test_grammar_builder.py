@@ -249,9 +249,9 @@ def test_compilations_and_masks_are_counted_and_timed(built):
     built.submit("c", ToyGrammar(length=5), max_new_tokens=20)  # cached
     built.run()
     report = built.pipeline.report(7.0)
-    assert report.sent_s == 7.0 and report.generation_tokens_total == 10
-    assert (report.grammar_builds_total, report.grammar_build_s_total) == (2, 2.0)
-    assert (report.grammar_masks_total, report.grammar_mask_s_total) == (10, 0.0)
+    assert report.sent_s == 7.0 and report.totals.generation_tokens == 10
+    assert (report.grammar.builds, report.grammar.build_s) == (2, 2.0)
+    assert (report.grammar.masks, report.grammar.mask_s) == (10, 0.0)
 
 
 def test_the_time_of_masks_is_that_of_filling_them(built):
@@ -266,7 +266,7 @@ def test_the_time_of_masks_is_that_of_filling_them(built):
     built.submit("a", ToyGrammar(length=4), max_new_tokens=20)
     built.run()
     report = built.pipeline.report(0.0)
-    assert report.grammar_masks_total == 4 and report.grammar_mask_s_total == pytest.approx(2.0)
+    assert report.grammar.masks == 4 and report.grammar.mask_s == pytest.approx(2.0)
 
 
 def test_without_grammars_there_is_no_thread(built):

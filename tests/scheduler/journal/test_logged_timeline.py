@@ -80,7 +80,7 @@ def test_every_request_has_its_story(plain_log, tmp_path, settings):
             # the last chunk gives the first token; without mixed steps a decode may have to stand still
             assert decodes == len(answer.tokens) - 1
     marks = [mark.kind for story in timeline.requests for mark in story.marks]
-    retracted = harness.scheduler.report(harness.now_s).retracted_reqs_total
+    retracted = harness.scheduler.report(harness.now_s).totals.retracted_reqs
     assert marks.count(MarkKind.RETRACTED) + marks.count(MarkKind.SWAPPED_OUT) == retracted
     assert (retracted > 5) == ("chaos" in settings)
     assert (MarkKind.SWAPPED_IN in marks) == (settings.get("preemption_mode") == "swap")
@@ -94,7 +94,7 @@ def test_the_figures_are_those_of_the_log(plain_log):
     )
     assert {sum(pool) for pool in pools} == {64}
     report = harness.scheduler.report(harness.now_s)
-    assert sum(passes.evicted_pages) * 4 == report.evicted_tokens_total
+    assert sum(passes.evicted_pages) * 4 == report.totals.evicted_tokens
     assert max(passes.num_running) <= 6
     assert max(passes.num_waiting) > 0
 

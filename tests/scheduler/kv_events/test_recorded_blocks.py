@@ -66,7 +66,7 @@ def test_a_consumer_has_the_blocks_of_the_cache_and_no_decision_changes(overlap)
     run(plain, None)
 
     report = recording.scheduler.report(0.0)
-    assert report.evicted_tokens_total > 0 < report.retracted_reqs_total
+    assert report.totals.evicted_tokens > 0 < report.totals.retracted_reqs
     assert consumer.known == {}
     assert recording.scheduler.decisions.since(0) == plain.scheduler.decisions.since(0)
     assert plain.scheduler.take_block_events() == ()

@@ -90,7 +90,7 @@ def test_chunks_of_equal_prompts_are_computed_once(make_harness):
     rids = [harness.submit(prompt=prompt) for _ in range(3)]
     harness.run_until_idle()
     assert [cached(harness, rid) for rid in rids[1:]] != [0, 0]
-    assert harness.scheduler.report(harness.now_s).prompt_tokens_total == 210
+    assert harness.scheduler.report(harness.now_s).totals.prompt_tokens == 210
 
 
 def test_the_oldest_checkpoint_goes_first(make_harness):
@@ -142,7 +142,7 @@ def test_evicted_and_flushed_pages_free_their_states(make_harness):
     for seed in range(12):
         harness.submit(prompt=prompt_of(30, seed=seed))
         harness.run_until_idle()
-    assert harness.scheduler.report(harness.now_s).evicted_tokens_total > 0
+    assert harness.scheduler.report(harness.now_s).totals.evicted_tokens > 0
     harness.flush()
     assert harness.prefix_cache.num_checkpoints == 0
     harness.scheduler.on_idle()
@@ -191,7 +191,7 @@ def test_drafts_may_be_rejected(make_harness, monkeypatch):
     rids = [harness.submit(prompt=prompt, max_new_tokens=60) for prompt in prompts]
     harness.run_until_idle()
     report = harness.scheduler.report(harness.now_s)
-    assert 0 < report.accepted_draft_tokens_total < report.draft_tokens_total
+    assert 0 < report.totals.accepted_draft_tokens < report.totals.draft_tokens
     for rid in rids:
         answer = harness.answers[rid]
         again = harness.submit(prompt=answer.prompt + answer.tokens)

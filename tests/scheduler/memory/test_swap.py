@@ -43,8 +43,8 @@ def test_a_swapped_request_computes_nothing_again(make_scheduler):
         retractions(harness)
     )  # the two prompts were computed before: here, one token each
     report = harness.scheduler.report(0.0)
-    assert report.swapped_in_tokens_total == report.swapped_out_tokens_total > 0
-    assert (report.host_used_tokens, report.host_total_tokens) == (0, 64)
+    assert report.totals.swapped_in_tokens == report.totals.swapped_out_tokens > 0
+    assert (report.host.used_tokens, report.host.total_tokens) == (0, 64)
 
 
 def test_recompute_computes_it_all_again(make_scheduler):
@@ -65,9 +65,9 @@ def test_what_is_still_cached_is_not_copied_back(make_scheduler):
     harness.step()  # out: eleven pages
 
     report = harness.scheduler.report(0.0)
-    assert report.swapped_out_tokens_total == 44
+    assert report.totals.swapped_out_tokens == 44
     harness.run_until_idle()
-    assert harness.scheduler.report(0.0).swapped_in_tokens_total == 4  # the cache had kept ten of them
+    assert harness.scheduler.report(0.0).totals.swapped_in_tokens == 4  # the cache had kept ten of them
 
 
 def test_without_room_on_the_host_it_is_computed_again(make_scheduler):
@@ -104,11 +104,11 @@ def test_an_abort_while_swapped_frees_the_host(make_scheduler):
     harness = crowded(make_scheduler, preemption_mode="swap")
     while not harness.scheduler.report(0.0).num_swapped_reqs:
         harness.step()
-    assert harness.scheduler.report(0.0).host_used_tokens > 0
+    assert harness.scheduler.report(0.0).host.used_tokens > 0
 
     harness.abort(retractions(harness)[0].rid)
 
-    assert harness.scheduler.report(0.0).host_used_tokens == 0
+    assert harness.scheduler.report(0.0).host.used_tokens == 0
     harness.run_until_idle()
 
 
@@ -167,7 +167,7 @@ def test_swapping_changes_no_token_and_leaks_no_page(data):
     if data.draw(st.booleans()):
         harness.abort(data.draw(st.sampled_from(rids)))
     harness.run_until_idle()
-    assert harness.scheduler.report(0.0).host_used_tokens == 0
+    assert harness.scheduler.report(0.0).host.used_tokens == 0
     kinds = {answer.finish and answer.finish.kind for answer in harness.answers.values()}
     assert kinds <= {FinishKind.LENGTH, FinishKind.ABORT}
 

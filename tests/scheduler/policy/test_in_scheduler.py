@@ -47,7 +47,7 @@ def test_lpm_uses_a_cached_prefix_before_it_is_evicted(make_scheduler):
             harness.submit(prompt=[*prefixes[(turn + 1) % 2], 60 + turn], max_new_tokens=2)
         harness.run_until_idle()
         report = harness.scheduler.report(0.0)
-        computed[policy] = report.prompt_tokens_total - report.cached_tokens_total
+        computed[policy] = report.totals.prompt_tokens - report.totals.cached_tokens
 
     assert computed == {"fcfs": 9 * 41, "lpm": 2 * 41 + 7 * 1}
 

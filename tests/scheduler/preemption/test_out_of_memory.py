@@ -105,7 +105,7 @@ def test_who_lost_its_place_and_why_stands_in_the_decisions(caplog):
         text + "; lower --max-running-requests or --mem-fraction to avoid it: tried to allocate"
         in caplog.text
     )
-    assert harness.scheduler.report(harness.now_s).retracted_reqs_total == 2
+    assert harness.scheduler.report(harness.now_s).totals.retracted_reqs == 2
 
 
 def test_what_earlier_steps_have_computed_is_not_computed_again():

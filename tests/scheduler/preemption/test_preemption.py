@@ -33,7 +33,7 @@ def test_an_urgent_request_takes_the_row_of_the_least_urgent_newest(make_schedul
 
     assert preempted(harness) == ["c"]
     assert [req.rid for req in batch.reqs] == ["urgent", "a", "b"]
-    assert harness.scheduler.report(0.0).preempted_reqs_total == 1
+    assert harness.scheduler.report(0.0).totals.preempted_reqs == 1
     harness.run_until_idle()
 
 

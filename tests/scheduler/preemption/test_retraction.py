@@ -58,7 +58,7 @@ def test_eviction_goes_before_retraction(make_scheduler):
     harness.run_until_idle()
 
     assert retractions(harness) == []
-    assert harness.scheduler.report(0.0).evicted_tokens_total > 0
+    assert harness.scheduler.report(0.0).totals.evicted_tokens > 0
 
 
 def test_a_retracted_request_goes_back_to_its_place_of_arrival(crowded):
@@ -113,8 +113,8 @@ def test_cached_tokens_count_the_first_admission_only(crowded):
 
     assert harness.answers["b"].rows[-1].usage.num_retractions > 0
     assert harness.answers["b"].rows[-1].usage.cached_tokens == 0
-    assert harness.scheduler.report(0.0).cached_tokens_total == 0
-    assert harness.scheduler.report(0.0).prompt_tokens_total == 20
+    assert harness.scheduler.report(0.0).totals.cached_tokens == 0
+    assert harness.scheduler.report(0.0).totals.prompt_tokens == 20
 
 
 def test_steps_in_flight_are_waited_for_instead_of_retracting(make_scheduler):

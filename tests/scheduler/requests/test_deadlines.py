@@ -19,7 +19,7 @@ def test_a_request_that_is_not_started_in_time_is_answered(make_scheduler):
     finish = harness.answers["waits"].finish
     assert (finish.kind, finish.status) == (FinishKind.ERROR, 503)
     assert "waited 0.1 s to be started, the limit is 0.05 s" in finish.message
-    assert harness.scheduler.report(0.0).timed_out_reqs_total == 1
+    assert harness.scheduler.report(0.0).totals.timed_out_reqs == 1
     harness.run_until_idle()
     assert harness.answers["runs"].finish.kind is FinishKind.LENGTH  # it was started in time
 

@@ -38,7 +38,7 @@ def test_each_stretch_takes_one_step(speculative):
     assert len(plain_steps) == 30
     assert drafts_of(steps) == [10, 6] and len(steps) == 30 - 16
     report = harness.scheduler.report(0.0)
-    assert (report.draft_tokens_total, report.accepted_draft_tokens_total) == (16, 16)
+    assert (report.totals.draft_tokens, report.totals.accepted_draft_tokens) == (16, 16)
 
 
 @pytest.mark.parametrize("length", [5, 13, 14, 23])
@@ -50,8 +50,8 @@ def test_an_answer_may_end_within_a_stretch(length):
     steps, harness = run(FORCED, submit={"max_new_tokens": length})
     assert len(harness.answers["r0"].tokens) == length
     report = harness.scheduler.report(0.0)
-    assert report.generation_tokens_total == length
-    assert sum(drafts_of(steps)) == report.accepted_draft_tokens_total
+    assert report.totals.generation_tokens == length
+    assert sum(drafts_of(steps)) == report.totals.accepted_draft_tokens
 
 
 def test_none_with_overlap():
@@ -98,7 +98,7 @@ def test_drafts_retract_no_request(num_pages):
             admission_estimator="none",
             submit={"max_new_tokens": 16},
         )
-        retracted.append(harness.scheduler.report(0.0).retracted_reqs_total)
+        retracted.append(harness.scheduler.report(0.0).totals.retracted_reqs)
     assert retracted[0] <= retracted[1]
 
 
@@ -182,4 +182,4 @@ def test_ngram_drafts_follow_forced_ones(monkeypatch):
     steps = harness.run_until_idle()
     assert any(0 < num_forced < len(token_ids) for token_ids, num_forced in proposals)
     report = harness.scheduler.report(0.0)
-    assert len(steps) < 20 and report.accepted_draft_tokens_total == sum(batch.num_drafts for batch in steps)
+    assert len(steps) < 20 and report.totals.accepted_draft_tokens == sum(batch.num_drafts for batch in steps)

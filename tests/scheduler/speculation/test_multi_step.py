@@ -93,7 +93,7 @@ def test_an_answer_ends_at_its_limit_and_nothing_is_computed_behind_it(make_harn
     harness.submit("b", prompt_len=7, max_new_tokens=40)
     steps = harness.run_until_idle()
     assert len(harness.answers["a"].tokens) == max_new_tokens
-    assert harness.scheduler.report(0.0).generation_tokens_total == 40 + max_new_tokens
+    assert harness.scheduler.report(0.0).totals.generation_tokens == 40 + max_new_tokens
     computed = [batch.plan.num_rounds * len(batch) for batch in steps if not batch.num_extends]
     assert sum(computed) == 38 + max_new_tokens  # all but the two that came of the prompts
 
@@ -179,7 +179,7 @@ def test_a_grammar_advances_between_rounds_and_ends_the_answer_at_its_token(make
     assert late or harness.runner.num_masks == min(length, 30)
     assert not late or length < 5 or harness.runner.num_masks < min(length, 30)
     assert len(harness.matchers.matchers["a"].tokens) == min(length, 30)
-    assert harness.scheduler.report(0.0).generation_tokens_total == 30 + min(length, 30)
+    assert harness.scheduler.report(0.0).totals.generation_tokens == 30 + min(length, 30)
 
 
 @pytest.mark.parametrize("fault", ["dead", "refuse", "accept"])
@@ -200,8 +200,8 @@ def test_drafts_go_first(make_harness):
     assert any(batch.num_drafts for batch in steps) and max(rounds_of(steps)) > 1
     assert not any(batch.num_drafts and batch.plan.num_rounds > 1 for batch in steps)
     report = harness.scheduler.report(0.0)
-    assert sum(batch.num_drafts for batch in steps) == report.draft_tokens_total
-    assert report.accepted_draft_tokens_total <= report.draft_tokens_total
+    assert sum(batch.num_drafts for batch in steps) == report.totals.draft_tokens
+    assert report.totals.accepted_draft_tokens <= report.totals.draft_tokens
 
 
 @pytest.mark.parametrize("num_pages", range(7, 16))
@@ -220,7 +220,7 @@ def test_it_costs_nobody_a_place(make_harness, num_pages):
         for rid in ("a", "b"):
             harness.submit(rid, prompt_len=4, max_new_tokens=9)
         most.append(max(rounds_of(harness.run_until_idle())))
-        retracted.append(harness.scheduler.report(0.0).retracted_reqs_total)
+        retracted.append(harness.scheduler.report(0.0).totals.retracted_reqs)
     assert most[0] == 1 < most[1]
     assert retracted[0] == retracted[1] == (num_pages < 12)
 
@@ -316,7 +316,7 @@ def test_each_round_is_counted_as_a_step(make_harness):
         harness.submit("a", max_new_tokens=23)
         harness.run_until_idle()
         report = harness.scheduler.report(0.0)
-        counts.append((report.num_steps_total, round(report.step_s_total, 6)))
+        counts.append((report.totals.num_steps, round(report.totals.step_s, 6)))
     assert counts[0] == counts[1] == (23, 0.23)
 
 

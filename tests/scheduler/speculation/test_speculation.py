@@ -54,14 +54,14 @@ def test_a_text_that_repeats_itself_takes_few_steps(make_harness):
     assert len(steps) < 45
     assert max(drafts_of(steps)) == 8
     report = harness.scheduler.report(0.0)
-    assert report.generation_tokens_total == 120
-    assert report.accepted_draft_tokens_total > 0.9 * report.draft_tokens_total > 60
-    assert sum(drafts_of(steps)) == report.draft_tokens_total
+    assert report.totals.generation_tokens == 120
+    assert report.totals.accepted_draft_tokens > 0.9 * report.totals.draft_tokens > 60
+    assert sum(drafts_of(steps)) == report.totals.draft_tokens
     passes = [each for each in harness.scheduler.decisions if isinstance(each, PassRecord)]
     assert [each.num_drafts for each in passes if each.step_id][: len(steps)] == drafts_of(steps)
     assert harness.answers["a"].tokens == plain.answers["a"].tokens
     told = explain(harness.scheduler.decisions, "a").sentence
-    assert f" of {report.draft_tokens_total} drafts were accepted" in told
+    assert f" of {report.totals.draft_tokens} drafts were accepted" in told
 
 
 def test_a_text_that_cannot_be_guessed_has_hardly_any_drafts(make_harness):
@@ -105,7 +105,7 @@ def test_an_answer_ends_at_its_limit(make_harness, max_new_tokens):
     harness.submit("a", prompt=CIRCLE * 3, max_new_tokens=max_new_tokens)
     harness.run_until_idle()  # checks the answers
     assert len(harness.answers["a"].tokens) == max_new_tokens
-    assert harness.scheduler.report(0.0).generation_tokens_total == 40 + max_new_tokens
+    assert harness.scheduler.report(0.0).totals.generation_tokens == 40 + max_new_tokens
 
 
 @pytest.mark.parametrize("position", range(14, 30))
@@ -155,7 +155,7 @@ def test_drafts_cost_nobody_a_page(make_harness):
         for idx in range(6):
             harness.submit(f"r{idx}", prompt=CIRCLE[:4], max_new_tokens=22)
         harness.run_until_idle()
-        retracted.append(harness.scheduler.report(0.0).retracted_reqs_total)
+        retracted.append(harness.scheduler.report(0.0).totals.retracted_reqs)
     assert retracted == [0, 0]
 
 

@@ -399,7 +399,7 @@ def test_running_requests_keep_the_memory_that_they_will_need() -> None:
 
     assert events(pair, rid) == []  # 21 pages are free, of which it would take 11
     pair.run()
-    assert pair.decode.scheduler.report(0.0).retracted_reqs_total == 0
+    assert pair.decode.scheduler.report(0.0).totals.retracted_reqs == 0
 
 
 def test_the_last_request_waits_for_incoming_pages_instead_of_failing() -> None:
@@ -425,7 +425,7 @@ def test_bad_kv_leaves_the_cache_with_its_transfer() -> None:
         pair.step()
 
     assert pair.prefill.answers[rid].finish.kind is FinishKind.ERROR  # type: ignore[union-attr]
-    assert pair.prefill.scheduler.report(0.0).kv_cached_tokens == 0
+    assert pair.prefill.scheduler.report(0.0).kv.cached_tokens == 0
     pair.run()
     assert events(pair, rid) == ["claimed", "not received"]
 

@@ -21,10 +21,10 @@ from engine.runtime.messages import (
     FlushCacheDone,
     GenerateRequest,
     ManagerInput,
-    SchedulerReport,
     TextOutput,
 )
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.ipc import AsyncInbox, Outbox
 
 PROMPT = tuple(range(3, 40))
@@ -100,4 +100,4 @@ class Client:
         while True:
             for message in await self._inbox.receive():
                 if isinstance(message, SchedulerReport):
-                    return {"running": message.num_running_reqs, "used": message.kv_used_tokens}
+                    return {"running": message.num_running_reqs, "used": message.kv.used_tokens}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.errors import RequestError
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError, QueueLimiter
 
 

@@ -12,16 +12,9 @@ from engine.launch.child.control import Endpoints, Role, Settings
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import EngineDeadError, RequestError
-from engine.runtime.messages import (
-    BatchTextOutput,
-    Call,
-    Explain,
-    Explanation,
-    LiveRequest,
-    RequestList,
-    SchedulerReport,
-)
+from engine.runtime.messages import BatchTextOutput, Call, Explain, Explanation, LiveRequest, RequestList
 from engine.runtime.sampling_params import SamplingParams
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.dispatch.policies import PrefixAffinity
@@ -175,8 +168,15 @@ def test_loads_and_metrics_name_each_replica():
     async def test(setup: Setup, other: FakeEngine) -> None:
         now_s = setup.clock.now_s
         for replica, running in enumerate((3, 5)):
-            report = SchedulerReport(
-                now_s, running, kv_used_tokens=32, prompt_tokens_total=10, policy="fcfs", replica=replica
+            report = SchedulerReport.from_flat(
+                {
+                    "sent_s": now_s,
+                    "num_running_reqs": running,
+                    "kv_used_tokens": 32,
+                    "prompt_tokens_total": 10,
+                    "policy": "fcfs",
+                    "replica": replica,
+                }
             )
             setup.manager.on_message(report)
         assert [(load.dp_rank, load.num_running_reqs) for load in all_loads(setup.services)] == [
@@ -193,9 +193,11 @@ def test_loads_and_metrics_name_each_replica():
         assert 'engine:replica_healthy{model_name="org/tiny",replica="1"} 0\n' in page
         assert 'policy="fcfs"} 1\n' in page
         # What the lost scheduler held is no longer held; what it did still counts.
-        setup.manager.on_message(SchedulerReport(now_s + 1, 4, prompt_tokens_total=12))
+        setup.manager.on_message(
+            SchedulerReport.from_flat({"sent_s": now_s + 1, "num_running_reqs": 4, "prompt_tokens_total": 12})
+        )
         assert engine.report is not None
-        assert (engine.report.num_running_reqs, engine.report.prompt_tokens_total) == (4, 22)
+        assert (engine.report.num_running_reqs, engine.report.totals.prompt_tokens) == (4, 22)
         assert engine.report.sent_s == now_s + 1
 
     run(test)

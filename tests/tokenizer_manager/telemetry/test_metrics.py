@@ -8,10 +8,11 @@ import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.runtime.messages import Finish, FinishKind, SchedulerReport, TextOutput, Usage
+from engine.runtime.messages import Finish, FinishKind, TextOutput, Usage
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.kv_transfer import TransferFigures
+from engine.tokenizer_manager.engine_state import combined
 from engine.tokenizer_manager.generation import Choice, Generation
-from engine.tokenizer_manager.telemetry.combined_report import combined
 from engine.tokenizer_manager.telemetry.metrics import Metrics
 
 FIXED_NAMES = {
@@ -133,16 +134,18 @@ def test_the_build_is_a_metric_with_the_value_1():
 
 
 def test_the_schedulers_numbers_are_shown_as_reported():
-    report = SchedulerReport(
-        sent_s=1.0,
-        num_running_reqs=3,
-        prompt_tokens_total=200,
-        cached_tokens_total=50,
-        num_swapped_reqs=2,
-        timed_out_reqs_total=5,
-        grammar_build_s_total=0.5,
-        num_steps_total=10,
-        step_s_total=2.5,
+    report = SchedulerReport.from_flat(
+        {
+            "sent_s": 1.0,
+            "num_running_reqs": 3,
+            "prompt_tokens_total": 200,
+            "cached_tokens_total": 50,
+            "num_swapped_reqs": 2,
+            "timed_out_reqs_total": 5,
+            "grammar_build_s_total": 0.5,
+            "num_steps_total": 10,
+            "step_s_total": 2.5,
+        }
     )
     page = Metrics("m").render(report)
 

@@ -14,7 +14,7 @@ from ....runtime.adapter_spec import LoadedAdapter
 from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
-from ....runtime.messages import LiveRequest, SchedulerReport, base_rid
+from ....runtime.messages import LiveRequest, base_rid
 from ....runtime.sampling_defaults import OPENAI_SOURCE
 from ...engine_state import EngineState
 from ...generation import GenerationRequest
@@ -132,7 +132,7 @@ async def server_info(exchange: Exchange, services: Services) -> None:
             model_spec=services.spec,
             limits=services.config.limits,
             num_live_requests=len(services.manager.request_log),
-            scheduler=None if report is None else _fields_of(report),
+            scheduler=None if report is None else report.flat(),
             replicas=_replicas(services.manager.engine),
         )
     )
@@ -145,13 +145,6 @@ def _owner(config: EngineConfig) -> str:
     return "sglang" if speaks_as_sglang else "engine"
 
 
-def _fields_of(report: SchedulerReport) -> dict[str, Any]:
-    fields = msgspec.structs.asdict(report)
-    if report.transfer is not None:
-        fields["transfer"] = msgspec.structs.asdict(report.transfer)
-    return fields
-
-
 def _replicas(engine: EngineState) -> list[ReplicaBody]:
     """Of several; empty for one, whose report is that of the server."""
     if engine.num_replicas == 1:
@@ -160,7 +153,7 @@ def _replicas(engine: EngineState) -> list[ReplicaBody]:
         ReplicaBody(
             replica=number,
             reason=engine.reason_against(number),
-            scheduler=None if report is None else _fields_of(report),
+            scheduler=None if report is None else report.flat(),
         )
         for number, report in enumerate(engine.reports)
     ]

@@ -13,7 +13,7 @@ import msgspec
 
 from ....runtime.errors import ConfigError
 from ....runtime.feasibility import Capacity
-from ....runtime.messages import SchedulerReport
+from ....runtime.scheduler_report import SchedulerReport
 from ..exchange import Exchange
 from ..services import Services
 
@@ -145,7 +145,7 @@ def all_loads(services: Services) -> list[LoadBody]:
 
 def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> LoadBody:
     total = capacity.num_pages * capacity.page_size
-    used = 0 if report is None else report.kv_used_tokens
+    used = 0 if report is None else report.kv.used_tokens
     running = 0 if report is None else report.num_running_reqs
     waiting = 0 if report is None else report.num_queue_reqs
     return LoadBody(
@@ -161,8 +161,10 @@ def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> L
         utilization=_share(used, total),
         cache_hit_rate=0.0
         if report is None
-        else _share(report.cached_tokens_total, report.prompt_tokens_total),
-        gen_throughput=0.0 if report is None else _share(report.generation_tokens_total, report.step_s_total),
+        else _share(report.totals.cached_tokens, report.totals.prompt_tokens),
+        gen_throughput=0.0
+        if report is None
+        else _share(report.totals.generation_tokens, report.totals.step_s),
     )
 
 

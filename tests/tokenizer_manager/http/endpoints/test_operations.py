@@ -6,7 +6,7 @@ import re
 import msgspec
 import pytest
 
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.http.routes import ROUTES
 from engine.tokenizer_manager.http.schema.errors import shape_of
 from tests.tokenizer_manager.conftest import Serve

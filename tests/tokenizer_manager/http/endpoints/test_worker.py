@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import pytest
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.runtime.messages import SchedulerReport
+from engine.runtime.scheduler_report import SchedulerReport
 from tests.tokenizer_manager.conftest import Serve
 from tests.tokenizer_manager.fake_engine import MODEL, TOKENIZER, FakeEngine
 
@@ -41,16 +41,18 @@ def test_loads_are_those_of_the_latest_report(serve: Serve):
     served = serve()
     assert served.client.get("/v1/loads").json()["loads"][0]["num_total_reqs"] == 0
     served.engine.tell(
-        SchedulerReport(
-            sent_s=1000.0,
-            num_running_reqs=3,
-            num_queue_reqs=2,
-            kv_used_tokens=64,
-            prompt_tokens_total=200,
-            cached_tokens_total=50,
-            generation_tokens_total=30,
-            step_s_total=1.5,
-            num_queue_tokens=700,
+        SchedulerReport.from_flat(
+            {
+                "sent_s": 1000.0,
+                "num_running_reqs": 3,
+                "num_queue_reqs": 2,
+                "kv_used_tokens": 64,
+                "prompt_tokens_total": 200,
+                "cached_tokens_total": 50,
+                "generation_tokens_total": 30,
+                "step_s_total": 1.5,
+                "num_queue_tokens": 700,
+            }
         )
     )
 

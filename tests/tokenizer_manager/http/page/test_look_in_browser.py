@@ -7,7 +7,8 @@ import re
 import msgspec
 import pytest
 
-from engine.runtime.messages import LiveRequest, RequestList, SchedulerReport
+from engine.runtime.messages import LiveRequest, RequestList
+from engine.runtime.scheduler_report import SchedulerReport
 from tests.browser import Tab
 from tests.tokenizer_manager.fake_engine import row, say_all
 
@@ -202,8 +203,14 @@ LIVE = LiveRequest(
 
 def test_live_requests_and_memory_are_shown(open_page):
     tab, served = open_page()
-    report = SchedulerReport(
-        sent_s=1001.0, num_running_reqs=1, kv_total_tokens=1000, kv_used_tokens=250, kv_cached_tokens=250
+    report = SchedulerReport.from_flat(
+        {
+            "sent_s": 1001.0,
+            "num_running_reqs": 1,
+            "kv_total_tokens": 1000,
+            "kv_used_tokens": 250,
+            "kv_cached_tokens": 250,
+        }
     )
     served.engine.tell(report)
     served.engine.live = RequestList([LIVE], 1)
