@@ -31,19 +31,27 @@ MAX_MARKS: Final = 30_000
 MAX_TEXT_LEN: Final = 300
 _INT32_MAX: Final = 2**31 - 1
 
-SCRIPTS: Final = (
-    "data.js",
-    "axis.js",
-    "idle.js",
-    "canvas.js",
-    "rows.js",
-    "strips.js",
-    "pointer.js",
-    "details.js",
-    "controls.js",
-    "start.js",
-)
+SCRIPTS: Final = ("model.js", "draw.js", "page.js")
 """One script, in this order."""
+
+PASS_COLUMNS: Final = {
+    "stepId": "step_ids",
+    "waiting": "num_waiting",
+    "running": "num_running",
+    "decodes": "num_decodes",
+    "prefill": "prefill_tokens",
+    "evicted": "evicted_pages",
+    "free": "free_pages",
+    "evictable": "evictable_pages",
+    "locked": "locked_pages",
+    "held": "held_pages",
+    "kvBefore": "kv_before",
+    "kvAfter": "kv_after",
+    "stepBefore": "step_before",
+    "stepAfter": "step_after",
+    "rest": "num_rest",
+}
+"""Names of the page's data -> columns of `PassTable`."""
 
 WAIT_GROUPS: Final = {
     "memory": (Reason.NO_KV, Reason.RETRACTING),
@@ -176,75 +184,58 @@ def _source(origin: Origin) -> str:
 def _pass_data(passes: PassTable, origin_s: float) -> dict[str, Any]:
     """Columns of integers, encoded as differences, which are short, or as runs if values seldom change."""
     policies = sorted(set(passes.policies))
-    policy_idx = {name: idx for idx, name in enumerate(policies)}
-    modes, reasons = list(ForwardMode), {reason: idx for idx, reason in enumerate(Reason)}
-    starts = [_micros(start_s - origin_s) for start_s in passes.start_s]
+    indices = {reason: idx for idx, reason in enumerate(Reason)}
+    modes = list(ForwardMode)
+
+    def lengths(ends_s: list[float]) -> list[int]:
+        return [
+            max(_micros(end_s - start_s), 0) for start_s, end_s in zip(passes.start_s, ends_s, strict=True)
+        ]
+
     return {
-        "start": _deltas(starts),
-        "length": [
-            max(_micros(end_s - start_s), 0)
-            for start_s, end_s in zip(passes.start_s, passes.end_s, strict=True)
-        ],
-        "live": [
-            max(_micros(live_until_s - start_s), 0)
-            for start_s, live_until_s in zip(passes.start_s, passes.live_until_s, strict=True)
-        ],
-        "stepId": _deltas(passes.step_ids),
+        "start": _deltas(_micros(start_s - origin_s) for start_s in passes.start_s),
+        "length": lengths(passes.end_s),
+        "live": lengths(passes.live_until_s),
         "stepTime": [_micros(step_s) for step_s in passes.step_s],
-        "waiting": _deltas(passes.num_waiting),
-        "running": _deltas(passes.num_running),
-        "decodes": _deltas(passes.num_decodes),
-        "prefill": _deltas(passes.prefill_tokens),
-        "evicted": _deltas(passes.evicted_pages),
-        "free": _deltas(passes.free_pages),
-        "evictable": _deltas(passes.evictable_pages),
-        "locked": _deltas(passes.locked_pages),
-        "held": _deltas(passes.held_pages),
-        "kvBefore": _deltas(_int32(passes.kv_before)),
-        "kvAfter": _deltas(_int32(passes.kv_after)),
-        "stepBefore": _deltas(_int32(passes.step_before)),
-        "stepAfter": _deltas(_int32(passes.step_after)),
-        "rest": _deltas(passes.num_rest),
-        "restReason": _runs(-1 if reason is None else reasons[reason] for reason in passes.rest_reasons),
+        **{name: _deltas(_int32(getattr(passes, column))) for name, column in PASS_COLUMNS.items()},
+        "restReason": _runs(-1 if reason is None else indices[reason] for reason in passes.rest_reasons),
         "mode": _runs(modes.index(mode) for mode in passes.modes),
-        "policy": _runs(policy_idx[name] for name in passes.policies),
+        "policy": _runs(policies.index(name) for name in passes.policies),
         "policies": policies,
         "notes": [[idx, [_text(note) for note in notes]] for idx, notes in passes.notes.items()],
     }
 
 
 def _request_data(stories: list[TracedRequest], origin_s: float) -> dict[str, Any]:
-    finishes = {kind: idx for idx, kind in enumerate(FinishKind)}
-    misses = {kind: idx for idx, kind in enumerate(MissKind)}
+    finishes, misses = list(FinishKind), list(MissKind)
     reasons = {reason: idx for idx, reason in enumerate(Reason)}
-    marks = [
-        [idx, mark.kind, mark.pass_idx, mark.text]
-        for idx, story in enumerate(stories)
-        for mark in story.marks
-    ]
+
+    def texts(name: str) -> dict[int, str]:
+        return {idx: _text(text) for idx, story in enumerate(stories) if (text := getattr(story, name))}
+
+    def times(name: str) -> list[int | None]:
+        found = (getattr(story, name) for story in stories)
+        return [None if time_s is None else _micros(time_s - origin_s) for time_s in found]
+
+    def members(name: str) -> Iterator[tuple[int, Any]]:
+        return ((idx, member) for idx, story in enumerate(stories) for member in getattr(story, name))
+
     return {
         "rid": [_text(story.rid) for story in stories],
         "prompt": [story.prompt_len for story in stories],
         "maxNew": [story.max_new_tokens for story in stories],
         "priority": [story.priority for story in stories],
-        "tenant": {idx: _text(story.tenant) for idx, story in enumerate(stories) if story.tenant},
-        "group": {idx: _text(story.group) for idx, story in enumerate(stories) if story.group},
-        "arrived": [
-            None if story.arrived_s is None else _micros(story.arrived_s - origin_s) for story in stories
-        ],
-        "finished": [
-            None if story.finished_s is None else _micros(story.finished_s - origin_s) for story in stories
-        ],
-        "finish": [-1 if story.finish is None else finishes[story.finish] for story in stories],
+        **{name: texts(name) for name in ("tenant", "group", "message")},
+        "arrived": times("arrived_s"),
+        "finished": times("finished_s"),
+        "finish": [-1 if story.finish is None else finishes.index(story.finish) for story in stories],
         "output": [story.output_len for story in stories],
-        "message": {idx: _text(story.message) for idx, story in enumerate(stories) if story.message},
         "numSpans": [len(story.spans) for story in stories],
         "spans": list(_span_numbers(stories, reasons)),
-        "marks": marks[:MAX_MARKS],
+        "marks": [[idx, mark.kind, mark.pass_idx, mark.text] for idx, mark in members("marks")][:MAX_MARKS],
         "looks": [
-            [idx, look.prompt_len, look.prefix_len, misses[look.kind], look.differs_at]
-            for idx, story in enumerate(stories)
-            for look in story.cache_looks
+            [idx, look.prompt_len, look.prefix_len, misses.index(look.kind), look.differs_at]
+            for idx, look in members("cache_looks")
         ],
     }
 
@@ -263,16 +254,8 @@ def _span_numbers(stories: list[TracedRequest], reasons: dict[Reason, int]) -> I
                 yield -1 if span.reason is None else reasons[span.reason]
                 yield span.num_verdicts
                 yield span.num_reasons
-                yield from _int32(
-                    (
-                        span.prefix_len,
-                        span.extend_len,
-                        span.output_len,
-                        span.need,
-                        span.have,
-                        span.first_have,
-                    )
-                )
+                lens = (span.prefix_len, span.extend_len, span.output_len)
+                yield from _int32((*lens, span.need, span.have, span.first_have))
 
 
 def _micros(seconds: float) -> int:

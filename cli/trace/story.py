@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import enum
 from collections.abc import Collection, Iterable
-from typing import Final, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -112,86 +112,73 @@ class TracedRequest(msgspec.Struct):
         return self.cache_looks[0].prefix_len if self.cache_looks else 0
 
 
-class PassTable:
-    """The figures of passes, one column each; all of the same length.
+def _column() -> Any:
+    return msgspec.field(default_factory=list)
+
+
+class PassTable(msgspec.Struct, gc=False):
+    """The figures of passes, one column each, all of the same length; and notes.
 
     Attributes:
-        start_s: when the pass was made.
         end_s: when its step was done, or the next pass began, whichever was first; `start_s` without a request.
         live_until_s: when the last request had ended, or the next pass began, whichever was first; so long its numbers
             of requests and pages hold.
         step_ids, modes: of the plan; 0 and IDLE without one.
-        num_waiting, num_running, num_decodes: requests.
         prefill_tokens: computed of prompts in the step.
         step_s: seconds the runner needed; 0 if not in the log.
-        evicted_pages, free_pages, evictable_pages, locked_pages, held_pages: of the KV pool.
         kv_before, kv_after: tokens of KV memory that could be reserved, before and after admission; -1 if not tried.
         step_before, step_after: prompt tokens that the step could compute, before and after; -1 likewise.
         rest_reasons, num_rest: the reason shared by the requests that were not looked at, and their number.
-        policies: name of the policy.
         notes: pass -> what else was decided.
     """
 
-    COLUMNS: Final = (
-        "start_s",
-        "end_s",
-        "live_until_s",
-        "step_ids",
-        "modes",
-        "num_waiting",
-        "num_running",
-        "num_decodes",
-        "prefill_tokens",
-        "step_s",
-        "evicted_pages",
-        "free_pages",
-        "evictable_pages",
-        "locked_pages",
-        "held_pages",
-        "kv_before",
-        "kv_after",
-        "step_before",
-        "step_after",
-        "rest_reasons",
-        "num_rest",
-        "policies",
-    )
-
-    def __init__(self) -> None:
-        self.start_s: list[float] = []
-        self.end_s: list[float] = []
-        self.live_until_s: list[float] = []
-        self.step_ids: list[int] = []
-        self.modes: list[ForwardMode] = []
-        self.num_waiting: list[int] = []
-        self.num_running: list[int] = []
-        self.num_decodes: list[int] = []
-        self.prefill_tokens: list[int] = []
-        self.step_s: list[float] = []
-        self.evicted_pages: list[int] = []
-        self.free_pages: list[int] = []
-        self.evictable_pages: list[int] = []
-        self.locked_pages: list[int] = []
-        self.held_pages: list[int] = []
-        self.kv_before: list[int] = []
-        self.kv_after: list[int] = []
-        self.step_before: list[int] = []
-        self.step_after: list[int] = []
-        self.rest_reasons: list[Reason | None] = []
-        self.num_rest: list[int] = []
-        self.policies: list[str] = []
-        self.notes: dict[int, list[str]] = {}
+    start_s: list[float] = _column()
+    end_s: list[float] = _column()
+    live_until_s: list[float] = _column()
+    step_ids: list[int] = _column()
+    modes: list[ForwardMode] = _column()
+    num_waiting: list[int] = _column()
+    num_running: list[int] = _column()
+    num_decodes: list[int] = _column()
+    prefill_tokens: list[int] = _column()
+    step_s: list[float] = _column()
+    evicted_pages: list[int] = _column()
+    free_pages: list[int] = _column()
+    evictable_pages: list[int] = _column()
+    locked_pages: list[int] = _column()
+    held_pages: list[int] = _column()
+    kv_before: list[int] = _column()
+    kv_after: list[int] = _column()
+    step_before: list[int] = _column()
+    step_after: list[int] = _column()
+    rest_reasons: list[Reason | None] = _column()
+    num_rest: list[int] = _column()
+    policies: list[str] = _column()
+    notes: dict[int, list[str]] = msgspec.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.start_s)
 
     def part(self, start: int, stop: int) -> PassTable:
         """The passes `start` to `stop` - 1, numbered from 0."""
-        result = PassTable()
-        for name in self.COLUMNS:
-            setattr(result, name, getattr(self, name)[start:stop])
-        result.notes = {idx - start: notes for idx, notes in self.notes.items() if start <= idx < stop}
-        return result
+        columns = {
+            name: getattr(self, name)[start:stop] for name in self.__struct_fields__ if name != "notes"
+        }
+        notes = {idx - start: notes for idx, notes in self.notes.items() if start <= idx < stop}
+        return PassTable(**columns, notes=notes)
+
+    def reason_of(self, span: Span) -> Reason | None:
+        """The reason of a span, or the one that its last pass gave to all requests it did not look at."""
+        return span.reason if span.reason is not None else self.rest_reasons[span.last]
+
+    def next_start_s(self, idx: int) -> float:
+        """When the next pass began; of the last one, its end."""
+        return self.start_s[idx + 1] if idx + 1 < len(self) else self.end_s[idx]
+
+    def span_s(self, span: Span) -> tuple[float, float]:
+        """Begin and end of a span: a wait lasts until the next pass, other spans as long as their last step."""
+        end_s = self.next_start_s(span.last) if span.kind is SpanKind.WAIT else self.end_s[span.last]
+        return self.start_s[span.first], end_s
 
 
 class Timeline(NamedTuple):

@@ -251,32 +251,36 @@ class TimelineBuilder:
             self._pass_of_step[record.step_id] = len(passes)
         if record.notes:
             passes.notes[len(passes)] = record.notes
-        passes.start_s.append(record.now_s)
-        passes.step_ids.append(record.step_id)
-        passes.modes.append(record.mode)
-        passes.num_waiting.append(record.num_waiting)
-        passes.num_running.append(record.num_running)
-        passes.num_decodes.append(record.num_decodes)
-        passes.prefill_tokens.append(prefill_tokens)
-        passes.step_s.append(0.0)
         self._settled_s.append(0.0)
-        passes.evicted_pages.append(record.evicted_pages)
-        free, evictable, locked, held = record.pages
-        passes.free_pages.append(free)
-        passes.evictable_pages.append(evictable)
-        passes.locked_pages.append(locked)
-        passes.held_pages.append(held)
         before, after = record.budget_before, record.budget_after
-        passes.kv_before.append(-1 if before is None else max(before.rem_total_tokens, 0))
-        passes.kv_after.append(-1 if after is None else max(after.rem_total_tokens, 0))
-        passes.step_before.append(-1 if before is None else max(min(before[2:]), 0))
-        passes.step_after.append(-1 if after is None else max(min(after[2:]), 0))
         shared = record.rest_reason
         if shared is None and record.num_grammar:
             shared = Reason.GRAMMAR_PENDING
-        passes.rest_reasons.append(shared)
-        passes.num_rest.append(record.num_rest + record.num_grammar)
-        passes.policies.append(record.policy)
+        free, evictable, locked, held = record.pages
+        figures = {
+            "start_s": record.now_s,
+            "step_ids": record.step_id,
+            "modes": record.mode,
+            "num_waiting": record.num_waiting,
+            "num_running": record.num_running,
+            "num_decodes": record.num_decodes,
+            "prefill_tokens": prefill_tokens,
+            "step_s": 0.0,
+            "evicted_pages": record.evicted_pages,
+            "free_pages": free,
+            "evictable_pages": evictable,
+            "locked_pages": locked,
+            "held_pages": held,
+            "kv_before": -1 if before is None else max(before.rem_total_tokens, 0),
+            "kv_after": -1 if after is None else max(after.rem_total_tokens, 0),
+            "step_before": -1 if before is None else max(min(before[2:]), 0),
+            "step_after": -1 if after is None else max(min(after[2:]), 0),
+            "rest_reasons": shared,
+            "num_rest": record.num_rest + record.num_grammar,
+            "policies": record.policy,
+        }
+        for name, figure in figures.items():
+            getattr(passes, name).append(figure)
 
     def _set_ends(self) -> None:
         passes, starts = self._passes, self._passes.start_s
