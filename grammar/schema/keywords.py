@@ -36,146 +36,107 @@ class Keyword(NamedTuple):
     rewrite: str = ""
 
 
-_ENFORCED: Final = Keyword(Fate.ENFORCED)
-_ANNOTATION: Final = Keyword(Fate.ANNOTATION)
-_ABOUT_OTHERS: Final = "it depends on other parts of the document"
+def _enforced(reason: str = "", rewrite: str = "") -> Keyword:
+    return Keyword(Fate.ENFORCED, reason, rewrite)
+
+
+def _approximated(reason: str, rewrite: str) -> Keyword:
+    return Keyword(Fate.APPROXIMATED, reason, rewrite)
+
+
+_DYNAMIC: Final = Keyword(Fate.REFUSED, "dynamic references are not supported", "use $ref")
+_CONDITION: Final = _approximated("conditions are not enforced", "use anyOf with one branch for each case")
+_DEPENDENT: Final = _approximated(
+    "it depends on other parts of the document", "use anyOf with one branch for each set of properties"
+)
+_EXACT: Final = _enforced("up to 2^53")
+_NOT_COUNTED: Final = "a grammar does not count items"
+_ANNOTATIONS: Final = (
+    *("$defs", "definitions", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$id", "id", "$schema"),
+    *("$vocabulary", "$comment", "title", "description", "default", "examples", "deprecated", "readOnly"),
+    *("writeOnly", "contentEncoding", "contentMediaType", "contentSchema"),
+    *("discriminator", "example", "externalDocs", "xml"),  # OpenAPI and other tools
+)
 
 KEYWORDS: Final[dict[str, Keyword]] = {
     # values
-    "type": _ENFORCED,
-    "enum": Keyword(Fate.ENFORCED, "numbers up to 2^53"),
-    "const": Keyword(Fate.ENFORCED, "numbers up to 2^53"),
+    "type": _enforced(),
+    "enum": _enforced("numbers up to 2^53"),
+    "const": _enforced("numbers up to 2^53"),
     # combinations
-    "anyOf": _ENFORCED,
-    "allOf": Keyword(Fate.ENFORCED, "a recursive $ref inside it is not combined with other schemas"),
-    "oneOf": Keyword(
-        Fate.ENFORCED,
+    "anyOf": _enforced(),
+    "allOf": _enforced("a recursive $ref inside it is not combined with other schemas"),
+    "oneOf": _enforced(
         "where no two branches can both match; treated as anyOf otherwise",
         "use anyOf, or give each branch a required property with another const",
     ),
-    "not": Keyword(
-        Fate.APPROXIMATED, "a grammar cannot exclude values", "list what is allowed with enum or anyOf"
-    ),
-    "if": Keyword(
-        Fate.APPROXIMATED, "conditions are not enforced", "use anyOf with one branch for each case"
-    ),
-    "then": Keyword(
-        Fate.APPROXIMATED, "conditions are not enforced", "use anyOf with one branch for each case"
-    ),
-    "else": Keyword(
-        Fate.APPROXIMATED, "conditions are not enforced", "use anyOf with one branch for each case"
-    ),
-    "dependentRequired": Keyword(
-        Fate.APPROXIMATED, _ABOUT_OTHERS, "use anyOf with one branch for each set of properties"
-    ),
-    "dependentSchemas": Keyword(
-        Fate.APPROXIMATED, _ABOUT_OTHERS, "use anyOf with one branch for each set of properties"
-    ),
-    "dependencies": Keyword(
-        Fate.APPROXIMATED, _ABOUT_OTHERS, "use anyOf with one branch for each set of properties"
-    ),
+    "not": _approximated("a grammar cannot exclude values", "list what is allowed with enum or anyOf"),
+    "if": _CONDITION,
+    "then": _CONDITION,
+    "else": _CONDITION,
+    "dependentRequired": _DEPENDENT,
+    "dependentSchemas": _DEPENDENT,
+    "dependencies": _DEPENDENT,
     # references
-    "$ref": Keyword(Fate.ENFORCED, "inside the schema: #, #/pointer or #anchor"),
-    "$dynamicRef": Keyword(Fate.REFUSED, "dynamic references are not supported", "use $ref"),
-    "$recursiveRef": Keyword(Fate.REFUSED, "dynamic references are not supported", "use $ref"),
+    "$ref": _enforced("inside the schema: #, #/pointer or #anchor"),
+    "$dynamicRef": _DYNAMIC,
+    "$recursiveRef": _DYNAMIC,
     # objects
-    "properties": Keyword(Fate.ENFORCED, "in the schema's order"),
-    "required": _ENFORCED,
-    "additionalProperties": _ENFORCED,
-    "patternProperties": Keyword(
-        Fate.ENFORCED,
+    "properties": _enforced("in the schema's order"),
+    "required": _enforced(),
+    "additionalProperties": _enforced(),
+    "patternProperties": _enforced(
         "where one pattern, or patterns with different beginnings, are given",
         "make the patterns begin with ^ and different texts",
     ),
-    "propertyNames": Keyword(
-        Fate.ENFORCED,
+    "propertyNames": _enforced(
         "where it has only a pattern or an enum, and the object has no properties or patternProperties",
         "use patternProperties with additionalProperties: false",
     ),
-    "minProperties": Keyword(
-        Fate.ENFORCED,
+    "minProperties": _enforced(
         "where all listed properties are required, and for at most one more; a generated name may repeat",
         "list properties under required",
     ),
-    "maxProperties": Keyword(
-        Fate.ENFORCED, "where all listed properties are required", "list properties under required"
-    ),
-    "unevaluatedProperties": Keyword(
-        Fate.ENFORCED,
+    "maxProperties": _enforced("where all listed properties are required", "list properties under required"),
+    "unevaluatedProperties": _enforced(
         "where it is the same as additionalProperties",
         "use additionalProperties, with all properties in one object",
     ),
     # arrays
-    "items": _ENFORCED,
-    "prefixItems": _ENFORCED,
-    "additionalItems": _ENFORCED,
-    "minItems": _ENFORCED,
-    "maxItems": _ENFORCED,
-    "uniqueItems": Keyword(
-        Fate.APPROXIMATED,
-        "a grammar does not remember earlier items",
-        "leave it out, and remove repeated items",
+    "items": _enforced(),
+    "prefixItems": _enforced(),
+    "additionalItems": _enforced(),
+    "minItems": _enforced(),
+    "maxItems": _enforced(),
+    "uniqueItems": _approximated(
+        "a grammar does not remember earlier items", "leave it out, and remove repeated items"
     ),
-    "contains": Keyword(Fate.APPROXIMATED, "a grammar does not count items", "use prefixItems for the item"),
-    "minContains": Keyword(
-        Fate.APPROXIMATED, "a grammar does not count items", "use prefixItems for the items"
-    ),
-    "maxContains": Keyword(Fate.APPROXIMATED, "a grammar does not count items", "use maxItems"),
-    "unevaluatedItems": Keyword(
-        Fate.ENFORCED, "where it is the same as items", "use items, with all items in one array"
-    ),
+    "contains": _approximated(_NOT_COUNTED, "use prefixItems for the item"),
+    "minContains": _approximated(_NOT_COUNTED, "use prefixItems for the items"),
+    "maxContains": _approximated(_NOT_COUNTED, "use maxItems"),
+    "unevaluatedItems": _enforced("where it is the same as items", "use items, with all items in one array"),
     # strings
-    "minLength": _ENFORCED,
-    "maxLength": _ENFORCED,
-    "pattern": Keyword(
-        Fate.ENFORCED,
-        "without look-around, back-references and word boundaries",
-        "write the pattern without them",
+    "minLength": _enforced(),
+    "maxLength": _enforced(),
+    "pattern": _enforced(
+        "without look-around, back-references and word boundaries", "write the pattern without them"
     ),
-    "format": Keyword(Fate.ENFORCED, "for the formats below", "use pattern"),
+    "format": _enforced("for the formats below", "use pattern"),
     # numbers
-    "minimum": Keyword(Fate.ENFORCED, "up to 2^53"),
-    "maximum": Keyword(Fate.ENFORCED, "up to 2^53"),
-    "exclusiveMinimum": Keyword(Fate.ENFORCED, "up to 2^53"),
-    "exclusiveMaximum": Keyword(Fate.ENFORCED, "up to 2^53"),
-    "multipleOf": _ENFORCED,
-    # places and annotations
-    "$defs": _ANNOTATION,
-    "definitions": _ANNOTATION,
-    "$anchor": _ANNOTATION,
-    "$dynamicAnchor": _ANNOTATION,
-    "$recursiveAnchor": _ANNOTATION,
+    "minimum": _EXACT,
+    "maximum": _EXACT,
+    "exclusiveMinimum": _EXACT,
+    "exclusiveMaximum": _EXACT,
+    "multipleOf": _enforced(),
+    # annotations
+    **dict.fromkeys(_ANNOTATIONS, Keyword(Fate.ANNOTATION)),
     "$id": Keyword(Fate.ANNOTATION, "inside of the schema, only without $ref"),
-    "id": _ANNOTATION,
-    "$schema": _ANNOTATION,
-    "$vocabulary": _ANNOTATION,
-    "$comment": _ANNOTATION,
-    "title": _ANNOTATION,
-    "description": _ANNOTATION,
-    "default": _ANNOTATION,
-    "examples": _ANNOTATION,
-    "deprecated": _ANNOTATION,
-    "readOnly": _ANNOTATION,
-    "writeOnly": _ANNOTATION,
-    "contentEncoding": _ANNOTATION,
-    "contentMediaType": _ANNOTATION,
-    "contentSchema": _ANNOTATION,
-    # OpenAPI and other tools
-    "discriminator": _ANNOTATION,
-    "example": _ANNOTATION,
-    "externalDocs": _ANNOTATION,
-    "xml": _ANNOTATION,
     "nullable": Keyword(
         Fate.ANNOTATION, "JSON Schema does not have it, so that null is not allowed", 'add "null" to type'
     ),
 }
 """Keyword -> its usual fate. Unknown keywords are annotations in the standard; here they get a warning, since most are
 misspelled, and are refused with `strict`. Names that begin with `x-` are annotations."""
-
-FORMATS: Final = frozenset(
-    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-)
-"""Values of `format` that are enforced."""
 
 _DATE: Final = (
     "(?:[0-9]{4}-(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
@@ -188,19 +149,34 @@ FORMAT_PATTERNS: Final = {
 }
 """What the library's formats must match too: it allows 2021-02-29, and :60 at times without a leap second."""
 
+FORMAT_SAMPLES: Final = {
+    "date-time": "2000-01-01T00:00:00Z",
+    "time": "00:00:00Z",
+    "date": "2000-01-01",
+    "duration": "P1D",
+    "email": "a@a.aa",
+    "hostname": "a",
+    "ipv4": "1.1.1.1",
+    "ipv6": "::",
+    "uuid": "00000000-0000-0000-0000-000000000000",
+    "uri": "a:a",
+}
+FORMATS: Final = frozenset(FORMAT_SAMPLES)
+"""Values of `format` that are enforced."""
+
 ANNOTATION_FORMATS: Final = frozenset({"password", "float", "double", "binary", "textarea", "markdown"})
 """Values of `format` that do not restrict documents."""
 
 TYPES: Final = ("null", "boolean", "integer", "number", "string", "array", "object")
 
-FAMILIES: Final[dict[str, str]] = {
-    **dict.fromkeys(("properties", "required", "additionalProperties", "patternProperties"), "object"),
-    **dict.fromkeys(("minProperties", "maxProperties", "propertyNames", "unevaluatedProperties"), "object"),
-    **dict.fromkeys(
-        ("items", "prefixItems", "additionalItems", "minItems", "maxItems", "uniqueItems"), "array"
-    ),
-    **dict.fromkeys(("contains", "unevaluatedItems"), "array"),
-    **dict.fromkeys(("minLength", "maxLength", "pattern"), "string"),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"),
+_KEYWORDS_OF_TYPE: Final = {
+    "object": "properties required additionalProperties patternProperties minProperties maxProperties propertyNames "
+    "unevaluatedProperties",
+    "array": "items prefixItems additionalItems minItems maxItems uniqueItems contains unevaluatedItems",
+    "string": "minLength maxLength pattern",
+    "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
+}
+FAMILIES: Final = {
+    keyword: kind for kind, keywords in _KEYWORDS_OF_TYPE.items() for keyword in keywords.split()
 }
 """Keyword -> the type that a schema without `type` is taken to mean if it has the keyword."""

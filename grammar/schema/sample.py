@@ -11,28 +11,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from .keywords import FORMAT_PATTERNS, TYPES
-from .report import Schema, pointer_to
-from .values import type_of
-
-Members = dict[str, Any]
+from .keywords import FORMAT_PATTERNS, FORMAT_SAMPLES, TYPES
+from .references import target_of
+from .report import Members, Schema, pointer_to
+from .unions import type_of
 
 MAX_SAMPLE_BYTES: Final = 16 << 10
-_MAX_STEPS: Final = 200_000
-_NAMES_A_STEP: Final = 16
+MAX_STEPS: Final = 200_000
+NAMES_PER_STEP: Final = 16
 """Names of properties that are looked up in the time of a step."""
-_FORMAT_SAMPLES: Final = {
-    "date-time": "2000-01-01T00:00:00Z",
-    "time": "00:00:00Z",
-    "date": "2000-01-01",
-    "duration": "P1D",
-    "email": "a@a.aa",
-    "hostname": "a",
-    "ipv4": "1.1.1.1",
-    "ipv6": "::",
-    "uuid": "00000000-0000-0000-0000-000000000000",
-    "uri": "a:a",
-}
 
 
 class Sample(NamedTuple):
@@ -91,12 +78,12 @@ class Sampler:
     def sample(self, schema: Schema) -> Sample:
         """A short document of a schema. As deep in recursion as the schema is."""
         self._num_steps += 1
-        if self._num_steps > _MAX_STEPS:
+        if self._num_steps > MAX_STEPS:
             return _UNKNOWN
         if isinstance(schema, bool):
             return _of(0) if schema else Sample(reason="the schema is false, so that no value fits")
         pointer = self._pointers.get(id(schema), "")
-        parts = list(self._combinations(schema, pointer))
+        parts = list(self._combinations(schema))
         if failed := next((part for part in parts if part.impossible), None):
             return failed
         alone = len(schema) == 1
@@ -104,9 +91,9 @@ class Sampler:
             return parts[0] if alone else _UNKNOWN
         return self._of_keywords(schema, pointer)
 
-    def _combinations(self, schema: Members, pointer: str) -> Iterator[Sample]:
-        if "$ref" in schema:
-            yield self._samples[schema["$ref"].removeprefix("#/$defs/")]
+    def _combinations(self, schema: Members) -> Iterator[Sample]:
+        if (ref := target_of(schema)) is not None:
+            yield self._samples[ref]
         if "anyOf" in schema:
             branches = [self.sample(branch) for branch in schema["anyOf"]]
             if all(branch.impossible for branch in branches):
@@ -158,31 +145,26 @@ class Sampler:
         if num_others and other.impossible:
             return _because(other, pointer_to(pointer, "items"), f"minItems is {least}, but")
         size = 2 + sum(part.size + 1 for part in parts) + num_others * (other.size + 1)
-        if (
-            size > MAX_SAMPLE_BYTES
-            or not all(part.known for part in parts)
-            or (num_others and not other.known)
-        ):
+        is_known = all(part.known for part in parts) and (not num_others or other.known)
+        if size > MAX_SAMPLE_BYTES or not is_known:
             return _UNKNOWN
         return Sample([part.value for part in parts] + [other.value] * num_others, size, known=True)
 
     def _object(self, schema: Members, pointer: str) -> Sample:
         required, listed = schema.get("required", []), schema.get("properties", {})
-        self._num_steps += (len(required) + len(listed)) // _NAMES_A_STEP
+        self._num_steps += (len(required) + len(listed)) // NAMES_PER_STEP
         needed = set(required)
-        order = [name for name in listed if name in needed] + [
-            name for name in required if name not in listed
+        order = [
+            *(name for name in listed if name in needed),
+            *(name for name in required if name not in listed),
         ]
         members: Members = {}
         size, known = 2, schema.get("minProperties", 0) <= len(required)
         for name in order:
             others = True if "patternProperties" in schema else schema.get("additionalProperties", True)
             if name not in listed and others is False:
-                return Sample(
-                    reason=f'property "{name[:100]}" is required, but it is not among the properties, and '
-                    f"additionalProperties is false",
-                    pointer=pointer,
-                )
+                reason = f'property "{name[:100]}" is required, but it is not among the properties, and '
+                return Sample(reason=reason + "additionalProperties is false", pointer=pointer)
             part = self.sample(listed.get(name, others))
             if part.impossible:
                 at = pointer_to(pointer, "properties", name) if name in listed else pointer
@@ -250,6 +232,6 @@ def _string(schema: Members) -> Sample:
         return _UNKNOWN
     length = schema.get("minLength", 0)
     if "format" in schema:
-        text = _FORMAT_SAMPLES[schema["format"]]
+        text = FORMAT_SAMPLES[schema["format"]]
         return _of(text) if length <= len(text) <= schema.get("maxLength", len(text)) else _UNKNOWN
     return _of("a" * length) if length <= MAX_SAMPLE_BYTES else _UNKNOWN

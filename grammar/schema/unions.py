@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import Any, Final, NamedTuple, cast
 
 from .keywords import TYPES
-from .report import Schema
-from .values import comparable, type_of
+from .references import target_of
+from .report import Members, Schema
 
-Members = dict[str, Any]
-Definitions = Mapping[str, Schema]
-
-_MAX_DEPTH: Final = 8
-_MAX_STEPS: Final = 20_000
-_NAMES_A_STEP: Final = 16
+MAX_DEPTH: Final = 8
+MAX_STEPS: Final = 20_000
+NAMES_PER_STEP: Final = 16
 """Required names that are compared in the time of a step."""
 
 
@@ -35,7 +32,7 @@ class _Facts(NamedTuple):
 class Comparer:
     """Compares the written schemas of one document; after many steps it knows nothing more."""
 
-    def __init__(self, definitions: Definitions) -> None:
+    def __init__(self, definitions: Mapping[str, Schema]) -> None:
         """`definitions`: number -> what `$ref` names."""
         self._definitions = definitions
         self._num_steps = 0
@@ -50,14 +47,14 @@ class Comparer:
         self._num_steps += 1
         if left is False or right is False:
             return True
-        if left is True or right is True or depth > _MAX_DEPTH or self._num_steps > _MAX_STEPS:
+        if left is True or right is True or depth > MAX_DEPTH or self._num_steps > MAX_STEPS:
             return False
         if self._differ(left, right, depth):
             return True
         depth += 1
         for one, other in ((left, right), (right, left)):
-            if (target := _target(one, self._definitions)) is not None and self.are_disjoint(
-                target, other, depth
+            if (ref := target_of(one)) is not None and self.are_disjoint(
+                self._definitions[ref], other, depth
             ):
                 return True
             for keyword in ("anyOf", "oneOf"):
@@ -84,7 +81,7 @@ class Comparer:
     def _objects_differ(self, left: Members, right: Members, depth: int) -> bool:
         for one, other in ((left, right), (right, left)):
             needed_there = self._facts_of(other).required
-            self._num_steps += len(one.get("required", ())) // _NAMES_A_STEP
+            self._num_steps += len(one.get("required", ())) // NAMES_PER_STEP
             for name in one.get("required", ()):
                 mine = one.get("properties", {}).get(name, True)
                 others = other.get("properties", {})
@@ -101,7 +98,7 @@ class Comparer:
         if known is None:
             values = _values(schema)
             known = self._facts[id(schema)] = _Facts(
-                None if values is None else frozenset(map(comparable, values)),
+                None if values is None else frozenset(map(_comparable, values)),
                 frozenset(_kinds(schema, values)),
                 frozenset(schema.get("required", ())),
             )
@@ -134,6 +131,36 @@ def _kinds(schema: Members, values: list[Any] | None) -> set[str]:
     return named & {type_of(value) for value in values} if values is not None else named
 
 
-def _target(schema: Members, definitions: Definitions) -> Schema | None:
-    ref = schema.get("$ref")
-    return None if ref is None else definitions[ref.removeprefix("#/$defs/")]
+def _comparable(value: Any) -> Hashable:
+    """Equal for values that JSON Schema takes as equal: 1 equals 1.0, and true is no number.
+
+    Values are not deeper than `MAX_DEPTH`.
+    """
+    match value:
+        case bool():
+            return ("boolean", value)
+        case dict():
+            return ("object", frozenset((key, _comparable(item)) for key, item in value.items()))
+        case list():
+            return ("array", *map(_comparable, value))
+        case _:
+            return cast("Hashable", value)
+
+
+def type_of(value: Any) -> str:
+    """The JSON type; "integer" for a number without a fraction."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "integer" if value.is_integer() else "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"

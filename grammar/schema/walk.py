@@ -7,53 +7,27 @@ properties in answers.
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+from . import rules
 from .keywords import FAMILIES, FORMATS, KEYWORDS, Fate
-from .notes import Notes
-from .objects import (
-    put_counts,
-    put_names,
-    put_other_properties,
-    put_properties,
-    put_required,
-    put_unevaluated_items,
-)
 from .references import References
-from .report import Schema, SchemaError, pointer_to, shown
-from .scalars import (
-    BOUNDS,
-    COUNTS,
-    Members,
-    check_ranges,
-    put_bound,
-    put_count,
-    put_factor,
-    put_format,
-    put_pattern,
-    put_type,
-    put_values,
-)
-from .values import count
+from .report import Members, Notes, Place, Schema, shown
 
 MAX_POINTER_CHARS: Final = 4096
 """Of the path to a place. The pointers of all places are kept, and each has the names of the objects around it."""
-_COMBINING = ("allOf", "anyOf", "oneOf")
-_TYPED = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
-
-
-class _Place(NamedTuple):
-    """A schema that is still to be written.
-
-    Attributes:
-        out: where it is written to.
-        branch: it is a branch of an allOf, or of an anyOf or oneOf that has other keywords beside it.
-    """
-
-    node: Members
-    pointer: str
-    out: Members
-    branch: bool
+MAX_HOPS: Final = 32
+"""Of references from `propertyNames` on."""
+_COMBINING: Final = ("allOf", "anyOf", "oneOf")
+_TYPED: Final = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
+_IN_ORDER: Final = ("type", "propertyNames", "minProperties", "maxProperties", "unevaluatedItems")
+"""Written before or after the others."""
+_SKIPPED_VALUES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    **dict.fromkeys(("not", "if", "then", "else", "contains"), ((dict, bool), "an object, or true or false")),
+    **dict.fromkeys(("dependentRequired", "dependentSchemas", "dependencies"), ((dict,), "an object")),
+    "uniqueItems": ((bool,), "true or false"),
+}
+"""Values of keywords that are not enforced, as the standard has them."""
 
 
 class SchemaWalk:
@@ -69,7 +43,7 @@ class SchemaWalk:
         self._root = root
         self._notes = notes
         self._references = References(root)
-        self._pending: list[_Place] = []
+        self._pending: list[Place] = []
         self._numbers: dict[str, str] = {}  # pointer of a target -> its number
         self.definitions: dict[str, Schema] = {}
         self.pointers: dict[int, str] = {}
@@ -81,242 +55,90 @@ class SchemaWalk:
         Raises:
             SchemaError: it is no schema, or it is refused.
         """
-        out = self._child(self._root, "")
+        out = self._add(self._root, "")
         while self._pending:
             self._write(self._pending.pop())
         return out
 
-    def _child(self, node: Any, pointer: str, *, branch: bool = False, out: Members | None = None) -> Schema:
+    def _add(self, node: Any, pointer: str, branch: bool = False) -> Schema:
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
-            self._notes.invalid(
-                pointer, f"the schema is {shown(node)}, but a schema is an object, or true or false"
-            )
+            text = f"the schema is {shown(node)}, but a schema is an object, or true or false"
+            self._notes.refuse("invalid_schema", pointer, text)
         if len(pointer) > MAX_POINTER_CHARS:
-            raise SchemaError(
-                "schema_too_complex",
-                self._notes.path(pointer[:200] + "…"),
-                f"the path to this place has more than {MAX_POINTER_CHARS:,} characters, which is the limit; use "
-                f"shorter names",
-            )
-        out = {} if out is None else out
+            text = f"the path to this place has more than {MAX_POINTER_CHARS:,} characters, which is the limit; use "
+            self._notes.refuse("schema_too_complex", pointer[:200] + "…", text + "shorter names")
+        out: Members = {}
         self.pointers[id(out)] = pointer
-        self._pending.append(_Place(node, pointer, out, branch))
+        self._pending.append(Place(node, pointer, out, branch, self._notes, self._add))
         return out
 
-    def _write(self, place: _Place) -> None:
-        node, pointer, out, _ = place
+    def _write(self, place: Place) -> None:
+        node, out = place.node, place.out
         if "type" in node:  # first, since others depend on it
-            put_type(node["type"], out, pointer, self._notes)
+            rules.put_type(place)
         else:
             self._put_implied_type(place)
         for keyword, value in node.items():
             if not isinstance(keyword, str):
-                self._notes.invalid(pointer, f"the key {keyword!r} is no string")
+                place.invalid(f"the key {keyword!r} is no string")
             self._put(keyword, value, place)
         if "propertyNames" in node:
             self._put_names(node["propertyNames"], place)
         if "minProperties" in node or "maxProperties" in node:
-            combined = place.branch or any(name in out for name in ("$ref", *_COMBINING))
-            put_counts(node, out, pointer, self._notes, combined=combined)
-        put_unevaluated_items(node, out, pointer, self._notes, self._child)
-        check_ranges(out, pointer, self._notes)
+            rules.put_property_counts(place)
+        if "unevaluatedItems" in node:
+            rules.put_unevaluated("unevaluatedItems", "items", place)
+        rules.check_ranges(place)
         self._unwrap(out)
 
-    def _put(self, keyword: str, value: Any, place: _Place) -> None:
-        node, pointer, out, _ = place
-        notes = self._notes
-        match keyword:
-            case "type" | "propertyNames" | "minProperties" | "maxProperties" | "unevaluatedItems":
-                pass  # before or after the others
-            case "enum" | "const":
-                put_values(keyword, value, out, pointer, notes)
-            case "allOf" | "anyOf" | "oneOf":
-                self._put_branches(keyword, value, place)
-            case "$ref":
-                self._put_ref(value, place)
-            case "properties":
-                put_properties(value, out, pointer, notes, self._child)
-            case "required":
-                put_required(value, out, pointer, notes)
-            case "additionalProperties" | "patternProperties" | "unevaluatedProperties":
-                group = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-                if keyword == next(name for name in node if name in group):
-                    put_other_properties(node, out, pointer, notes, self._child)
-            case "items" | "prefixItems" | "additionalItems":
-                if keyword == next(
-                    name for name in node if name in ("items", "prefixItems", "additionalItems")
-                ):
-                    self._put_items(place)
-            case "pattern":
-                put_pattern(value, out, pointer, notes)
-            case "format":
-                put_format(value, out, pointer, notes)
-            case "multipleOf":
-                put_factor(value, out, pointer, notes)
-            case _ if keyword in COUNTS:
-                put_count(keyword, value, out, pointer, notes)
-            case _ if keyword in BOUNDS:
-                put_bound(keyword, value, out, node, pointer, notes)
-            case _:
-                self._put_other(keyword, value, place)
+    def _put(self, keyword: str, value: Any, place: Place) -> None:
+        if rule := rules.RULES.get(keyword):
+            rule(keyword, value, place)
+        elif keyword in _COMBINING:
+            self._put_branches(keyword, value, place)
+        elif keyword == "$ref":
+            self._put_ref(value, place)
+        elif keyword not in _IN_ORDER:
+            self._put_other(keyword, value, place)
 
-    def _put_other(self, keyword: str, value: Any, place: _Place) -> None:
-        """A keyword that is not compiled."""
-        node, pointer, notes = place.node, place.pointer, self._notes
+    def _put_other(self, keyword: str, value: Any, place: Place) -> None:
+        """Note a keyword that is not compiled."""
         rule = KEYWORDS.get(keyword)
         if rule is None:
-            notes.unknown(pointer, keyword, value)
+            self._notes.unknown(place.pointer, keyword)
         elif rule.fate is Fate.REFUSED:
-            notes.refuse(pointer, keyword, rule.reason, rule.rewrite)
-        elif keyword in ("$id", "id") and pointer and isinstance(value, str) and not value.startswith("#"):
-            if keyword == "$id" and self._references.has_any:
-                notes.refuse(
-                    pointer, "$id", "references inside it would be counted from another place", "leave it out"
-                )
-            notes.found(pointer, keyword)
+            place.unsupported(keyword, rule.reason, rule.rewrite)
+        elif keyword == "$id" and self._is_inner_id(value, place) and self._references.has_any:
+            reason = "references inside it would be counted from another place"
+            place.unsupported("$id", reason, "leave it out")
         elif keyword == "nullable" and value is True:
-            notes.warn(
-                pointer,
-                keyword,
-                f"nullable is not in JSON Schema, so that null is not allowed; {rule.rewrite}",
-            )
+            text = f"nullable is not in JSON Schema, so that null is not allowed; {rule.rewrite}"
+            self._notes.warn(place.pointer, keyword, text)
         elif keyword in ("$defs", "definitions") and not isinstance(value, dict):
-            notes.invalid(pointer, f"{keyword} is {shown(value)}, but it must be an object", keyword)
-        elif rule.fate is Fate.ANNOTATION or self._is_neutral(keyword, value, node):
-            notes.found(pointer, keyword, Fate.ENFORCED if rule.fate is not Fate.ANNOTATION else None)
+            place.invalid(f"{keyword} is {shown(value)}, but it must be an object", keyword)
+        elif rule.fate is Fate.ANNOTATION:
+            place.found(keyword)
+        elif _is_neutral(keyword, value, place.node):
+            place.found(keyword, Fate.ENFORCED)
         elif keyword == "not" and value in (True, {}):
-            notes.found(pointer, keyword, Fate.ENFORCED)
+            place.found(keyword, Fate.ENFORCED)
             place.out.setdefault("allOf", []).append(False)
         else:
-            self._check_skipped(keyword, value, pointer)
-            notes.approximate(pointer, keyword)
+            _check_skipped(keyword, value, place)
+            place.approximate(keyword)
 
-    def _check_skipped(self, keyword: str, value: Any, pointer: str) -> None:
-        """What is not enforced must still be what the standard says."""
-        wrong = ""
-        match keyword:
-            case "not" | "if" | "then" | "else" | "contains":
-                wrong = "" if isinstance(value, dict | bool) else "an object, or true or false"
-            case "uniqueItems":
-                wrong = "" if isinstance(value, bool) else "true or false"
-            case "dependentRequired" | "dependentSchemas" | "dependencies":
-                wrong = "" if isinstance(value, dict) else "an object"
-            case "minContains" | "maxContains":
-                count(value, keyword, self._notes.path(pointer))
-        if wrong:
-            self._notes.invalid(pointer, f"{keyword} is {shown(value)}, but it must be {wrong}", keyword)
+    def _is_inner_id(self, value: Any, place: Place) -> bool:
+        return bool(place.pointer) and isinstance(value, str) and not value.startswith("#")
 
-    def _is_neutral(self, keyword: str, value: Any, node: Members) -> bool:
-        """Whether the keyword allows everything that the others allow."""
-        match keyword:
-            case "uniqueItems":
-                most = node.get("maxItems")
-                return value is False or (value is True and isinstance(most, int) and bool(most <= 1))
-            case "not":
-                return value is False
-            case "contains":
-                return (
-                    node.get("minContains") == 0
-                    and "maxContains" not in node
-                    and isinstance(value, dict | bool)
-                )
-            case "minContains" | "maxContains":
-                return "contains" not in node or (keyword == "minContains" and value in (0, 1))
-            case "dependentRequired" | "dependentSchemas" | "dependencies":
-                return bool(value == {})
-            case "then" | "else":
-                return "if" not in node or value in (True, {})
-            case "if":
-                return node.get("then", True) in (True, {}) and node.get("else", True) in (True, {})
-        return False
-
-    # ------------------------------------------------------------ keywords that lead to other places
-
-    def _put_branches(self, keyword: str, value: Any, place: _Place) -> None:
-        _, pointer, out, _ = place
-        if not isinstance(value, list) or not value:
-            self._notes.invalid(pointer, f"{keyword} must be a list with at least one schema", keyword)
-        self._notes.found(pointer, keyword)
-        branch = place.branch or keyword == "allOf" or self._restricts_more(place.node, keyword)
-        out[keyword] = out.get(keyword, []) + [
-            self._child(inner, pointer_to(pointer, keyword, i), branch=branch)
-            for i, inner in enumerate(value)
-        ]
-        if keyword == "oneOf":
-            self.one_ofs.append(out)
-
-    def _restricts_more(self, node: Members, keyword: str) -> bool:
-        """Whether a schema has another keyword than this one that restricts values."""
-        return any(
-            name != keyword and name in KEYWORDS and KEYWORDS[name].fate is not Fate.ANNOTATION
-            for name in node
-        )
-
-    def _unwrap(self, out: Members) -> None:
-        """A lone schema in an `allOf` or another list needs no list; recursive references could not be combined."""
-        if len(out) != 1:
-            return
-        [(keyword, branches)] = out.items()
-        if keyword in _COMBINING and len(branches) == 1 and isinstance(branches[0], dict):
-            lone = branches[0]
-            for i in reversed(range(len(self._pending))):  # it is among the last ones
-                place = self._pending[i]
-                if place.out is lone:
-                    del out[keyword]
-                    self._pending[i] = place._replace(out=out)
-                    if keyword == "oneOf":  # the last one, too
-                        self.one_ofs.pop()
-                    return
-
-    def _put_ref(self, value: Any, place: _Place) -> None:
-        self._notes.found(place.pointer, "$ref")
-        target, pointer = self._references.resolve(value, self._notes.path(place.pointer))
-        if pointer not in self._numbers:
-            number = str(len(self._numbers))
-            self._numbers[pointer] = number
-            self.definitions[number] = self._child(target, pointer)
-        place.out["$ref"] = f"#/$defs/{self._numbers[pointer]}"
-
-    def _put_names(self, value: Any, place: _Place) -> None:
-        if not isinstance(value, dict | bool):
-            self._notes.invalid(place.pointer, "propertyNames must be a schema", "propertyNames")
-        hops = 0
-        while isinstance(value, dict) and "$ref" in value and hops < 32:
-            value, _ = self._references.resolve(value["$ref"], self._notes.path(place.pointer))
-            hops += 1
-        if place.branch and value not in (True, {}):
-            self._notes.approximate(place.pointer, "propertyNames", "the schema is combined with others")
-        else:
-            put_names(value, place.out, place.pointer, self._notes)
-
-    def _put_items(self, place: _Place) -> None:
-        """`items`, `prefixItems` and `additionalItems` of all drafts."""
-        node, pointer, out, _ = place
-        items = node.get("items")
-        keyword = "items" if isinstance(items, list) else "prefixItems"
-        first = node.get(keyword, [])
-        if not isinstance(first, list):
-            self._notes.invalid(pointer, f"{keyword} is {shown(first)}, but it must be a list", keyword)
-        if first:
-            out["prefixItems"] = [
-                self._child(inner, pointer_to(pointer, keyword, i)) for i, inner in enumerate(first)
-            ]
-        rest = "additionalItems" if isinstance(items, list) else "items"
-        if rest in node:
-            out["items"] = self._child(node[rest], pointer_to(pointer, rest))
-        for name in ("items", "prefixItems", "additionalItems"):
-            if name in node:
-                self._notes.found(pointer, name)
-
-    def _put_implied_type(self, place: _Place) -> None:
-        """A schema without `type` means the type that its keywords are about.
+    def _put_implied_type(self, place: Place) -> None:
+        """Write the type that the keywords of a schema without `type` are about.
 
         The standard lets `{"properties": ...}` accept every value that is no object; clients mean objects.
         """
-        node, pointer, out, branch = place
-        if branch or any(name in node for name in _TYPED):
+        node = place.node
+        if place.branch or any(name in node for name in _TYPED):
             return
         kinds = _families(node)
         for inner in node["allOf"] if isinstance(node.get("allOf"), list) else ():
@@ -324,10 +146,91 @@ class SchemaWalk:
                 return
             kinds |= _families(inner)
         if kinds:
-            out["type"] = min(kinds) if len(kinds) == 1 else sorted(kinds)
-            self._notes.found(
-                pointer, "type", Fate.ENFORCED, f"no type is given; {' or '.join(sorted(kinds))} is meant"
-            )
+            place.out["type"] = min(kinds) if len(kinds) == 1 else sorted(kinds)
+            place.found("type", Fate.ENFORCED, f"no type is given; {' or '.join(sorted(kinds))} is meant")
+
+    # ------------------------------------------------------------ keywords that lead to other places
+
+    def _put_branches(self, keyword: str, value: Any, place: Place) -> None:
+        if not isinstance(value, list) or not value:
+            place.invalid(f"{keyword} must be a list with at least one schema", keyword)
+        place.found(keyword)
+        restricts_more = any(
+            name != keyword and name in KEYWORDS and KEYWORDS[name].fate is not Fate.ANNOTATION
+            for name in place.node
+        )
+        branch = place.branch or keyword == "allOf" or restricts_more
+        place.out[keyword] = place.out.get(keyword, []) + [
+            place.child(inner, keyword, i, branch=branch) for i, inner in enumerate(value)
+        ]
+        if keyword == "oneOf":
+            self.one_ofs.append(place.out)
+
+    def _unwrap(self, out: Members) -> None:
+        """A lone schema in an `allOf` or another list needs no list; recursive references could not be combined."""
+        if len(out) != 1:
+            return
+        [(keyword, branches)] = out.items()
+        if keyword in _COMBINING and len(branches) == 1 and isinstance(branches[0], dict):
+            for place in reversed(self._pending):  # it is among the last ones
+                if place.out is branches[0]:
+                    del out[keyword]
+                    place.out = out
+                    if keyword == "oneOf":  # the last one, too
+                        self.one_ofs.pop()
+                    return
+
+    def _put_ref(self, value: Any, place: Place) -> None:
+        place.found("$ref")
+        target, pointer = self._references.resolve(value, self._notes.at + place.pointer)
+        if pointer not in self._numbers:
+            self._numbers[pointer] = number = str(len(self._numbers))
+            self.definitions[number] = self._add(target, pointer)
+        place.out["$ref"] = f"#/$defs/{self._numbers[pointer]}"
+
+    def _put_names(self, value: Any, place: Place) -> None:
+        if not isinstance(value, dict | bool):
+            place.invalid("propertyNames must be a schema", "propertyNames")
+        hops = 0
+        while isinstance(value, dict) and "$ref" in value and hops < MAX_HOPS:
+            value, _ = self._references.resolve(value["$ref"], self._notes.at + place.pointer)
+            hops += 1
+        if place.branch and value not in (True, {}):
+            place.approximate("propertyNames", "the schema is combined with others")
+        else:
+            rules.put_names(value, place)
+
+
+def _check_skipped(keyword: str, value: Any, place: Place) -> None:
+    """Refuse a value that the standard does not allow, also of a keyword that is not enforced."""
+    if keyword in ("minContains", "maxContains"):
+        rules.count(value, keyword, place)
+        return
+    kinds, text = _SKIPPED_VALUES[keyword]
+    if not isinstance(value, kinds):
+        place.invalid(f"{keyword} is {shown(value)}, but it must be {text}", keyword)
+
+
+def _is_neutral(keyword: str, value: Any, node: Members) -> bool:
+    """Whether the keyword allows everything that the others allow."""
+    match keyword:
+        case "uniqueItems":
+            most = node.get("maxItems")
+            return value is False or (value is True and isinstance(most, int) and bool(most <= 1))
+        case "not":
+            return value is False
+        case "contains":
+            is_schema = isinstance(value, dict | bool)
+            return node.get("minContains") == 0 and "maxContains" not in node and is_schema
+        case "minContains" | "maxContains":
+            return "contains" not in node or (keyword == "minContains" and value in (0, 1))
+        case "dependentRequired" | "dependentSchemas" | "dependencies":
+            return bool(value == {})
+        case "then" | "else":
+            return "if" not in node or value in (True, {})
+        case "if":
+            return node.get("then", True) in (True, {}) and node.get("else", True) in (True, {})
+    return False
 
 
 def _families(node: Members) -> set[str]:

@@ -24,9 +24,8 @@ from ....grammar.lowering.simple import (
     schema_spec,
 )
 from ....grammar.lowering.structural_tags import StructuralTags
-from ....grammar.schema.check import check_schema
+from ....grammar.schema.check import check_schema, parse_schema
 from ....grammar.schema.report import Finding
-from ....grammar.schema.size import parse_schema
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.engine_config import EngineConfig
