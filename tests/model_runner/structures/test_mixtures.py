@@ -71,7 +71,7 @@ LONGROPE = {
     "long_mscale": 1.2,
     "original_max_position_embeddings": 256,
 }
-
+MINIMAX = {**FEW, "head_dim": 16, "rotary_dim": 8, "eos_token_id": 2, "bos_token_id": 1}
 LLAMA4 = {
     "head_dim": 16,
     "num_hidden_layers": 4,
@@ -147,6 +147,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "minimax_m2": ("minimax_m2", MINIMAX),
+    # Near ties of experts would decide comparisons in bfloat16.
+    "minimax_m2 all experts": ("minimax_m2", {**MINIMAX, "num_experts_per_tok": 6}),
     "llama4 as Scout": ("llama4_text", {**LLAMA4, "rope_parameters": SCOUT_ROPE}),
     "llama4 as Maverick, two experts, stacks as wide as long": (
         "llama4_text",
@@ -220,6 +223,7 @@ ONE_OF_EACH = (
     "llama4 as Scout",
     "granitemoeshared tied, biases",
     "ernie4_5_moe",
+    "minimax_m2 all experts",
 )
 
 

@@ -19,6 +19,7 @@ from engine.runtime.sampling_params import SamplingParams
 from .test_architectures import YARN, tokens_of
 from .test_dense_families import GRANITE, GRANITE4
 from .test_gemma_streams import GEMMA3N, GEMMA4, SHARING
+from .test_mixtures import MINIMAX
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.is_encoder]
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -61,6 +62,8 @@ OWN_FIELDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": {**DELTA, **SHARED_MOE},
     "olmoe": {"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+    # All experts compute: near ties would decide.
+    "minimax_m2": {**MINIMAX, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 4},
     "mixtral": LOCAL_MOE,
     "phimoe": LOCAL_MOE,
     "granitemoe": {**LOCAL_MOE, **GRANITE},

@@ -49,6 +49,7 @@ FILES = {  # name of a variant: architecture in GGUF
     "granitemoe": "granitemoe",
     "granitemoeshared tied, biases": "granitemoe",
     "ernie4_5_moe": "ernie4_5-moe",
+    "minimax_m2": "minimax-m2",
     "llama4": "llama4",
     "llama4 dense layers": "llama4",
 }
@@ -155,6 +156,12 @@ def write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_group_count(config.n_group)
         writer.add_expert_group_used_count(config.topk_group)
+    if arch == "minimax-m2":
+        writer.add_rope_dimension_count(config.rotary_dim)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if arch == "gpt-oss":
         rope = config.rope_parameters
         writer.add_key_length(config.head_dim)
