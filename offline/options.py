@@ -13,10 +13,11 @@ from ..runtime.grammar_use import GrammarSpec
 from ..runtime.request_checks import check_text, plain, wrong_type
 from ..runtime.sampling_params import SamplingParams
 from ..tokenizer_manager.conversation.conversation import Conversation
+from ..tokenizer_manager.generation import Constraint
 from ..tokenizer_manager.http.openai.messages import chat_conversation, template_messages
 from ..tokenizer_manager.http.openai.wire import ChatRequest
 from ..tokenizer_manager.http.schema.constraint_fields import ConstraintFields
-from ..tokenizer_manager.http.schema.constraints import Constraint, constraint_of
+from ..tokenizer_manager.http.schema.constraints import constraint_of
 from ..tokenizer_manager.http.schema.errors import renamed_fields
 from ..tokenizer_manager.http.schema.values import convert
 from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority, checked_salt, checked_timeout

@@ -16,7 +16,8 @@ from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
 from ..tokenizer_manager.admission.feasibility_check import resolve_length
-from ..tokenizer_manager.http.schema.constraints import Constraint, check_room
+from ..tokenizer_manager.generation import Constraint
+from ..tokenizer_manager.http.schema.constraints import check_room
 from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import CheckedRequest
 from .prompts import checked_token_ids

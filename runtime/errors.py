@@ -43,6 +43,20 @@ class RequestError(EngineError):
         self.retry_after_s = retry_after_s
 
 
+class QueueFullError(RequestError):
+    """The queue is full: 429 with `Retry-After`, an estimated time until there is room.
+
+    Attributes:
+        position: requests ahead of this one; None if the limit is not one on requests.
+    """
+
+    retry_after_s: int
+
+    def __init__(self, message: str, retry_after_s: int, position: int | None = None) -> None:
+        super().__init__(message, code="queue_full", status=429, retry_after_s=retry_after_s)
+        self.position = position
+
+
 class EngineDeadError(EngineError):
     """A process of the engine died or stopped answering: every request gets 503 with the root cause in the message."""
 

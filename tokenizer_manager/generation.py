@@ -1,5 +1,8 @@
 """`GenerationRequest` and `Generation`: a request of a front end, and the open stream that answers it.
 
+The reader of every API returns a `GenerationRequest`. A chat has a `conversation` first; `Services.planned` renders it
+and adds the prompt, the grammar and the plan of its answer.
+
 A request with p prompts and n answers each becomes p * n *choices*, numbered prompt by prompt; each is one scheduler
 request with its own id (`fan_out`). The manager writes into a `Generation`, one HTTP handler reads from it.
 
@@ -10,31 +13,57 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 from msgspec.structs import replace
 
 from ..grammar.answer_report import GuidedAnswer
+from ..grammar.schema.report import Finding
 from ..runtime.grammar_use import GrammarUse
-from ..runtime.messages import Finish, GenerateRequest, KVHandoff, TextOutput, Usage
+from ..runtime.messages import Finish, FinishKind, GenerateRequest, KVHandoff, TextOutput, Usage
 from ..runtime.pooling import PoolingParams
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
+from .conversation.conversation import Conversation
+from .conversation.deltas import CallBegin, CallEnd, Content, Delta
+from .conversation.planner import AnswerPlan
 from .scheduling_options import Scheduling
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""
 
 
+class Constraint(NamedTuple):
+    """What an answer is constrained to.
+
+    Attributes:
+        use: for the scheduler; without reasoning.
+        param: the client's path of the constraint, for errors.
+        warnings: for the response.
+        shortest: a shortest answer, as compact JSON; None if it is not known.
+        findings: of every keyword of a schema, if they were asked for.
+    """
+
+    use: GrammarUse
+    param: str
+    warnings: list[str]
+    shortest: str | None = None
+    findings: tuple[Finding, ...] = ()
+
+
+_DEFAULT_SAMPLING: Final = SamplingParams()
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request of a front end, before tokenization.
 
     Attributes:
-        prompts: at least one.
+        prompts: at least one; empty for a chat that is not planned yet.
         sampling: of all choices; with n > 1, choice i of a prompt gets seed + i.
         n: answers per prompt.
+        num_returned: answers per prompt that the client gets, the most likely ones; None: all n.
         id_prefix: first part of the request's id; names the API that received it.
         scheduling: of all choices.
         add_special_tokens: whether tokenization adds BOS; False for a rendered chat template.
@@ -51,11 +80,18 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         truncate_len: with `poolings`: longer prompts are cut to so many tokens; -1: to what the model takes; None: they
             are errors.
         num_kept_tokens: with `truncate_len`: last tokens of a text that stay, if it has no special tokens of its own.
+        conversation: of a chat; None: the prompts are ready.
+        constraint: of a chat's answer; the plan makes `grammar` of it. Its grammar is also `conversation.spec`, unless
+            it has triggers (structural tags).
+        plan: of a chat's answer; None before it is planned, and for other requests.
+        names: names of fields in errors -> the client's.
+        warnings: for the response.
     """
 
-    prompts: Sequence[Prompt]
-    sampling: SamplingParams
+    prompts: Sequence[Prompt] = ()
+    sampling: SamplingParams = _DEFAULT_SAMPLING
     n: int = 1
+    num_returned: int | None = None
     id_prefix: str = "gen"
     scheduling: Scheduling = Scheduling()
     add_special_tokens: bool = True
@@ -71,6 +107,16 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora_ids: Sequence[str] = ()
     truncate_len: int | None = None
     num_kept_tokens: int = 0
+    conversation: Conversation | None = None
+    constraint: Constraint | None = None
+    plan: AnswerPlan | None = None
+    names: Mapping[str, str] = {}
+    warnings: list[str] = []
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the client gets only the most likely answers of those that are generated."""
+        return self.num_returned is not None and self.num_returned < self.n
 
 
 class Choice:
@@ -85,11 +131,17 @@ class Choice:
         first_token_s, last_token_s: CLOCK_MONOTONIC when its tokens arrived here; None before the first.
         usage, finish: as of the latest row that was passed to `read`.
         guided: what is known about its grammar; None without one.
+        finish_reason: as of the latest row that was read: stop, length, tool_calls or abort; None before its end.
     """
 
     __slots__ = (
+        "_counter",
+        "_num_calls",
+        "_num_ended_calls",
+        "_parser",
         "abort_asked",
         "finish",
+        "finish_reason",
         "first_token_s",
         "guided",
         "index",
@@ -101,7 +153,13 @@ class Choice:
     )
 
     def __init__(
-        self, rid: str, index: int, prompt_ids: array[int], seed: int, grammar: GrammarUse | None = None
+        self,
+        rid: str,
+        index: int,
+        prompt_ids: array[int],
+        seed: int,
+        grammar: GrammarUse | None = None,
+        plan: AnswerPlan | None = None,
     ) -> None:
         self.rid = rid
         self.index = index
@@ -112,10 +170,24 @@ class Choice:
         self.last_token_s: float | None = None
         self.usage = Usage(prompt_tokens=len(prompt_ids), completion_tokens=0)
         self.finish: Finish | None = None
+        self.finish_reason: str | None = None
         self.guided = GuidedAnswer(grammar) if grammar is not None else None
+        self._parser = None if plan is None else plan.parser()
+        self._counter = None if plan is None else plan.reasoning_counter()
+        self._num_calls = 0
+        self._num_ended_calls = 0
 
-    def read(self, output: TextOutput) -> None:
-        """Apply a row, on the reader's side: unread rows may wait while later ones arrive."""
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens inside its reasoning block, as of the latest row that was read."""
+        return 0 if self._counter is None else self._counter.count
+
+    def read(self, output: TextOutput) -> list[Delta]:
+        """Apply a row, on the reader's side, once: unread rows may wait while later ones arrive.
+
+        Returns:
+            What the row adds to the answer, parsed by the plan of a chat.
+        """
         self.usage = output.usage
         if self.guided is not None:
             self.guided.read(
@@ -123,6 +195,23 @@ class Choice:
             )
         if output.finish is not None:
             self.finish = output.finish
+        if self._counter is not None:
+            self._counter.add(array("i", output.token_ids))
+        if self._parser is None:
+            deltas: list[Delta] = [Content(output.text)] if output.text else []
+        else:
+            deltas = self._parser.feed(output.text, output.finish is not None)
+        self._num_calls += sum(isinstance(delta, CallBegin) for delta in deltas)
+        self._num_ended_calls += sum(isinstance(delta, CallEnd) for delta in deltas)
+        if output.finish is not None:
+            self.finish_reason = self._finish_reason(output.finish)
+        return deltas
+
+    def _finish_reason(self, finish: Finish) -> str:
+        """`tool_calls` if all calls are complete; `stop` if a stop string has cut one, `length` for any other cut."""
+        if finish.kind is FinishKind.STOP and 0 < self._num_calls == self._num_ended_calls:
+            return "tool_calls"
+        return finish.kind.value
 
 
 def fan_out(
@@ -155,7 +244,9 @@ def fan_out(
         input_ids = ids.tobytes()  # one copy for all n
         group = f"{generation_id}-{index}" if request.n > 1 else ""  # the first sample's id, which is unique
         for i in range(request.n):
-            choice = Choice(f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED, request.grammar)
+            choice = Choice(
+                f"{generation_id}-{index}", index, ids, (seed + i) & MAX_SEED, request.grammar, request.plan
+            )
             index += 1
             yield (
                 choice,
@@ -186,10 +277,13 @@ def _of_sample(handoff: KVHandoff | None, sample: int) -> KVHandoff | None:
 
 
 class Row(NamedTuple):
-    """A row and its choice."""
+    """A row and its choice, which reads it (`Choice.read`)."""
 
     choice: Choice
     output: TextOutput
+
+
+_NO_REQUEST: Final = GenerationRequest()
 
 
 class Generation:
@@ -199,10 +293,9 @@ class Generation:
     raises the error once the earlier rows are read.
 
     Attributes:
-        scheduling: of its request.
+        request: that it answers.
         queue_position: requests without a token yet when it arrived.
         opened_s: when it was tokenized and sent, by the manager's clock.
-        prompt_names: of each prompt, for errors, if a failed one must be told from the others; else empty.
         grammar_ready_s: when its grammar was compiled in the sandbox; None if that was not necessary, or has not ended.
         kv_transfer_params: of the answer, for the router that then asks a decode engine; None: there are none.
     """
@@ -214,13 +307,11 @@ class Generation:
         n: int,
         arrival_s: float,
         on_close: Callable[[Generation], None],
-        scheduling: Scheduling = Scheduling(),  # noqa: B008  (immutable)
+        request: GenerationRequest = _NO_REQUEST,
         queue_position: int = 0,
-        prompt_names: Sequence[str] = (),
     ) -> None:
-        self.scheduling = scheduling
+        self.request = request
         self.queue_position = queue_position
-        self.prompt_names = prompt_names
         self.id = generation_id
         self.choices = choices
         self.n = n
@@ -233,6 +324,11 @@ class Generation:
         self._rows: list[Row] = []
         self._num_open = len(choices)
         self._wake: asyncio.Future[None] | None = None
+
+    @property
+    def scheduling(self) -> Scheduling:
+        """The scheduling options of its request."""
+        return self.request.scheduling
 
     @property
     def prompt_choices(self) -> list[Choice]:
@@ -253,6 +349,13 @@ class Generation:
     def finished(self) -> bool:
         """Whether no more rows will come."""
         return self._num_open == 0 or self.failure is not None
+
+    def reasoning_tokens(self, left_out: int | None = None) -> int | None:
+        """Tokens of reasoning of all choices so far, but for one; None if the answers have no reasoning block."""
+        plan = self.request.plan
+        if plan is None or plan.reasoning is None:
+            return None
+        return sum(each.num_reasoning_tokens for each in self.choices if each.index != left_out)
 
     # ------------------------------------------------------------ the manager's side
 

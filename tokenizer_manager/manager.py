@@ -406,11 +406,8 @@ class TokenizerManager:
             request.n,
             arrival_s,
             self._on_reader_gone,
-            request.scheduling,
+            request,
             self._limiter.num_unstarted,
-            [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
-            if request.poolings
-            else (),
         )
         if bootstrap is not None and bootstrap.kv_transfer_params is not None and handoffs[0] is not None:
             generation.kv_transfer_params = self._handoffs.answer(handoffs[0])
@@ -477,8 +474,9 @@ class TokenizerManager:
             logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
             code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
             param = None
-            if generation.prompt_names:
-                param = generation.prompt_names[choice.index]
+            request = generation.request
+            if request.poolings:
+                param = prompt_name(request.prompts, choice.index, request.prompt_param)
                 message = f"{param}: {message}"
             self._aborter.fail(
                 generation, RequestError(message, param=param, code=code, status=finish.status)

@@ -19,8 +19,7 @@ import msgspec
 
 from ..models.tokenizer.pairs import EncodedPair
 from ..models.tokenizer.tokenizer import Tokenizer
-from ..runtime.errors import RequestError
-from .admission.queue_limiter import QueueFullError
+from ..runtime.errors import QueueFullError, RequestError
 from .generation import Prompt
 
 _IN_PLACE_CHARS: Final = 4096  # 0.8 ms

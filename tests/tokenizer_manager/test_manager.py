@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.runtime.errors import EngineDeadError, RequestError
+from engine.runtime.errors import EngineDeadError, QueueFullError, RequestError
 from engine.runtime.messages import AbortRequest, BatchTextOutput, Finish, FinishKind
 from engine.runtime.sampling_params import MAX_SEED, SamplingParams
 from engine.runtime.scheduler_report import SchedulerReport
 from engine.runtime.transport.kv_transfer import TransferFigures
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest, Prompt
 from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder

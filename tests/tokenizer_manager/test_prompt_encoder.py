@@ -7,9 +7,8 @@ from array import array
 
 import pytest
 
-from engine.runtime.errors import RequestError
+from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager import prompt_encoder
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
 
 from .fake_engine import TOKENIZER, WAIT_S

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine.runtime.errors import EngineDeadError, RequestError
+from engine.runtime.errors import EngineDeadError, QueueFullError, RequestError
 from engine.runtime.messages import (
     BatchTextOutput,
     Delivered,
@@ -18,7 +18,6 @@ from engine.runtime.messages import (
 )
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.scheduler_report import SchedulerReport
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
 from engine.tokenizer_manager.scheduling_options import Scheduling
 

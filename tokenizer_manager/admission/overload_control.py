@@ -20,12 +20,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...runtime.config.server_config import OverloadMode
-from ...runtime.errors import RequestError
+from ...runtime.errors import QueueFullError, RequestError
 from ..aborter import Aborter
 from ..engine_state import EngineState
 from ..generation import Generation, GenerationRequest
 from ..request_log import RequestLog
-from .queue_limiter import QueueFullError, QueueLimiter
+from .queue_limiter import QueueLimiter
 
 _MAX_WAITING_BYTES: Final = (
     1 << 30

@@ -11,27 +11,13 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Final
 
-from ...runtime.errors import RequestError
+from ...runtime.errors import QueueFullError, RequestError
 from ...runtime.scheduler_report import SchedulerReport
 from ..request_log import LoggedRequest
 
 _MAX_RETRY_AFTER_S: Final = 60
 _NUM_FINISH_TIMES: Final = 64
 _FINISH_WINDOW_S: Final = 30.0
-
-
-class QueueFullError(RequestError):
-    """The queue is full: 429 with `Retry-After`, an estimated time until there is room.
-
-    Attributes:
-        position: requests ahead of this one; None if the limit is not one on requests.
-    """
-
-    retry_after_s: int
-
-    def __init__(self, message: str, retry_after_s: int, position: int | None = None) -> None:
-        super().__init__(message, code="queue_full", status=429, retry_after_s=retry_after_s)
-        self.position = position
 
 
 class QueueLimiter:

@@ -24,6 +24,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
         strict: the arguments must match the schema; otherwise they are any JSON object.
         custom: the tool takes text instead of JSON.
         custom_grammar: of that text; None: any text.
+        namespace: the client's group of tools, which is the beginning of `name`; "" for none.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     strict: bool = False
     custom: bool = False
     custom_grammar: GrammarSpec | None = None
+    namespace: str = ""
 
 
 class ChoiceMode(enum.StrEnum):

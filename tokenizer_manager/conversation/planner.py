@@ -67,6 +67,7 @@ class AnswerPlan:
     conversation: Conversation
     family: ToolFamily | None
     reasoning_family: ReasoningFamily | None
+    token_bytes: Callable[[int], bytes]
 
     def parser(self, make_id: MakeId | None = None) -> OutputParser:
         """A parser for one choice."""
@@ -79,10 +80,11 @@ class AnswerPlan:
             make_id=make_id,
         )
 
-    def reasoning_counter(self, token_bytes: Callable[[int], bytes]) -> ReasoningCounter:
-        """A counter of the reasoning tokens of one choice."""
-        opened = self.reasoning is not None and self.reasoning.opened
-        return ReasoningCounter(self.reasoning_family, opened, token_bytes)
+    def reasoning_counter(self) -> ReasoningCounter | None:
+        """A counter of the reasoning tokens of one choice; None if the answer has no block."""
+        if self.reasoning is None:
+            return None
+        return ReasoningCounter(self.reasoning_family, self.reasoning.opened, self.token_bytes)
 
 
 class Planner:
@@ -185,6 +187,7 @@ class Planner:
             conversation=conversation,
             family=family,
             reasoning_family=reasoning,
+            token_bytes=self._tokenizer.token_bytes,
         )
 
     # ------------------------------------------------------------ grammar

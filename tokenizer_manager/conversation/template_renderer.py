@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
-from ..admission.queue_limiter import QueueFullError
+from ...runtime.errors import QueueFullError
 from .chat_template import ChatTemplate
 from .conversation import Conversation
 from .template_sandbox import RenderBudget

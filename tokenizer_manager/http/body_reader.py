@@ -22,8 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
 from ...runtime.config.request_limits import RequestLimits
-from ...runtime.errors import RequestError
-from ..admission.queue_limiter import QueueFullError
+from ...runtime.errors import QueueFullError, RequestError
 from .exchange import ClientGone, DisconnectScope
 from .schema.json_body import parse_object
 from .schema.values import Body

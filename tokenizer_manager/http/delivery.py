@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from ...runtime.config.request_limits import RequestLimits
 from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, TextOutput
+from ..conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning, merged
 from ..generation import Choice, Generation, Row
-from .exchange import Exchange
-from .framing import DONE
+from .exchange import EVENT_STREAM, Exchange
 from .schema.values import check_count
 from .token_logprobs import TokenLogprob, int32s, unpack
 
@@ -27,19 +27,21 @@ def finish_reason(finish: Finish | None) -> str | None:
     return None if finish is None else finish.kind.value
 
 
-class Answer(Protocol):
+class AnswerWriter(Protocol):
     """Writes the stream of one API."""
 
-    def events(self, row: Row) -> bytes:
-        """The events for one row, framed; may be empty."""
+    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
+        """The events for one row, framed; may be empty. `deltas`: what the row adds."""
         ...
 
     def closing(self) -> bytes:
-        """The events after the last row, framed, without `[DONE]`."""
+        """The end of the stream, framed."""
         ...
 
 
-async def stream(exchange: Exchange, generation: Generation, answer: Answer) -> None:
+async def stream(
+    exchange: Exchange, generation: Generation, writer: AnswerWriter, media_type: bytes = EVENT_STREAM
+) -> None:
     """Send a generation as events.
 
     The response begins with the first row, so that a request that fails before it gets an HTTP status.
@@ -49,20 +51,29 @@ async def stream(exchange: Exchange, generation: Generation, answer: Answer) -> 
     """
     async for rows in generation:
         if not exchange.streaming:
-            await exchange.start_events()
-        events = b""
-        for row in rows:
-            row.choice.read(row.output)
-            events += answer.events(row)
+            await exchange.start_events(media_type)
+        events = b"".join([writer.events(row, row.choice.read(row.output)) for row in rows])
         if events:
             await exchange.send_events(events)
-    await exchange.end_events(answer.closing() + DONE)
+    await exchange.end_events(writer.closing())
+
+
+class CollectedCall(NamedTuple):
+    """A whole tool call. `arguments` is JSON, or the text of a custom tool; cut if the answer was."""
+
+    id: str
+    name: str
+    arguments: str
+    custom: bool
 
 
 class Collected:
-    """All rows of one choice, joined."""
+    """All rows of one choice, joined.
 
-    __slots__ = ("finish", "logprobs", "prompt_logprobs", "text", "token_ids")
+    Attributes:
+        text, token_ids, finish, logprobs, prompt_logprobs: of the rows.
+        content, reasoning, calls: of their deltas.
+    """
 
     def __init__(self) -> None:
         self.text = ""
@@ -70,8 +81,11 @@ class Collected:
         self.finish: Finish | None = None
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob] = []
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[CollectedCall] = []
 
-    def add(self, output: TextOutput, prompt_ids: array[int]) -> None:
+    def add(self, output: TextOutput, prompt_ids: array[int], deltas: Iterable[Delta] = ()) -> None:
         """Append a row."""
         self.text += output.text
         ids = int32s(output.token_ids)
@@ -82,6 +96,19 @@ class Collected:
             self.prompt_logprobs = unpack(output.prompt_logprobs, prompt_ids[1:])
         if output.finish is not None:
             self.finish = output.finish
+        for delta in deltas:
+            match delta:
+                case Reasoning(text):
+                    self.reasoning += text
+                case Content(text):
+                    self.content += text
+                case CallBegin(id=id_, name=name, custom=custom):
+                    self.calls.append(CollectedCall(id_, name, "", custom))
+                case CallArguments(call, text):
+                    known = self.calls[call]
+                    self.calls[call] = known._replace(arguments=known.arguments + text)
+                case CallEnd():
+                    pass
 
 
 async def collect(generation: Generation) -> list[Collected]:
@@ -91,64 +118,56 @@ async def collect(generation: Generation) -> list[Collected]:
         EngineError: the generation failed.
     """
     collected = [Collected() for _ in generation.choices]
+    is_chat = generation.request.plan is not None
     async for rows in generation:
-        for row in rows:
-            row.choice.read(row.output)
-            collected[row.choice.index].add(row.output, row.choice.prompt_ids)
+        for choice, output in rows:
+            deltas = choice.read(output)
+            collected[choice.index].add(output, choice.prompt_ids, deltas if is_chat else ())
     return collected
 
 
-class Wanted(NamedTuple):
-    """The number of answers per prompt.
+async def collect_deltas(generation: Generation) -> Iterator[Delta]:
+    """Wait for a generation of one choice to finish; its answer in as few deltas as there are parts.
 
-    Attributes:
-        returned: `n`.
-        generated: `best_of`; the same as `returned` without ranking.
+    Raises:
+        EngineError: the generation failed.
     """
-
-    returned: int
-    generated: int
-
-    @property
-    def ranked(self) -> bool:
-        """Whether some answers are left out."""
-        return self.generated > self.returned
-
-    def logprobs(self, asked: int | None) -> int | None:
-        """The log-probabilities to compute: as the client asked, or those of the sampled tokens, for ranking."""
-        return 0 if asked is None and self.ranked else asked
+    deltas: list[Delta] = []
+    async for rows in generation:
+        for choice, output in rows:
+            deltas += choice.read(output)
+    return merged(deltas)
 
 
-def wanted_answers(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> Wanted:
-    """The numbers of answers for `n`, which is checked already, and `best_of`.
+def num_generated(n: int, best_of: int | None, limits: RequestLimits, *, stream: bool) -> int:
+    """Answers to generate per prompt for `n`, which is checked already, and `best_of`.
 
     Raises:
         RequestError: `best_of` is out of range, below `n`, or cannot be streamed.
     """
     if best_of is None:
-        return Wanted(n, n)
+        return n
     check_count("best_of", best_of, 1, limits.max_n, "max_n")
     if best_of < n:
         rule = f"n is {n}, and the best n are chosen among best_of; raise best_of or lower n"
     elif best_of > n and stream:
         rule = f"n is {n}, and which are best is known only in the end; leave out stream or best_of"
     else:
-        return Wanted(n, best_of)
+        return best_of
     raise RequestError(f"best_of is {best_of}, but {rule}", param="best_of", code="invalid_value")
 
 
-def best_answers(
-    generation: Generation, answers: Sequence[Collected], wanted: Wanted
-) -> list[tuple[Choice, Collected]]:
+def best_answers(generation: Generation, answers: Sequence[Collected]) -> list[tuple[Choice, Collected]]:
     """The answers to return, prompt by prompt: the best first, or all in their order without ranking."""
     pairs = list(zip(generation.choices, answers, strict=True))
-    if not wanted.ranked:
+    request = generation.request
+    if not request.is_ranked:
         return pairs
     best: list[tuple[Choice, Collected]] = []
-    for first in range(0, len(pairs), wanted.generated):
-        of_prompt = pairs[first : first + wanted.generated]
+    for first in range(0, len(pairs), request.n):
+        of_prompt = pairs[first : first + request.n]
         of_prompt.sort(key=lambda pair: _mean_logprob(pair[1]), reverse=True)  # stable: ties keep their order
-        best += of_prompt[: wanted.returned]
+        best += of_prompt[: request.num_returned]
     return best
 
 

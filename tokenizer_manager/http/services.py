@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
@@ -35,10 +35,20 @@ from .body_reader import BodyReader
 from .exchange import Exchange
 from .guards.auth import Authorizer
 from .guards.body_budget import BodyBudget
-from .schema.errors import POSITION_HEADER
+from .schema.constraints import chat_grammar, check_constraint_with_tools, check_room
+from .schema.errors import POSITION_HEADER, renamed_fields
+from .schema.field_policy import first_warnings
 from .schema.values import Body, show
 
 T = TypeVar("T")
+
+
+class PreparedRequest(NamedTuple):
+    """A request that could be started, and each of its prompts."""
+
+    request: GenerationRequest
+    prompts: list[PreparedPrompt]
+
 
 _MAX_SHOWN_ADAPTERS: Final = 20
 
@@ -150,21 +160,79 @@ class Services:
             self.renderer.close()
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
-        """As `TokenizerManager.start`; the response has the queue position in a header."""
-        if not request.poolings:
-            check_task(self.spec, "generate")
-        generation = await self.manager.start(replace(request, received_s=exchange.received_s))
+        """Render and plan a chat, and start a request. Call it where a disconnect cancels; enter the result's `with`.
+
+        The response has the queue position in a header.
+
+        Raises:
+            RequestError: the model has no chat template, it cannot render the messages, or the request is refused.
+            QueueFullError: the queue is full.
+            EngineDeadError: the engine is dead.
+        """
+        request = await self.planned(exchange, request)
+        with renamed_fields(request.names):
+            if not request.poolings:
+                check_task(self.spec, "generate")
+            generation = await self.manager.start(request)
         exchange.generations.append(generation)
         exchange.more_headers.append((POSITION_HEADER, b"%d" % generation.queue_position))
         return generation
 
-    async def prepare(self, exchange: Exchange, request: GenerationRequest) -> list[PreparedPrompt]:
-        """As `TokenizerManager.prepare`."""
-        check_task(self.spec, "generate")
-        return await self.manager.prepare(replace(request, received_s=exchange.received_s))
+    async def prepare(self, exchange: Exchange, request: GenerationRequest) -> PreparedRequest:
+        """As `start`, but nothing is sent to the scheduler; see `TokenizerManager.prepare`."""
+        request = await self.planned(exchange, request)
+        with renamed_fields(request.names):
+            check_task(self.spec, "generate")
+            return PreparedRequest(request, await self.manager.prepare(request))
 
-    def second_bos(self, generation: Generation, request: GenerationRequest, fix: str) -> list[str]:
+    async def planned(self, exchange: Exchange, request: GenerationRequest) -> GenerationRequest:
+        """The request with the time of its body; that of a chat with its prompt, its grammar and the plan.
+
+        Raises:
+            RequestError: the model has no chat template, it cannot render the messages, or the request is refused.
+        """
+        conversation, constraint = request.conversation, request.constraint
+        if conversation is None:
+            return replace(request, received_s=exchange.received_s)
+        arrival_s, max_tokens = self.manager.now_s(), request.sampling.max_new_tokens
+        check_constraint_with_tools(conversation, constraint)
+        if constraint is not None and not conversation.tools:
+            check_room(constraint, max_tokens, request.length_param, self.tokenizer)
+        plan = await self.plan_chat(
+            conversation,
+            max_tokens=max_tokens,
+            scheduling=request.scheduling,
+            messages_param=request.prompt_param,
+        )
+        return replace(
+            request,
+            prompts=[plan.prompt],
+            add_special_tokens=False,
+            grammar=chat_grammar(plan, constraint),
+            grammar_param="tools" if constraint is None else constraint.param,
+            keep_special_ids=plan.keep_special_ids,
+            plan=plan,
+            warnings=first_warnings(request.warnings + plan.warnings),
+            received_s=exchange.received_s,
+            arrival_s=arrival_s,
+        )
+
+    async def count_prompt(self, exchange: Exchange, request: GenerationRequest) -> tuple[int, list[str]]:
+        """The number of tokens of a chat's prompt, and warnings. Call it where a disconnect cancels.
+
+        Raises:
+            RequestError: the model has no chat template, or it cannot render the messages.
+        """
+        assert request.conversation is not None
+        plan = await self.plan_chat(
+            request.conversation, scheduling=request.scheduling, messages_param=request.prompt_param
+        )
+        [ids] = await self.encoder.encode([plan.prompt], add_special_tokens=False, param=request.prompt_param)
+        return len(ids), first_warnings(request.warnings + plan.warnings)
+
+    def second_bos(self, generation: Generation, fix: str) -> list[str]:
         """Warnings for prompts of a started request that begin with two BOS; see `second_bos` of the encoder."""
+        request = generation.request
         if not request.add_special_tokens:
             return []
         encoded = [choice.prompt_ids for choice in generation.prompt_choices]

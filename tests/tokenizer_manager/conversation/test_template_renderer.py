@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.runtime.errors import QueueFullError
 from engine.tokenizer_manager.conversation import template_renderer
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
 from engine.tokenizer_manager.conversation.template_sandbox import RenderBudget

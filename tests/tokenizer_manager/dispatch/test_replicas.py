@@ -11,11 +11,10 @@ from msgspec.structs import replace
 from engine.launch.child.control import Endpoints, Role, Settings
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.errors import EngineDeadError, RequestError
+from engine.runtime.errors import EngineDeadError, QueueFullError, RequestError
 from engine.runtime.messages import BatchTextOutput, Call, Explain, Explanation, LiveRequest, RequestList
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.scheduler_report import SchedulerReport
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
 from engine.tokenizer_manager.all_processes import AllProcesses
 from engine.tokenizer_manager.dispatch.policies import PrefixAffinity
 from engine.tokenizer_manager.dispatch.prefix_map import BLOCK

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.request_limits import RequestLimits
-from engine.runtime.errors import RequestError
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, LONG_S, SMALL_BYTES, BodyReader
 from engine.tokenizer_manager.http.exchange import ClientGone, DisconnectScope

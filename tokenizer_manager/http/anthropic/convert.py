@@ -10,16 +10,14 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 from msgspec.structs import replace
 
 from ....runtime.config.engine_config import EngineConfig
-from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
-from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import (
     TEXT_SEPARATOR,
     ChoiceMode,
@@ -31,7 +29,8 @@ from ...conversation.conversation import (
 )
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...conversation.parsing.json_text import object_of
-from ..schema.constraints import Constraint, json_schema
+from ...generation import Constraint, GenerationRequest
+from ..schema.constraints import json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
 from ..schema.generation_fields import SamplingFields, at_least_one
@@ -100,37 +99,19 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 prompt would share a prefix with the one before it."""
 
 
-class ReadMessages(NamedTuple):
-    """A checked request; `user`: its `metadata.user_id`."""
-
-    request: MessagesRequest
-    conversation: Conversation
-    constraint: Constraint | None
-    sampling: SamplingParams
-    warnings: list[str]
-    user: str | None
-
-
-class ReadCount(NamedTuple):
-    """A checked request to count tokens."""
-
-    request: CountTokensRequest
-    conversation: Conversation
-    warnings: list[str]
-
-
 def read_messages(
-    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
-) -> ReadMessages:
+    body: Body, config: EngineConfig, defaults: SamplingDefaults
+) -> tuple[MessagesRequest, GenerationRequest]:
     """Check a request of `/v1/messages`; `defaults`: for the sampling fields that it leaves out.
 
     Raises:
         RequestError: a field is refused; names its path.
     """
+    strict = config.server.strict
     notes = Notes(MESSAGES_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, MessagesRequest)
     _note_edits(body, notes)
-    conversation, constraint = _conversation(request, limits, answers, notes)
+    conversation, constraint = _conversation(request, config, notes)
     fields = SamplingFields(
         temperature=request.temperature,
         top_p=request.top_p,
@@ -139,27 +120,47 @@ def read_messages(
     )
     with renamed_fields(NAMES):
         sampling = fields.sampling(
-            limits,
+            config.limits,
             defaults,
             max_new_tokens=at_least_one(request.max_tokens, LENGTH_PARAM),
             min_new_tokens=None,
             keep_stop=False,
         )
-    user = convert(request.metadata or {}, Metadata, "metadata").user_id
-    return ReadMessages(request, conversation, constraint, sampling, notes.warnings, user)
+    return request, GenerationRequest(
+        conversation=conversation,
+        constraint=constraint,
+        sampling=sampling,
+        id_prefix="msg",
+        prompt_param="messages",
+        length_param=LENGTH_PARAM,
+        names=NAMES,
+        warnings=notes.warnings,
+    )
 
 
-def read_count(body: Body, limits: RequestLimits, answers: EngineConfig, *, strict: bool) -> ReadCount:
+def user_of(request: MessagesRequest) -> str | None:
+    """`metadata.user_id`.
+
+    Raises:
+        RequestError: it is no text.
+    """
+    return convert(request.metadata or {}, Metadata, "metadata").user_id
+
+
+def read_count(body: Body, config: EngineConfig) -> tuple[CountTokensRequest, GenerationRequest]:
     """Check a request of `/v1/messages/count_tokens`.
 
     Raises:
         RequestError: a field is refused; names its path.
     """
+    strict = config.server.strict
     notes = Notes(COUNT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, CountTokensRequest)
     _note_edits(body, notes)
-    conversation, _ = _conversation(request, limits, answers, notes)
-    return ReadCount(request, conversation, notes.warnings)
+    conversation, _ = _conversation(request, config, notes)
+    return request, GenerationRequest(
+        conversation=conversation, prompt_param="messages", warnings=notes.warnings
+    )
 
 
 def _note_edits(body: Body, notes: Notes) -> None:
@@ -173,11 +174,11 @@ def _note_edits(body: Body, notes: Notes) -> None:
 
 
 def _conversation(
-    request: CountTokensRequest, limits: RequestLimits, answers: EngineConfig, notes: Notes
+    request: CountTokensRequest, config: EngineConfig, notes: Notes
 ) -> tuple[Conversation, Constraint | None]:
     if not request.messages:
         raise refused("messages", "is empty; a chat has at least one message", "empty_prompt")
-    check_limit("messages", len(request.messages), "messages", limits.max_messages, "max_messages")
+    check_limit("messages", len(request.messages), "messages", config.limits.max_messages, "max_messages")
     history = History()
     if request.system is not None:
         system = _system(request.system)
@@ -185,8 +186,8 @@ def _conversation(
             history.system(system)
     for at, message in objects(request.messages, "messages"):
         _read_message(message, at, history, notes)
-    config = convert(request.output_config or {}, OutputConfig, "output_config")
-    constraint = None if config.format is None else _format(config.format, answers)
+    output = convert(request.output_config or {}, OutputConfig, "output_config")
+    constraint = None if output.format is None else _format(output.format, config)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
@@ -196,7 +197,7 @@ def _conversation(
         tool_path="tools[{}]",
         schema_field="input_schema",
         spec=None if constraint is None else constraint.use.spec,
-        reasoning=_reasoning(request.thinking, config.effort),
+        reasoning=_reasoning(request.thinking, output.effort),
         continue_final_message=_continues(history, len(request.messages) - 1),
     )
     return conversation, constraint

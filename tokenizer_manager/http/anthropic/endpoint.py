@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.errors import RequestError
-from ...conversation.deltas import Delta, merged
-from ..chat_run import AnswerRow, ChatCall, ChatGeneration, send_stream, start_chat
+from ...conversation.deltas import Delta
+from ...generation import Generation, GenerationRequest, Row
+from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
+from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
-from ..schema.field_policy import first_warnings
 from ..services import Services
-from .convert import LENGTH_PARAM, NAMES, MessageStream, ReadCount, ReadMessages, read_count, read_messages
-from .wire import CountBody, CountTokensRequest, MessageBody, MessageUsage, OutputTokensDetails, StopReason
+from .convert import MessageStream, read_count, read_messages, user_of
+from .wire import CountBody, MessageBody, MessagesRequest, MessageUsage, OutputTokensDetails, StopReason
 
 _REQUEST_ID: Final = b"request-id"
 """The header in which Anthropic's clients look for `Exchange.request_id`."""
@@ -23,32 +27,14 @@ _REQUEST_ID: Final = b"request-id"
 async def messages(exchange: Exchange, services: Services) -> None:
     """Answer a chat in the form of the Messages API."""
     exchange.more_headers.append((_REQUEST_ID, exchange.request_id.encode()))
-    read = await services.read(exchange, lambda body: _read(body, services))
-    constraint = read.constraint
-    call = ChatCall(
-        conversation=read.conversation,
-        sampling=read.sampling,
-        id_prefix="msg",
-        scheduling=services.with_adapter(
-            exchange.caller.scheduling(read.request, read.user), read.request.model
-        ),
-        length_param=LENGTH_PARAM,
-        constraint=constraint,
-        arrival_s=services.manager.now_s(),
-        names=NAMES,
-    )
+    body, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await start_chat(exchange, services, call) as chat:
-            writer = _Writer(services, chat, read)
-            if read.request.stream:
-                await send_stream(exchange, chat, writer)
+        with await services.start(exchange, request) as generation:
+            writer = _Writer(services, generation, body)
+            if body.stream:
+                await stream(exchange, generation, writer)
             else:
-                deltas: list[Delta] = []
-                async for rows in chat:
-                    for row in rows:
-                        deltas += row.deltas
-                        writer.last = row
-                writer.stream.events(merged(deltas))
+                writer.stream.events(await collect_deltas(generation))
                 writer.closing()
                 await exchange.send_json(writer.stream.body)
 
@@ -56,30 +42,24 @@ async def messages(exchange: Exchange, services: Services) -> None:
 async def count_tokens(exchange: Exchange, services: Services) -> None:
     """The number of tokens of the prompt of a message."""
     exchange.more_headers.append((_REQUEST_ID, exchange.request_id.encode()))
-    read = await services.read(exchange, lambda body: _read_count(body, services))
+    request = await services.read(exchange, lambda body: _read_count(body, services))
     async with exchange.abort_on_disconnect():
-        plan = await services.plan_chat(read.conversation)
-        [ids] = await services.encoder.encode([plan.prompt], add_special_tokens=False, param="messages")
-        warnings = first_warnings(read.warnings + plan.warnings)
-        await exchange.send_json(CountBody(input_tokens=len(ids), warnings=warnings or UNSET))
+        num_tokens, warnings = await services.count_prompt(exchange, request)
+        await exchange.send_json(CountBody(input_tokens=num_tokens, warnings=warnings or UNSET))
 
 
-def _read(body: dict[str, Any], services: Services) -> ReadMessages:
-    config = services.config
-    read = read_messages(body, config.limits, config, services.sampling_defaults, strict=config.server.strict)
-    _check_model(read.request, services)
-    return read
+def _read(
+    body: dict[str, Any], services: Services, caller: Caller
+) -> tuple[MessagesRequest, GenerationRequest]:
+    request, generation = read_messages(body, services.config, services.sampling_defaults)
+    scheduling = services.with_adapter(caller.scheduling(request, user_of(request)), request.model)
+    return request, replace(generation, scheduling=scheduling)
 
 
-def _read_count(body: dict[str, Any], services: Services) -> ReadCount:
-    config = services.config
-    read = read_count(body, config.limits, config, strict=config.server.strict)
-    _check_model(read.request, services)
-    return read
-
-
-def _check_model(request: CountTokensRequest, services: Services) -> None:
+def _read_count(body: dict[str, Any], services: Services) -> GenerationRequest:
+    request, generation = read_count(body, services.config)
     services.check_model(request.model)
+    return generation
 
 
 class _Writer:
@@ -87,30 +67,27 @@ class _Writer:
 
     Attributes:
         stream: of the events.
-        last: the latest row.
     """
 
-    def __init__(self, services: Services, chat: ChatGeneration, read: ReadMessages) -> None:
-        self._chat = chat
-        self._stops = read.request.stop_sequences or []
-        self.last: AnswerRow | None = None
+    def __init__(self, services: Services, generation: Generation, request: MessagesRequest) -> None:
+        self._tokenizer = services.tokenizer
+        self._generation = generation
+        self._stops = request.stop_sequences or []
+        self._begun = False
         self.stream = MessageStream(
             MessageBody(
-                id=chat.generation.id.replace("-", "_"),
-                model=read.request.model or services.served_model,
-                usage=_usage(chat),
-                warnings=first_warnings(read.warnings + chat.warnings) or UNSET,
+                id=generation.id.replace("-", "_"),
+                model=request.model or services.served_model,
+                usage=_usage(generation, self._tokenizer),
+                warnings=generation.request.warnings or UNSET,
             )
         )
 
-    def begin(self, row: AnswerRow) -> bytes:
-        """The first events."""
-        return self.stream.begin(_usage(self._chat))
-
-    def row(self, row: AnswerRow) -> bytes:
-        """The events for a row."""
-        self.last = row
-        return self.stream.events(row.deltas)
+    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
+        """The events for a row, after the first ones."""
+        begin = b"" if self._begun else self.stream.begin(_usage(self._generation, self._tokenizer))
+        self._begun = True
+        return begin + self.stream.events(deltas)
 
     def closing(self) -> bytes:
         """The last events.
@@ -119,13 +96,12 @@ class _Writer:
             RequestError: the request was aborted; the API has no stop reason for that.
         """
         stop_reason, stop_sequence = self._stop()
-        return self.stream.complete(stop_reason, stop_sequence, _usage(self._chat))
+        return self.stream.complete(stop_reason, stop_sequence, _usage(self._generation, self._tokenizer))
 
     def _stop(self) -> tuple[StopReason, str | None]:
-        assert self.last is not None
-        finish = self.last.output.finish
-        matched = None if finish is None else finish.matched
-        match self.last.finish_reason:
+        [choice] = self._generation.choices
+        matched = None if choice.finish is None else choice.finish.matched
+        match choice.finish_reason:
             case "abort":
                 raise RequestError("the request was aborted", code="aborted", status=500)
             case "length":
@@ -138,14 +114,14 @@ class _Writer:
                 return "end_turn", None
 
 
-def _usage(chat: ChatGeneration) -> MessageUsage:
-    usage = usage_of(chat.generation, tokenizer=chat.tokenizer)
+def _usage(generation: Generation, tokenizer: Tokenizer) -> MessageUsage:
+    usage = usage_of(generation, tokenizer=tokenizer)
     cached = usage.prompt_tokens_details.cached_tokens
     return MessageUsage(
         input_tokens=usage.prompt_tokens - cached,
         cache_read_input_tokens=cached,
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(chat.reasoning_tokens() or 0),
+        output_tokens_details=OutputTokensDetails(generation.reasoning_tokens() or 0),
         grammar=usage.grammar,
-        truncated=truncated_of(chat.generation.choices[0], chat.tokenizer),
+        truncated=truncated_of(generation.choices[0], tokenizer),
     )

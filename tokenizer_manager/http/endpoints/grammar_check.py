@@ -18,9 +18,10 @@ from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarUse
+from ...generation import Constraint
 from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields
-from ..schema.constraints import GRAMMAR_CODES, Constraint, constraint_of
+from ..schema.constraints import GRAMMAR_CODES, constraint_of
 from ..schema.errors import ErrorObject
 from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.values import Body, convert

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Final
 
-from ...admission.queue_limiter import QueueFullError
+from ....runtime.errors import QueueFullError
 
 MAX_BYTES: Final = 1 << 30
 SMALL_BYTES: Final = 64 << 10

@@ -6,22 +6,25 @@ text so far, which is quadratic in the length. With `incremental` a chunk has on
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
 from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import SamplingParams
+from ...conversation.deltas import Delta
 from ...generation import Choice, Generation, GenerationRequest, Row
 from ...prompt_encoder import NO_BOS
-from ..delivery import Collected, Wanted, best_answers, collect, stream, wanted_answers
+from ..delivery import Collected, best_answers, collect, num_generated, stream
 from ..exchange import Exchange
-from ..framing import event
+from ..framing import DONE, event
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
 from ..schema.constraints import check_room, constraint_of
@@ -63,45 +66,33 @@ _OUR_NAMES: Final = {
 
 async def generate(exchange: Exchange, services: Services) -> None:
     """Generate from texts or token ids."""
-    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
-    request, warnings = made.request, made.warnings
+    body, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with renamed_fields(_OUR_NAMES):
-            generation = await services.start(exchange, made.generation)
-        with generation:
-            warnings += services.second_bos(generation, made.generation, NO_BOS)
-            if request.stream:
+        with await services.start(exchange, request) as generation:
+            warnings = request.warnings + services.second_bos(generation, NO_BOS)
+            if body.stream:
+                incremental = bool(body.incremental)
                 writer = _NativeStream(
-                    services, generation, incremental=bool(request.incremental), warnings=warnings
+                    services.tokenizer, generation, incremental=incremental, warnings=warnings
                 )
                 await stream(exchange, generation, writer)
                 return
             answers = []
-            for choice, answer in best_answers(generation, await collect(generation), made.wanted):
-                if not request.return_logprob:
+            for choice, answer in best_answers(generation, await collect(generation)):
+                if not body.return_logprob:
                     answer.logprobs = []  # were for ranking
-                answers.append(_body(services, generation, choice, answer))
+                answers.append(_body(services.tokenizer, generation, choice, answer))
             answers[0].warnings = warnings or UNSET
-            await exchange.send_json(answers if made.is_batch or len(answers) > 1 else answers[0])
+            await exchange.send_json(answers if _is_batch(body) or len(answers) > 1 else answers[0])
 
 
-class _Checked(NamedTuple):
-    """A checked body.
-
-    Attributes:
-        generation: the request to generate.
-        wanted: what of it is returned.
-        is_batch: the client sent a list of prompts.
-    """
-
-    request: NativeRequest
-    generation: GenerationRequest
-    wanted: Wanted
-    is_batch: bool
-    warnings: list[str]
+def _is_batch(body: NativeRequest) -> bool:
+    """Whether the client sent a list of prompts."""
+    value = body.text or body.input_ids
+    return isinstance(value, list) and isinstance(value[0], str | list)
 
 
-def _read(body: Body, services: Services, caller: Caller) -> _Checked:
+def _read(body: Body, services: Services, caller: Caller) -> tuple[NativeRequest, GenerationRequest]:
     warnings = _POLICY.check(body, strict=services.config.server.strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
@@ -116,7 +107,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
             code="unsupported_value",
         )
     sampling = convert(request.sampling_params or {}, NativeSampling, "sampling_params")
-    generation_request, wanted, is_batch = _generation_request(
+    generation = _generation_request(
         request,
         sampling,
         caller,
@@ -124,7 +115,7 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         services.sampling_defaults,
         services.manager.capacity.max_model_len,
     )
-    generation_request = _with_adapters(generation_request, request, services)
+    generation = _with_adapters(generation, request, services)
     constraint = constraint_of(
         sampling,
         services.config.answers,
@@ -133,13 +124,11 @@ def _read(body: Body, services: Services, caller: Caller) -> _Checked:
         at="sampling_params",
     )
     if constraint is not None:
-        max_new_tokens = generation_request.sampling.max_new_tokens
+        max_new_tokens = generation.sampling.max_new_tokens
         check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", services.tokenizer)
         warnings += constraint.warnings
-        generation_request = replace(
-            generation_request, grammar=constraint.use, grammar_param=constraint.param
-        )
-    return _Checked(request, generation_request, wanted, is_batch, warnings)
+        generation = replace(generation, grammar=constraint.use, grammar_param=constraint.param)
+    return request, replace(generation, names=_OUR_NAMES, warnings=warnings)
 
 
 def _with_adapters(
@@ -172,8 +161,8 @@ def _generation_request(
     limits: RequestLimits,
     defaults: SamplingDefaults,
     max_prompt_len: int,
-) -> tuple[GenerationRequest, Wanted, bool]:
-    """The generation request, the numbers of answers, and whether the client sent a list of prompts.
+) -> GenerationRequest:
+    """The request, without adapters and constraint.
 
     Raises:
         RequestError: fields contradict each other, or a field has a wrong type.
@@ -202,10 +191,9 @@ def _generation_request(
         )
     with renamed_fields(_OUR_NAMES):
         max_new_tokens = at_least_one(sampling.max_new_tokens, "max_new_tokens")
-        wanted = wanted_answers(
-            sampling.num_choices(limits), sampling.best_of, limits, stream=bool(request.stream)
-        )
-        generation_request = GenerationRequest(
+        n = sampling.num_choices(limits)
+        generated = num_generated(n, sampling.best_of, limits, stream=bool(request.stream))
+        return GenerationRequest(
             prompts=prompts,
             sampling=sampling.sampling(
                 limits,
@@ -213,38 +201,38 @@ def _generation_request(
                 max_new_tokens=DEFAULT_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens,
                 min_new_tokens=sampling.min_new_tokens,
                 keep_stop=sampling.no_stop_trim,
-                logprobs=wanted.logprobs(top),
+                logprobs=0 if top is None and generated > n else top,
                 prompt_logprobs=top if wants_prompt else None,
             ),
-            n=wanted.generated,
+            n=generated,
+            num_returned=n,
             id_prefix="gen",
             scheduling=caller.scheduling(request),
             add_special_tokens=request.add_special_tokens is not False,
             prompt_param=param,
         )
-    return generation_request, wanted, isinstance(value, list) and isinstance(value[0], str | list)
 
 
 class _NativeStream:
     """Writes one event per row."""
 
     def __init__(
-        self, services: Services, generation: Generation, *, incremental: bool, warnings: list[str]
+        self, tokenizer: Tokenizer, generation: Generation, *, incremental: bool, warnings: list[str]
     ) -> None:
-        self._services = services
+        self._tokenizer = tokenizer
         self._generation = generation
         self._incremental = incremental
         self._warnings = warnings
         self._so_far = [Collected() for _ in generation.choices]
 
-    def events(self, row: Row) -> bytes:
+    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The event for one row."""
         choice = row.choice
         if self._incremental:
             self._so_far[choice.index] = Collected()
         collected = self._so_far[choice.index]
         collected.add(row.output, choice.prompt_ids)
-        body = _body(self._services, self._generation, choice, collected)
+        body = _body(self._tokenizer, self._generation, choice, collected)
         if len(self._so_far) > 1:
             body.index = choice.index
         if self._warnings:
@@ -252,11 +240,11 @@ class _NativeStream:
         return event(body)
 
     def closing(self) -> bytes:
-        """Nothing: the event of the last row has everything."""
-        return b""
+        """Only the mark of the end: the event of the last row has everything."""
+        return DONE
 
 
-def _body(services: Services, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
+def _body(tokenizer: Tokenizer, generation: Generation, choice: Choice, collected: Collected) -> GenerateBody:
     usage = choice.usage
     meta = MetaInfo(
         id=generation.id,
@@ -269,16 +257,16 @@ def _body(services: Services, generation: Generation, choice: Choice, collected:
         e2e_latency=(choice.last_token_s or generation.arrival_s) - generation.arrival_s,
     )
     if choice.guided is not None and choice.finish is not None:
-        meta.grammar = choice.guided.report(services.tokenizer) or UNSET
-        meta.truncated = truncated_of(choice, services.tokenizer)
+        meta.grammar = choice.guided.report(tokenizer) or UNSET
+        meta.truncated = truncated_of(choice, tokenizer)
     if collected.prompt_logprobs:
         entries = collected.prompt_logprobs
-        first: LogprobRow = (None, *_named(services, choice.prompt_ids[0]))
-        meta.input_token_logprobs = [first, *_own(services, entries)]
-        meta.input_top_logprobs = [None, *_top(services, entries)]
+        first: LogprobRow = (None, *_named(tokenizer, choice.prompt_ids[0]))
+        meta.input_token_logprobs = [first, *_own(tokenizer, entries)]
+        meta.input_top_logprobs = [None, *_top(tokenizer, entries)]
     if collected.logprobs:
-        meta.output_token_logprobs = _own(services, collected.logprobs)
-        meta.output_top_logprobs = _top(services, collected.logprobs)
+        meta.output_token_logprobs = _own(tokenizer, collected.logprobs)
+        meta.output_top_logprobs = _top(tokenizer, collected.logprobs)
     return GenerateBody(collected.text, collected.token_ids.tolist(), meta)
 
 
@@ -293,13 +281,13 @@ def _finish_reason(finish: Finish | None) -> dict[str, Any] | None:
     return reason
 
 
-def _own(services: Services, entries: list[TokenLogprob]) -> list[LogprobRow]:
-    return [(entry.logprob, *_named(services, entry.token_id)) for entry in entries]
+def _own(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[LogprobRow]:
+    return [(entry.logprob, *_named(tokenizer, entry.token_id)) for entry in entries]
 
 
-def _top(services: Services, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
-    return [[(value, *_named(services, token_id)) for token_id, value in entry.top] for entry in entries]
+def _top(tokenizer: Tokenizer, entries: list[TokenLogprob]) -> list[list[LogprobRow]]:
+    return [[(value, *_named(tokenizer, token_id)) for token_id, value in entry.top] for entry in entries]
 
 
-def _named(services: Services, token_id: int) -> tuple[int, str]:
-    return token_id, services.tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+def _named(tokenizer: Tokenizer, token_id: int) -> tuple[int, str]:
+    return token_id, tokenizer.token_bytes(token_id).decode("utf-8", "replace")

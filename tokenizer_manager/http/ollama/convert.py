@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, ClassVar, Final, NamedTuple
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
@@ -20,8 +21,9 @@ from ....runtime.sampling_params import MAX_TEMPERATURE, SamplingParams
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...conversation.parsing.json_text import object_of
+from ...generation import Constraint, GenerationRequest
 from ..framing import line
-from ..schema.constraints import Constraint, json_object, json_schema
+from ..schema.constraints import json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
 from ..schema.generation_fields import SamplingFields
@@ -79,96 +81,70 @@ _MESSAGE: Final = policy_of(
 )
 
 
-class ReadOllama(NamedTuple):
-    """A checked request.
-
-    Attributes:
-        conversation: without messages: the client only wants the model to be loaded.
-        raw: the prompt as it is, without the chat template; None: the conversation.
-    """
-
-    model: str | None
-    stream: bool
-    conversation: Conversation
-    raw: str | None
-    constraint: Constraint | None
-    sampling: SamplingParams
-    warnings: list[str]
-
-
 def read_chat(
-    body: Body,
-    limits: RequestLimits,
-    answers: EngineConfig,
-    defaults: SamplingDefaults,
-    *,
-    max_model_len: int,
-    strict: bool,
-) -> ReadOllama:
-    """Check a request of `/api/chat`.
+    body: Body, config: EngineConfig, defaults: SamplingDefaults, *, max_model_len: int
+) -> tuple[OllamaChatRequest, GenerationRequest]:
+    """Check a request of `/api/chat`; without messages, the client only wants the model to be loaded.
 
     Raises:
         RequestError: a field is refused; names its path.
     """
+    strict = config.server.strict
     notes = Notes(CHAT_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, OllamaChatRequest)
     history = History()
     messages = request.messages or []
-    check_limit("messages", len(messages), "messages", limits.max_messages, "max_messages")
+    limit = config.limits.max_messages
+    check_limit("messages", len(messages), "messages", limit, "max_messages")
     calls = _Calls()
     for at, message in objects(messages, "messages"):
         notes.check(_MESSAGE, message, at)
         _read_message(message, at, history, calls)
-    return _read(
-        request, history, _tools(request.tools or []), None, limits, answers, defaults, max_model_len, notes
-    )
+    tools = _tools(request.tools or [])
+    generation = _read(request, history, tools, "messages", config, defaults, max_model_len, notes)
+    return request, generation
 
 
 def read_generate(
-    body: Body,
-    limits: RequestLimits,
-    answers: EngineConfig,
-    defaults: SamplingDefaults,
-    *,
-    max_model_len: int,
-    strict: bool,
-) -> ReadOllama:
-    """Check a request of `/api/generate`.
+    body: Body, config: EngineConfig, defaults: SamplingDefaults, *, max_model_len: int
+) -> tuple[OllamaGenerateRequest, GenerationRequest]:
+    """Check a request of `/api/generate`; a raw prompt is not rendered.
 
     Raises:
         RequestError: a field is refused; names its path.
     """
+    strict = config.server.strict
     notes = Notes(GENERATE_POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, OllamaGenerateRequest)
     history = History()
-    raw: str | None = None
     if request.raw:
         for name in ("system", "format", "think"):
             if getattr(request, name):
                 raise refused(name, "cannot be combined with raw; send one of them", "unsupported_value")
-        raw = request.prompt or None
     elif request.prompt:
         if request.system:
             history.system(request.system)
         history.user(request.prompt)
-    return _read(request, history, (), raw, limits, answers, defaults, max_model_len, notes)
+    generation = _read(request, history, (), "prompt", config, defaults, max_model_len, notes)
+    if request.raw and request.prompt:
+        generation = replace(generation, prompts=[request.prompt], conversation=None)
+    return request, generation
 
 
 def _read(
     request: OllamaFields,
     history: History,
     tools: tuple[Tool, ...],
-    raw: str | None,
-    limits: RequestLimits,
-    answers: EngineConfig,
+    param: str,
+    config: EngineConfig,
     defaults: SamplingDefaults,
     max_model_len: int,
     notes: Notes,
-) -> ReadOllama:
+) -> GenerationRequest:
     options = convert(request.options or {}, OllamaOptions, "options")
     if options.num_ctx is not None:
         _check_context(options.num_ctx, max_model_len, notes)
-    constraint = _format(request.format, answers)
+    constraint = _format(request.format, config)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
@@ -177,14 +153,15 @@ def _read(
         spec=None if constraint is None else constraint.use.spec,
         reasoning=_reasoning(request.think),
     )
-    return ReadOllama(
-        request.model,
-        request.stream is not False,
-        conversation,
-        raw,
-        constraint,
-        _sampling(options, limits, defaults),
-        notes.warnings,
+    return GenerationRequest(
+        conversation=conversation,
+        constraint=constraint,
+        sampling=_sampling(options, config.limits, defaults),
+        id_prefix="ollama",
+        prompt_param=param,
+        length_param=LENGTH_PARAM,
+        names=NAMES,
+        warnings=notes.warnings,
     )
 
 

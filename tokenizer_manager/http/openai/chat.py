@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ....models.tokenizer.tokenizer import Tokenizer
-from ....runtime.sampling_params import SamplingParams
-from ...conversation.conversation import Conversation
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
-from ...generation import Choice
-from ...scheduling_options import Scheduling
-from ..chat_run import AnswerRow, ChatCall, ChatGeneration, CollectedAnswer, CollectedCall, start_chat
+from ...generation import Choice, GenerationRequest, Row
+from ..delivery import Collected, CollectedCall, collect, stream
 from ..exchange import Exchange
-from ..framing import DONE
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
-from ..schema.constraints import Constraint, constraint_of
+from ..schema.constraints import constraint_of
 from ..schema.errors import OPENAI_NAMES, renamed_fields
-from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy, first_warnings
+from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions
 from ..schema.values import Body, convert
 from ..services import Services
@@ -50,72 +46,30 @@ _POLICY: Final = FieldPolicy(
 
 async def chat_completions(exchange: Exchange, services: Services) -> None:
     """Answer a chat."""
-    checked = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
-    call = checked.call(services.manager.now_s())
+    body, request = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await start_chat(exchange, services, call) as chat:
-            warnings = first_warnings(checked.warnings + chat.warnings)
-            old_form = bool(checked.request.functions)
+        with await services.start(exchange, request) as generation:
+            warnings = generation.request.warnings
+            old_form = bool(body.functions)
             field = services.config.answers.reasoning_field
-            placements = [_placement(services, chat, checked.sampling) for _ in chat.generation.choices]
-            if checked.options is not None:
-                chunks = ChunkWriter(
-                    ChatChunk, services, chat.generation, checked.options, warnings, chat.reasoning_tokens
+            placements = [_placement(services.tokenizer, generation.request) for _ in generation.choices]
+            options = body.events()
+            if options is not None:
+                chunks = ChunkWriter(ChatChunk, services, generation, options, warnings)
+                writer = _ChatStream(services.tokenizer, chunks, placements, field, old_form=old_form)
+                await stream(exchange, generation, writer)
+                return
+            answers = await collect(generation)
+            choices = [
+                _choice(
+                    services.tokenizer, choice, answer, placements[choice.index], field, old_form=old_form
                 )
-                await _stream(
-                    exchange, chat, _ChatStream(services, chunks, placements, field, old_form=old_form)
-                )
-            else:
-                answers = await chat.collect()
-                choices = [
-                    _choice(services, choice, answer, placements[index], field, old_form=old_form)
-                    for index, (choice, answer) in enumerate(
-                        zip(chat.generation.choices, answers, strict=True)
-                    )
-                ]
-                await exchange.send_json(
-                    whole_body(
-                        ChatCompletion, services, chat.generation, choices, warnings, chat.reasoning_tokens()
-                    )
-                )
+                for choice, answer in zip(generation.choices, answers, strict=True)
+            ]
+            await exchange.send_json(whole_body(ChatCompletion, services, generation, choices, warnings))
 
 
-class CheckedChat(NamedTuple):
-    """A chat request, checked.
-
-    Attributes:
-        conversation: its messages, tools and options.
-        constraint: of the answer; None: free text.
-        length_param: the field that bounds the answer.
-        options: of a stream; None: an answer in one piece.
-    """
-
-    request: ChatRequest
-    conversation: Conversation
-    constraint: Constraint | None
-    sampling: SamplingParams
-    num_choices: int
-    scheduling: Scheduling
-    length_param: str
-    options: StreamOptions | None
-    warnings: list[str]
-
-    def call(self, arrival_s: float) -> ChatCall:
-        """The chat to answer; it arrived at `arrival_s` by the manager's clock."""
-        return ChatCall(
-            conversation=self.conversation,
-            sampling=self.sampling,
-            n=self.num_choices,
-            id_prefix="chatcmpl",
-            scheduling=self.scheduling,
-            length_param=self.length_param,
-            constraint=self.constraint,
-            arrival_s=arrival_s,
-            names=OPENAI_NAMES | {"max_new_tokens": self.length_param},
-        )
-
-
-def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
+def read_chat(body: Body, services: Services, caller: Caller) -> tuple[ChatRequest, GenerationRequest]:
     """Check the body of a chat.
 
     Raises:
@@ -125,7 +79,7 @@ def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
     services.check_model(request.model)
-    options = request.events()
+    request.events()
     limits = services.config.limits
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings += more_warnings
@@ -135,7 +89,8 @@ def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
     spec = None if constraint is None else constraint.use.spec
     conversation = chat_conversation(request, messages, spec)
     max_new_tokens, length_param = request.max_new_tokens()
-    with renamed_fields(OPENAI_NAMES | {"max_new_tokens": length_param}):
+    names = OPENAI_NAMES | {"max_new_tokens": length_param}
+    with renamed_fields(names):
         sampling = request.sampling(
             limits,
             services.sampling_defaults,
@@ -144,43 +99,33 @@ def read_chat(body: Body, services: Services, caller: Caller) -> CheckedChat:
             keep_stop=request.include_stop_str_in_output,
             logprobs=request.num_top_logprobs(limits),
         )
-    return CheckedChat(
-        request,
-        conversation,
-        constraint,
-        sampling,
-        request.num_choices(limits),
-        services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
-        length_param,
-        options,
-        warnings,
+    return request, GenerationRequest(
+        conversation=conversation,
+        constraint=constraint,
+        sampling=sampling,
+        n=request.num_choices(limits),
+        id_prefix="chatcmpl",
+        scheduling=services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        prompt_param="messages",
+        length_param=length_param,
+        names=names,
+        warnings=warnings,
     )
 
 
-async def _stream(exchange: Exchange, chat: ChatGeneration, writer: _ChatStream) -> None:
-    """Send a chat as events; the response begins with the first row, so that earlier failures have a status."""
-    async for rows in chat:
-        if not exchange.streaming:
-            await exchange.start_events()
-        events = b"".join([writer.events(row) for row in rows])
-        if events:
-            await exchange.send_events(events)
-    await exchange.end_events(writer.closing() + DONE)
-
-
-def _placement(services: Services, chat: ChatGeneration, sampling: SamplingParams) -> AnswerPlacement:
+def _placement(tokenizer: Tokenizer, request: GenerationRequest) -> AnswerPlacement:
     return AnswerPlacement(
-        services.tokenizer,
-        skip_special_tokens=sampling.skip_special_tokens,
-        keep_special_ids=chat.plan.keep_special_ids,
-        has_stop_strings=bool(sampling.stop),
+        tokenizer,
+        skip_special_tokens=request.sampling.skip_special_tokens,
+        keep_special_ids=request.keep_special_ids,
+        has_stop_strings=bool(request.sampling.stop),
     )
 
 
 def _choice(
-    services: Services,
+    tokenizer: Tokenizer,
     choice: Choice,
-    answer: CollectedAnswer,
+    answer: Collected,
     placement: AnswerPlacement,
     field: str,
     *,
@@ -194,14 +139,13 @@ def _choice(
         message.function_call = FunctionBody(answer.calls[0].name, answer.calls[0].arguments)
     elif calls:
         message.tool_calls = calls
-    raw = answer.raw
-    placed = placement.add(raw.logprobs, raw.text, raw.finish)
+    placed = placement.add(answer.logprobs, answer.text, answer.finish)
     return ChatChoice(
         index=choice.index,
         message=message,
-        logprobs=chat_logprobs(placed, services.tokenizer) if raw.logprobs else None,
-        finish_reason=_finish_reason(answer.finish_reason, old_form=old_form),
-        truncated=truncated_of(choice, services.tokenizer),
+        logprobs=chat_logprobs(placed, tokenizer) if answer.logprobs else None,
+        finish_reason=_finish_reason(choice.finish_reason, old_form=old_form),
+        truncated=truncated_of(choice, tokenizer),
     )
 
 
@@ -220,14 +164,14 @@ class _ChatStream:
 
     def __init__(
         self,
-        services: Services,
+        tokenizer: Tokenizer,
         chunks: ChunkWriter[ChatChunkChoice],
         placements: list[AnswerPlacement],
         field: str,
         *,
         old_form: bool,
     ) -> None:
-        self._services = services
+        self._tokenizer = tokenizer
         self._placements = placements
         self._chunks = chunks
         self._field = field
@@ -235,7 +179,7 @@ class _ChatStream:
         self._begun: set[int] = set()
         self._custom: set[tuple[int, int]] = set()  # choice and call
 
-    def events(self, row: AnswerRow) -> bytes:
+    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for one row."""
         index, output = row.choice.index, row.output
         events = b""
@@ -245,16 +189,16 @@ class _ChatStream:
             events += self._chunks.begin_event(ChatChunkChoice(index, role), index)
         entries = unpack(output.logprobs, int32s(output.token_ids)) if output.logprobs is not None else []
         placed = self._placements[index].add(entries, output.text, output.finish)
-        logprobs = chat_logprobs(placed, self._services.tokenizer) if placed else None
-        bodies = [body for delta in row.deltas if (body := self._delta(index, delta)) is not None]
+        logprobs = chat_logprobs(placed, self._tokenizer) if placed else None
+        bodies = [body for delta in deltas if (body := self._delta(index, delta)) is not None]
         if logprobs is not None and not bodies:
             bodies = [{"content": ""}]
         for body in bodies:
             events += self._chunks.event(ChatChunkChoice(index, body, logprobs))
             logprobs = None
         if output.finish is not None:
-            reason = _finish_reason(row.finish_reason, old_form=self._old_form)
-            truncated = truncated_of(row.choice, self._services.tokenizer)
+            reason = _finish_reason(row.choice.finish_reason, old_form=self._old_form)
+            truncated = truncated_of(row.choice, self._tokenizer)
             events += self._chunks.finish_event(ChatChunkChoice(index, {}, None, reason, truncated))
         return events
 
@@ -283,7 +227,7 @@ class _ChatStream:
                 return None
 
     def closing(self) -> bytes:
-        """The usage chunk, if it was asked for."""
+        """The end of the stream, with the usage chunk if it was asked for."""
         return self._chunks.closing()
 
 

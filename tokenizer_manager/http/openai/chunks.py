@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Generic
 
 from msgspec import UNSET
 
 from ...generation import Generation
-from ..framing import event
+from ..framing import DONE, event
 from ..schema.accounting import UsageBody, timings_of, usage_of
 from ..schema.generation_fields import StreamOptions
 from ..services import Services
@@ -22,7 +21,6 @@ def whole_body(
     generation: Generation,
     choices: list[C],
     warnings: list[str],
-    reasoning_tokens: int | None = None,
 ) -> OpenAIBody[C]:
     """The response of a finished generation in one piece."""
     return kind(
@@ -31,7 +29,7 @@ def whole_body(
         model=generation.scheduling.served_as or services.served_model,
         system_fingerprint=services.fingerprint,
         choices=choices,
-        usage=usage_of(generation, reasoning_tokens, services.tokenizer),
+        usage=usage_of(generation, generation.reasoning_tokens(), services.tokenizer),
         timings=timings_of(generation),
         warnings=warnings or UNSET,
         kv_transfer_params=generation.kv_transfer_params or UNSET,
@@ -52,7 +50,6 @@ class ChunkWriter(Generic[C]):
         generation: Generation,
         options: StreamOptions,
         warnings: list[str],
-        reasoning_tokens: Callable[[int | None], int | None] = lambda _unsent: None,
     ) -> None:
         """Take the parts.
 
@@ -62,10 +59,7 @@ class ChunkWriter(Generic[C]):
             generation: that is streamed.
             options: of the stream.
             warnings: for the first event.
-            reasoning_tokens: those of all choices so far, but for the choice of this index; None for a model that does
-                not reason.
         """
-        self._reasoning_tokens = reasoning_tokens
         self._kind = kind
         self._services = services
         self._generation = generation
@@ -91,16 +85,18 @@ class ChunkWriter(Generic[C]):
         return event(chunk)
 
     def closing(self) -> bytes:
-        """The usage chunk if it was asked for, otherwise nothing."""
+        """The end of the stream, with the usage chunk if it was asked for."""
         if not self._options.include_usage:
-            return b""
+            return DONE
         chunk = self._chunk([])
         chunk.usage = self._usage()
         chunk.timings = timings_of(self._generation)
-        return event(chunk)
+        return event(chunk) + DONE
 
     def _usage(self, unsent: int | None = None) -> UsageBody:
-        usage = usage_of(self._generation, self._reasoning_tokens(unsent), self._services.tokenizer)
+        usage = usage_of(
+            self._generation, self._generation.reasoning_tokens(unsent), self._services.tokenizer
+        )
         if unsent is not None:
             num_unsent = self._generation.choices[unsent].usage.completion_tokens
             usage.completion_tokens -= num_unsent

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from msgspec import UnsetType
 
 from ....grammar.answer_report import Truncated
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.messages import Finish, TextOutput
-from ...generation import Choice, Generation, GenerationRequest, Prompt, Row
+from ...conversation.deltas import Delta
+from ...generation import Choice, Generation, GenerationRequest, Row
 from ...prompt_encoder import NO_BOS
-from ..delivery import Collected, Wanted, best_answers, collect, finish_reason, stream, wanted_answers
+from ..delivery import Collected, best_answers, collect, finish_reason, num_generated, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of
@@ -36,46 +37,25 @@ _POLICY: Final = FieldPolicy(
 
 async def completions(exchange: Exchange, services: Services) -> None:
     """Continue prompts."""
-    made = await services.read(exchange, lambda body: read_completion(body, services, exchange.caller))
-    wanted = made.wanted
+    body, request = await services.read(
+        exchange, lambda body: read_completion(body, services, exchange.caller)
+    )
     async with exchange.abort_on_disconnect():
-        with renamed_fields(made.names):
-            generation = await services.start(exchange, made.generation)
-        with generation:
-            made.warnings.extend(services.second_bos(generation, made.generation, NO_BOS))
-            writer = _ChoiceWriter(services, generation, made)
-            if made.options is not None:
-                chunks = ChunkWriter(Completion, services, generation, made.options, made.warnings)
+        with await services.start(exchange, request) as generation:
+            warnings = request.warnings + services.second_bos(generation, NO_BOS)
+            writer = _ChoiceWriter(services.tokenizer, generation, body)
+            options = body.events()
+            if options is not None:
+                chunks = ChunkWriter(Completion, services, generation, options, warnings)
                 await stream(exchange, generation, _CompletionStream(writer, chunks))
             else:
-                choices = writer.choices(best_answers(generation, await collect(generation), wanted))
-                await exchange.send_json(whole_body(Completion, services, generation, choices, made.warnings))
+                choices = writer.choices(best_answers(generation, await collect(generation)))
+                await exchange.send_json(whole_body(Completion, services, generation, choices, warnings))
 
 
-class CheckedCompletion(NamedTuple):
-    """A checked body.
-
-    Attributes:
-        prompts: of it.
-        generation: the request to generate.
-        wanted: what of it is returned.
-        options: of a stream; None: an answer in one piece.
-    """
-
-    request: CompletionRequest
-    prompts: list[Prompt]
-    generation: GenerationRequest
-    wanted: Wanted
-    options: StreamOptions | None
-    warnings: list[str]
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Names of fields in this API, for errors."""
-        return _names(self.wanted)
-
-
-def read_completion(body: Body, services: Services, caller: Caller) -> CheckedCompletion:
+def read_completion(
+    body: Body, services: Services, caller: Caller
+) -> tuple[CompletionRequest, GenerationRequest]:
     """Check the body of a completion.
 
     Raises:
@@ -90,15 +70,17 @@ def read_completion(body: Body, services: Services, caller: Caller) -> CheckedCo
         request.prompt, "prompt", limits, max_prompt_len=services.manager.capacity.max_model_len
     )
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
-    wanted = wanted_answers(request.num_choices(limits), request.best_of, limits, stream=options is not None)
-    with renamed_fields(_names(wanted)):
+    n = request.num_choices(limits)
+    generated = num_generated(n, request.best_of, limits, stream=options is not None)
+    names = OPENAI_NAMES | ({"n": "best_of"} if generated > n else {})
+    with renamed_fields(names):
         sampling = request.sampling(
             limits,
             services.sampling_defaults,
             max_new_tokens=DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
-            logprobs=wanted.logprobs(request.logprobs),
+            logprobs=0 if request.logprobs is None and generated > n else request.logprobs,
             prompt_logprobs=request.logprobs if request.echo else None,
         )
     constraint = constraint_of(
@@ -107,47 +89,39 @@ def read_completion(body: Body, services: Services, caller: Caller) -> CheckedCo
     if constraint is not None:
         check_room(constraint, sampling.max_new_tokens, "max_tokens", services.tokenizer)
         warnings += constraint.warnings
-    generation_request = GenerationRequest(
+    return request, GenerationRequest(
         prompts=prompts,
         sampling=sampling,
-        n=wanted.generated,
+        n=generated,
+        num_returned=n,
         id_prefix="cmpl",
         scheduling=services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
         add_special_tokens=request.add_special_tokens is not False,
         grammar=None if constraint is None else constraint.use,
         grammar_param="" if constraint is None else constraint.param,
+        names=names,
+        warnings=warnings,
     )
-    return CheckedCompletion(request, prompts, generation_request, wanted, options, warnings)
-
-
-def _names(wanted: Wanted) -> dict[str, str]:
-    """Names of fields in this API, for errors."""
-    return OPENAI_NAMES | ({"n": "best_of"} if wanted.ranked else {})
 
 
 class _ChoiceWriter:
     """Makes the choices of one request, whole or in parts."""
 
-    def __init__(
-        self,
-        services: Services,
-        generation: Generation,
-        made: CheckedCompletion,
-    ) -> None:
-        self._services = services
+    def __init__(self, tokenizer: Tokenizer, generation: Generation, request: CompletionRequest) -> None:
+        self._tokenizer = tokenizer
         self._generation = generation
-        self._echo = bool(made.request.echo)
-        self._prompts = made.prompts
-        self._sent_as_ids = [isinstance(prompt, list) for prompt in made.prompts]
-        sampling = made.generation.sampling
+        self._echo = bool(request.echo)
+        self._prompts = list(generation.request.prompts)
+        self._sent_as_ids = [isinstance(prompt, list) for prompt in self._prompts]
+        sampling = generation.request.sampling
         self._skip_special_tokens = sampling.skip_special_tokens
         self._logprobs: list[CompletionLogprobsBuilder] | None = None
-        if made.request.logprobs is not None:
+        if request.logprobs is not None:
             self._logprobs = [
                 CompletionLogprobsBuilder(
-                    services.tokenizer,
+                    tokenizer,
                     AnswerPlacement(
-                        services.tokenizer,
+                        tokenizer,
                         skip_special_tokens=sampling.skip_special_tokens,
                         has_stop_strings=bool(sampling.stop),
                     ),
@@ -178,7 +152,7 @@ class _ChoiceWriter:
 
     def truncated(self, choice: Choice) -> Truncated | UnsetType:
         """Where a finished choice was cut and completed."""
-        return truncated_of(choice, self._services.tokenizer)
+        return truncated_of(choice, self._tokenizer)
 
     def _logprobs_of(
         self, choice: Choice, answer: Collected, *, first: bool, whole: bool = False
@@ -203,7 +177,7 @@ class _ChoiceWriter:
         index = choice.index // self._generation.n
         prompt = self._prompts[index]
         if isinstance(prompt, list):  # once for all n
-            prompt = self._services.tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
+            prompt = self._tokenizer.decode(prompt, skip_special_tokens=self._skip_special_tokens)
             self._prompts[index] = prompt
         return prompt
 
@@ -216,7 +190,7 @@ class _CompletionStream:
         self._chunks = chunks
         self._begun: set[int] = set()
 
-    def events(self, row: Row) -> bytes:
+    def events(self, row: Row, deltas: Sequence[Delta]) -> bytes:
         """The events for one row."""
         choice, output = row
         index = choice.index
@@ -233,7 +207,7 @@ class _CompletionStream:
         return events
 
     def closing(self) -> bytes:
-        """The usage chunk, if it was asked for."""
+        """The end of the stream, with the usage chunk if it was asked for."""
         return self._chunks.closing()
 
 

@@ -16,11 +16,8 @@ from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
 from ...manager import PreparedPrompt
 from ...prompt_encoder import NO_BOS, second_bos
-from ..chat_run import plan_generation
-from ..delivery import Wanted
 from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields
-from ..schema.errors import renamed_fields
 from ..schema.field_policy import first_warnings
 from ..schema.generation_fields import GenerationFields
 from ..services import Services
@@ -59,38 +56,36 @@ assert _EncodedBody.__struct_fields__ == RenderedBody.__struct_fields__
 
 async def render_chat(exchange: Exchange, services: Services) -> None:
     """The prompt of a chat."""
-    checked = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
-    call = checked.call(services.manager.now_s())
+    fields, request = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
     async with exchange.abort_on_disconnect():
-        plan, request = await plan_generation(services, call)
-        with renamed_fields(call.names):
-            [prompt] = await services.prepare(exchange, request)
-        wanted = Wanted(checked.num_choices, checked.num_choices)
-        warnings = checked.warnings + plan.warnings
-        has_fields = request.grammar is None or (plan.reasoning is None and not checked.conversation.tools)
+        request, [prompt] = await services.prepare(exchange, request)
+        assert request.conversation is not None and request.plan is not None
+        warnings = request.warnings
+        has_tools = bool(request.conversation.tools)
+        has_fields = request.grammar is None or (request.plan.reasoning is None and not has_tools)
         if not has_fields:
-            warnings.append(_GRAMMAR_IS_LEFT_OUT)
-        params = _sampling_params(prompt.sampling, wanted, checked.request if has_fields else None)
-        body = await _body(services, checked.request, request, 0, prompt, params)
-        body.warnings = first_warnings(warnings) or UNSET
+            warnings = first_warnings([*warnings, _GRAMMAR_IS_LEFT_OUT])
+        body = await _body(services, fields, request, 0, prompt, fields if has_fields else None)
+        body.warnings = warnings or UNSET
         await exchange.send_json(body)
 
 
 async def render_completions(exchange: Exchange, services: Services) -> None:
     """The prompts of completions, in their order; warnings are in the first."""
-    made = await services.read(exchange, lambda body: read_completion(body, services, exchange.caller))
+    fields, request = await services.read(
+        exchange, lambda body: read_completion(body, services, exchange.caller)
+    )
     async with exchange.abort_on_disconnect():
-        with renamed_fields(made.names):
-            prompts = await services.prepare(exchange, made.generation)
-        params = [_sampling_params(prompt.sampling, made.wanted, made.request) for prompt in prompts]
+        request, prompts = await services.prepare(exchange, request)
         bodies = [
-            await _body(services, made.request, made.generation, index, prompt, params[index])
+            await _body(services, fields, request, index, prompt, fields)
             for index, prompt in enumerate(prompts)
         ]
-        if made.generation.add_special_tokens:
+        warnings = request.warnings
+        if request.add_special_tokens:
             encoded = [prompt.ids for prompt in prompts]
-            made.warnings.extend(second_bos(services.tokenizer, made.prompts, encoded, "prompt", NO_BOS))
-        bodies[0].warnings = made.warnings or UNSET
+            warnings = warnings + second_bos(services.tokenizer, request.prompts, encoded, "prompt", NO_BOS)
+        bodies[0].warnings = warnings or UNSET
         await exchange.send_json(bodies)
 
 
@@ -100,15 +95,15 @@ async def _body(
     request: GenerationRequest,
     index: int,
     prompt: PreparedPrompt,
-    sampling_params: dict[str, Any],
+    constraint: ConstraintFields | None,
 ) -> _EncodedBody:
-    """The answer for prompt `index` of a request."""
+    """The answer for prompt `index` of a request; `constraint`: the fields that say what the answer is."""
     text, scheduling, sampling = request.prompts[index], request.scheduling, prompt.sampling
     return _EncodedBody(
         token_ids=msgspec.Raw(await services.encoder.json_of(prompt.ids)),
         prompt=text if isinstance(text, str) else UNSET,
         model=scheduling.served_as or services.served_model,
-        sampling_params=sampling_params,
+        sampling_params=_sampling_params(sampling, request, constraint),
         stream=bool(fields.stream),
         priority=scheduling.priority,
         cache_salt=fields.cache_salt or UNSET,
@@ -120,7 +115,7 @@ async def _body(
 
 
 def _sampling_params(
-    sampling: SamplingParams, wanted: Wanted, constraint: ConstraintFields | None
+    sampling: SamplingParams, request: GenerationRequest, constraint: ConstraintFields | None
 ) -> dict[str, Any]:
     """`sampling_params` of `/generate` for the same answer; None: without the constraint of the request."""
     params = {
@@ -128,10 +123,11 @@ def _sampling_params(
         for name, value in msgspec.structs.asdict(sampling).items()
         if value is not None and value != () and name not in _AT_THE_TOP
     }
-    if wanted.returned > 1:
-        params["n"] = wanted.returned
-    if wanted.ranked:
-        params["best_of"] = wanted.generated
+    num_returned = request.n if request.num_returned is None else request.num_returned
+    if num_returned > 1:
+        params["n"] = num_returned
+    if request.is_ranked:
+        params["best_of"] = request.n
     if constraint is not None:
         given = ((name, getattr(constraint, name)) for name in ConstraintFields.__struct_fields__)
         params |= {name: value for name, value in given if value is not None}

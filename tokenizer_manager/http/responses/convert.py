@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, NamedTuple, assert_never
+from typing import Any, Final, assert_never
 
 import msgspec
 from msgspec import UNSET
@@ -19,13 +19,13 @@ from ....runtime.config.engine_config import EngineConfig
 from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
-from ....runtime.sampling_params import SamplingParams
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool
 from ...conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning
 from ...conversation.parsing.emitter import CUSTOM_INPUT
+from ...generation import Constraint, GenerationRequest
 from ..openai.messages import checked_template_variables
 from ..openai.tools import choice_of, tool_of
-from ..schema.constraints import Constraint, constraint_of, json_object, json_schema
+from ..schema.constraints import constraint_of, json_object, json_schema
 from ..schema.errors import renamed_fields
 from ..schema.field_policy import Notes, policy_of
 from ..schema.generation_fields import at_least_one
@@ -98,31 +98,19 @@ _ITEMS: Final = {
 }
 
 
-Namespaces = dict[str, tuple[str, str]]
-"""Name of a tool as the model sees it -> its namespace, and its name there."""
 _NAMESPACE_END: Final = "__"
-"""Between the two, for the model."""
-
-
-class ReadResponses(NamedTuple):
-    """A checked request."""
-
-    request: ResponsesRequest
-    conversation: Conversation
-    constraint: Constraint | None
-    sampling: SamplingParams
-    warnings: list[str]
-    namespaces: Namespaces
+"""Between the namespace of a tool and its name there, for the model."""
 
 
 def read_responses(
-    body: Body, limits: RequestLimits, answers: EngineConfig, defaults: SamplingDefaults, *, strict: bool
-) -> ReadResponses:
+    body: Body, config: EngineConfig, defaults: SamplingDefaults
+) -> tuple[ResponsesRequest, GenerationRequest]:
     """Check a request; `defaults`: for the sampling fields that it leaves out.
 
     Raises:
         RequestError: a field is refused; names its path.
     """
+    strict = config.server.strict
     notes = Notes(POLICY.check(body, strict=strict), strict=strict)
     request = convert(body, ResponsesRequest)
     if request.n not in (None, 1):
@@ -132,12 +120,12 @@ def read_responses(
     history = History()
     if request.instructions:
         history.system(request.instructions)
-    _read_input(request.input, history, notes, limits)
-    tools, namespaces = _tools(request.tools or [], notes)
+    _read_input(request.input, history, notes, config.limits)
+    tools = _tools(request.tools or [], notes)
     text = convert(request.text or {}, TextOptions, "text")
     if text.verbosity not in (None, "medium"):
         notes.warn("text.verbosity has no effect")
-    constraint = _constraint(request, text, answers)
+    constraint = _constraint(request, text, config)
     if constraint is not None:
         notes.warn(*constraint.warnings)
     conversation = Conversation(
@@ -151,13 +139,22 @@ def read_responses(
     )
     with renamed_fields(NAMES):
         sampling = request.sampling(
-            limits,
+            config.limits,
             defaults,
             max_new_tokens=at_least_one(request.max_output_tokens, LENGTH_PARAM),
             min_new_tokens=request.min_tokens,
             keep_stop=False,
         )
-    return ReadResponses(request, conversation, constraint, sampling, notes.warnings, namespaces)
+    return request, GenerationRequest(
+        conversation=conversation,
+        constraint=constraint,
+        sampling=sampling,
+        id_prefix="resp",
+        prompt_param="input",
+        length_param=LENGTH_PARAM,
+        names=NAMES,
+        warnings=notes.warnings,
+    )
 
 
 # ---------------------------------------------------------------- input
@@ -233,10 +230,9 @@ def _text(item: Body, key: str, at: str) -> str:
 # ---------------------------------------------------------------- tools
 
 
-def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[tuple[Tool, ...], Namespaces]:
+def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[Tool, ...]:
     """The tools that the client runs, those in namespaces too; others are left out with a warning."""
     kept: list[Tool] = []
-    namespaces: Namespaces = {}
     for at, tool in objects(tools, "tools"):
         if tool.get("type") != "namespace":
             kept += _tool(tool, at, notes)
@@ -246,9 +242,17 @@ def _tools(tools: list[dict[str, Any]], notes: Notes) -> tuple[tuple[Tool, ...],
         for place, entry in objects(inner, f"{at}.tools"):
             for made in _tool(entry, place, notes):
                 name = f"{namespace}{_NAMESPACE_END}{made.name}"
-                namespaces[name] = (namespace, made.name)
-                kept.append(replace(made, name=name))
-    return tuple(kept), namespaces
+                kept.append(replace(made, name=name, namespace=namespace))
+    return tuple(kept)
+
+
+def namespaces_of(conversation: Conversation) -> dict[str, tuple[str, str]]:
+    """Name of a tool as the model sees it -> its namespace, and its name there."""
+    return {
+        tool.name: (tool.namespace, tool.name.removeprefix(f"{tool.namespace}{_NAMESPACE_END}"))
+        for tool in conversation.tools
+        if tool.namespace
+    }
 
 
 def _tool(tool: Body, at: str, notes: Notes) -> list[Tool]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from msgspec.structs import replace
 
@@ -25,7 +25,6 @@ from ....grammar.lowering.simple import (
 )
 from ....grammar.lowering.structural_tags import StructuralTags
 from ....grammar.schema.check import check_schema, parse_schema
-from ....grammar.schema.report import Finding
 from ....models.tokenizer.tokenizer import Tokenizer
 from ....runtime.config.answer_config import AnswerConfig
 from ....runtime.config.engine_config import EngineConfig
@@ -34,6 +33,7 @@ from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
 from ...conversation.conversation import ChoiceMode, Conversation
 from ...conversation.planner import AnswerPlan
+from ...generation import Constraint
 from .constraint_fields import Asked, ConstraintFields, asked_constraint, flag_of, unusable
 from .field_policy import first_warnings
 from .values import convert, refused
@@ -49,24 +49,6 @@ GRAMMAR_CODES: Final = frozenset(
     }
 )
 """Codes of errors about a constraint itself."""
-
-
-class Constraint(NamedTuple):
-    """What an answer is constrained to.
-
-    Attributes:
-        use: for the scheduler; without reasoning.
-        param: the client's path of the constraint, for errors.
-        warnings: for the response.
-        shortest: a shortest answer, as compact JSON; None if it is not known.
-        findings: of every keyword of a schema, if they were asked for.
-    """
-
-    use: GrammarUse
-    param: str
-    warnings: list[str]
-    shortest: str | None = None
-    findings: tuple[Finding, ...] = ()
 
 
 def constraint_of(

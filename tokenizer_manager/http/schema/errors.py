@@ -13,8 +13,7 @@ from typing import Any, Final, Literal, Protocol
 
 import msgspec
 
-from ....runtime.errors import EngineDeadError, RequestError
-from ...admission.queue_limiter import QueueFullError
+from ....runtime.errors import EngineDeadError, QueueFullError, RequestError
 from ..framing import error_event, event, line
 from .values import shortened
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
-from engine.tokenizer_manager.http.anthropic.convert import ReadMessages, read_count, read_messages
+from engine.tokenizer_manager.http.anthropic.convert import read_count, read_messages, user_of
 
 HI = {"role": "user", "content": "hi"}
 CACHED = {"type": "ephemeral"}
@@ -71,9 +71,12 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 }
 
 
-def read(**fields: Any) -> ReadMessages:
+STRICT = EngineConfig(server=ServerConfig(strict=True))
+
+
+def read(**fields: Any) -> Any:
     body = {"messages": [HI], "max_tokens": 9} | fields
-    return read_messages(body, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=False)
+    return read_messages(body, EngineConfig(), OPENAI_DEFAULTS)[1]
 
 
 def test_a_coding_agents_request():
@@ -107,7 +110,7 @@ def test_a_coding_agents_request():
 
 
 def test_counting_reads_the_same_conversation():
-    counted = read_count(CODING_AGENT, RequestLimits(), EngineConfig(), strict=True)
+    _, counted = read_count(CODING_AGENT, STRICT)
 
     assert counted.conversation == read(**CODING_AGENT).conversation
 
@@ -132,7 +135,7 @@ def test_edits_of_the_context_are_a_warning(value: object, warns: bool):
 
     assert read(context_management=value).warnings == [warning] * warns
     body = {"messages": [HI], "context_management": value}
-    counted = read_count(body, RequestLimits(), EngineConfig(), strict=True)
+    _, counted = read_count(body, STRICT)
     assert counted.warnings == [warning] * warns
 
 
@@ -214,9 +217,7 @@ def test_unknown_fields_of_blocks_are_not_silent():
 
     assert read(**wibble).warnings == ["unknown field messages[0].content[0].wibble was ignored"]
     with pytest.raises(RequestError) as refused:
-        read_messages(
-            wibble | {"max_tokens": 9}, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=True
-        )
+        read_messages(wibble | {"max_tokens": 9}, STRICT, OPENAI_DEFAULTS)
     assert refused.value.param == "messages[0].content[0].wibble"
 
 
@@ -224,10 +225,14 @@ def test_unknown_fields_of_blocks_are_not_silent():
     ("metadata", "user"), [({}, None), ({"metadata": {}}, None), ({"metadata": {"user_id": "ada"}}, "ada")]
 )
 def test_the_user_is_that_of_the_metadata(metadata, user):
-    assert read(messages=[HI], **metadata).user == user
+    body = {"messages": [HI], "max_tokens": 9} | metadata
+    request, _ = read_messages(body, EngineConfig(), OPENAI_DEFAULTS)
+    assert user_of(request) == user
 
 
 def test_a_user_that_is_no_text_is_refused():
+    body = {"messages": [HI], "max_tokens": 9, "metadata": {"user_id": 7}}
+    request, _ = read_messages(body, EngineConfig(), OPENAI_DEFAULTS)
     with pytest.raises(RequestError) as caught:
-        read(messages=[HI], metadata={"user_id": 7})
+        user_of(request)
     assert caught.value.param == "metadata.user_id"

@@ -5,29 +5,19 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
-from engine.tokenizer_manager.http.ollama.convert import ReadOllama, read_chat, read_generate
+from engine.tokenizer_manager.http.ollama.convert import read_chat, read_generate
 
 HI = {"role": "user", "content": "hi"}
 
 
-def chat(**fields: Any) -> ReadOllama:
-    return read_chat(
-        {"messages": [HI]} | fields,
-        RequestLimits(),
-        EngineConfig(),
-        OPENAI_DEFAULTS,
-        max_model_len=256,
-        strict=False,
-    )
+def chat(**fields: Any) -> Any:
+    return read_chat({"messages": [HI]} | fields, EngineConfig(), OPENAI_DEFAULTS, max_model_len=256)[1]
 
 
-def generate(**fields: Any) -> ReadOllama:
-    return read_generate(
-        fields, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, max_model_len=256, strict=False
-    )
+def generate(**fields: Any) -> Any:
+    return read_generate(fields, EngineConfig(), OPENAI_DEFAULTS, max_model_len=256)[1]
 
 
 def test_options_are_sampling_parameters():
@@ -49,7 +39,6 @@ def test_options_are_sampling_parameters():
     assert (sampling.max_new_tokens, sampling.temperature, sampling.top_k) == (7, 0.5, 3)
     assert (sampling.top_p, sampling.min_p, sampling.seed, sampling.stop) == (0.9, 0.1, 5, ("x",))
     assert sampling.repetition_penalty == 1.2
-    assert made.stream
     assert made.warnings == []
     assert chat(options={"num_predict": -1, "top_k": 0}).sampling.max_new_tokens is None
 
@@ -103,8 +92,7 @@ def test_generate():
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "hi"},
     ]
-    assert not made.stream
-    assert generate(prompt="hi", raw=True).raw == "hi"
+    assert generate(prompt="hi", raw=True).prompts == ["hi"]
     assert generate().conversation.messages == []
 
 

@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS
 from engine.tokenizer_manager.conversation.conversation import ChoiceMode
-from engine.tokenizer_manager.http.responses.convert import ReadResponses, read_responses
+from engine.tokenizer_manager.http.responses.convert import namespaces_of, read_responses
 
 SHELL = {
     "type": "function",
@@ -76,10 +75,8 @@ CODING_AGENT: dict[str, Any] = {  # a request of a coding agent, by the document
 }
 
 
-def read(**fields: Any) -> ReadResponses:
-    return read_responses(
-        {"input": "hi"} | fields, RequestLimits(), EngineConfig(), OPENAI_DEFAULTS, strict=False
-    )
+def read(**fields: Any) -> Any:
+    return read_responses({"input": "hi"} | fields, EngineConfig(), OPENAI_DEFAULTS)[1]
 
 
 def test_a_coding_agents_request():
@@ -156,7 +153,7 @@ def test_tools_of_a_namespace_have_its_name_for_the_model():
 
     names = [(tool.name, tool.custom) for tool in made.conversation.tools]
     assert names == [("shell", False), ("remote__shell", False), ("remote__apply_patch", True)]
-    assert made.namespaces == {
+    assert namespaces_of(made.conversation) == {
         "remote__shell": ("remote", "shell"),
         "remote__apply_patch": ("remote", "apply_patch"),
     }

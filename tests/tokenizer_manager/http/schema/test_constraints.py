@@ -11,8 +11,9 @@ from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.request_limits import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
+from engine.tokenizer_manager.generation import Constraint
 from engine.tokenizer_manager.http.schema.constraint_fields import ConstraintFields
-from engine.tokenizer_manager.http.schema.constraints import Constraint, check_room, constraint_of
+from engine.tokenizer_manager.http.schema.constraints import check_room, constraint_of
 from engine.tokenizer_manager.http.schema.values import convert
 
 from ...fake_engine import TOKENIZER

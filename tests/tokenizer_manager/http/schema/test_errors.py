@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.errors import RequestError
-from engine.tokenizer_manager.admission.queue_limiter import QueueFullError
+from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager.http.schema.errors import POSITION_HEADER, reply_to
 
 
