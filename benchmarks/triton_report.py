@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-os.environ.pop("TRITON_INTERPRET", None)  # with it kernels would be plain Python functions
+# With it kernels would be plain Python functions. A process that only imports this script keeps it.
+if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)
 
 from engine.model_runner.kernels.triton.compile_report import (
     ARCHITECTURES,
