@@ -165,3 +165,29 @@ def test_the_check_sees_what_it_forbids(tmp_path):
     path.write_text("from ..scheduler.req import Req\nimport torch\ndef f():\n    from ..cli import main\n")
 
     assert {target for _, target in imports_at_load(path, tmp_path)} == {"scheduler", "torch"}
+
+
+MAX_FILES_OF_VALUES = 10
+
+
+@pytest.mark.parametrize("name", ["messages", "step_plan"])
+def test_values_that_every_process_reads_need_few_files(name):
+    """What travels between processes can be read without the rest of the engine; `__init__.py` files do not count."""
+    needed = files_needed(ROOT / "runtime" / f"{name}.py") - {ROOT / "runtime" / f"{name}.py"}
+
+    assert len(needed) <= MAX_FILES_OF_VALUES, sorted(str(path.relative_to(ROOT)) for path in needed)
+
+
+def files_needed(path: Path) -> set[Path]:
+    """The file, and all files of ours that it imports when it is loaded, directly or through others."""
+    needed, pending = {path}, [path]
+    while pending:
+        importer = pending.pop()
+        for node, _ in imports_at_load(importer):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                folder = importer.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                names = [folder / f"{alias.name}.py" for alias in node.names]
+                new = {each for each in (folder.with_suffix(".py"), *names) if each.exists()} - needed
+                needed |= new
+                pending += new
+    return needed
