@@ -29,7 +29,6 @@ from ..tokenizer_manager.pooling.embedding import check_task
 from .adapters import Adapter, LocalAdapters
 from .batch import Batch
 from .build import start_engine
-from .chat_planner import ChatPlanner
 from .options import (
     CallOptions,
     ChatOptions,
@@ -39,10 +38,9 @@ from .options import (
     conversation_of,
 )
 from .outputs import GenerationChunk, GenerationOutput, encode_token_ids
-from .own_names import own_names
 from .pooled import PooledCalls, RankedDocument, Vectors
-from .prompts import as_params, as_prompts
-from .request_preparer import RequestPreparer
+from .prompts import as_params, as_prompts, own_names
+from .request_preparer import ChatPlanner, RequestPreparer
 
 Prompt = str | list[int]
 """A text to tokenize, or token ids."""

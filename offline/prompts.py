@@ -1,10 +1,16 @@
-"""The forms in which a caller of `LLM` may pass prompts, token ids and parameters, and what is refused of them."""
+"""The forms in which a caller of `LLM` may pass prompts, token ids and parameters, and what is refused of them.
+
+`own_names` puts the errors of a server's checks into the words of a Python program.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from ..runtime.config.config_fields import setting_names
 from ..runtime.errors import RequestError
 from ..runtime.request_checks import are_plain, plain, shown, wrong_type
 from ..runtime.sampling_defaults import SamplingDefaults
@@ -109,3 +115,24 @@ def _hint(value: object) -> str:
     if isinstance(value, Mapping):
         return ", not a dict"
     return ""
+
+
+_FLAG: Final = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)")
+
+
+@contextlib.contextmanager
+def own_names() -> Iterator[None]:
+    """Names settings as arguments of `LLM`, `max_model_len`, in errors that a server's checks raise for its flags."""
+    try:
+        yield
+    except RequestError as error:
+        error.message = _FLAG.sub(lambda flag: _argument(flag[1], flag[0]), error.message)
+        error.args = (error.message,)
+        raise
+
+
+def _argument(name: str, flag: str) -> str:
+    argument = name.replace("-", "_")
+    if argument.startswith("no_") and argument[3:] in setting_names():
+        return f"{argument[3:]}=False"
+    return argument if argument in setting_names() else flag

@@ -17,7 +17,7 @@ from ..launch.child.child import Child
 from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
-from .adapters.adapter_reader import AdapterReader
+from .adapters.adapter_table import AdapterReader
 from .grammar.grammar_builder import GrammarQueue
 from .journal.recorder import NoRecorder, Recorder
 from .kv_events.publisher import KVEvents, NoKVEvents

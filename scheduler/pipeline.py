@@ -44,7 +44,7 @@ from ..runtime.errors import ConfigError
 from ..runtime.messages import AdapterRead, Call, LoadAdapter, SchedulerInput, UnloadAdapter
 from ..runtime.scheduler_report import GrammarTotals, SchedulerReport
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
-from .adapters.adapter_reader import AdapterReader, EndOfRead, NoAdapterReader
+from .adapters.adapter_table import AdapterReader, EndOfRead, NoAdapterReader
 from .batch import ScheduleBatch
 from .grammar.grammar_builder import GrammarQueue, NoGrammars
 from .grammar.step_masks import MaskMeter, StepMasks

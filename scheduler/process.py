@@ -31,7 +31,7 @@ from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from ..runtime.transport.kv_transfer import KVLayout
 from ..runtime.version import __version__
-from .adapters.adapter_reader import AdapterReader
+from .adapters.adapter_table import AdapterReader
 from .event_loop import EventLoop
 from .grammar.make_grammars import make_grammars
 from .journal.flight_recorder import FlightRecorder

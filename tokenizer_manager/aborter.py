@@ -3,6 +3,8 @@
 The scheduler ends the requests that it has, since only it knows what was computed by then. A request that no scheduler
 has (a process is lost, or the request is quarantined) is answered here, at once; so is one whose scheduler hangs.
 Such an answer is a finished row, which the caller handles like a row of the detokenizer.
+
+`OrphanReaper` aborts again what the scheduler still runs although the request has ended here.
 """
 
 from __future__ import annotations
@@ -218,3 +220,38 @@ def _finish(due: _Due, now_s: float) -> Finish:
 def _shorter(server_s: float | None, own_s: float | None) -> float | None:
     limits = [limit for limit in (server_s, own_s) if limit is not None]
     return min(limits, default=None)
+
+
+_GRACE_S: Final = 2.0  # rows of an aborted request arrive for a step or two
+_MAX_ORPHANS: Final = 65_536
+
+
+class OrphanReaper:
+    """Watches the rows of requests that are not in the log.
+
+    An abort is a message like any other. If one is lost, the request runs until its last token without a reader, and
+    its rows go on arriving under an id that is not in the request log.
+    """
+
+    def __init__(self, send: Callable[[SchedulerInput], None]) -> None:
+        """Send aborts to the scheduler through `send`."""
+        self._send = send
+        self._since_s: dict[
+            str, float
+        ] = {}  # orphan's id -> time of its first row here, or of its last abort
+
+    @property
+    def num_orphans(self) -> int:
+        """Orphans with rows so far and no finished row."""
+        return len(self._since_s)
+
+    def row(self, output: TextOutput, now_s: float) -> None:
+        """Take a row of a request that is not in the log; abort it if its rows go on for longer than the grace time."""
+        if output.finish is not None:
+            self._since_s.pop(output.rid, None)
+            return
+        if len(self._since_s) >= _MAX_ORPHANS:
+            self._since_s.clear()  # those that still run are added again with their next row
+        if now_s - self._since_s.setdefault(output.rid, now_s) > _GRACE_S:
+            self._since_s[output.rid] = now_s
+            self._send(AbortRequest(rid=output.rid, reason="orphan: not in the request log"))

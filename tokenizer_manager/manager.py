@@ -37,18 +37,16 @@ from ..runtime.messages import (
 )
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.scheduler_report import SchedulerReport
-from .aborter import Aborter
+from .aborter import Aborter, OrphanReaper
 from .admission.feasibility_check import check_may_fit, check_pooled_length, resolve_length, truncated
 from .admission.overload_control import OverloadControl, OverloadLimits
 from .admission.queue_limiter import QueueLimiter
 from .control import Control
 from .dispatch.dispatcher import Dispatcher
-from .dispatch.handoffs import Handoffs
-from .dispatch.pair import Pair
+from .dispatch.handoffs import Handoffs, Pair
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
-from .orphan_reaper import OrphanReaper
 from .pending_grammars import PendingGrammars
 from .prompt_encoder import PromptEncoder, prompt_name
 from .recovery import Recovery

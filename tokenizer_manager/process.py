@@ -40,8 +40,7 @@ from .conversation.detection import detect_formats
 from .conversation.planner import Planner
 from .conversation.template_choice import load_chat_template, turn_without_end
 from .conversation.template_renderer import TemplateRenderer, share_the_gil
-from .dispatch.handoffs import Handoffs
-from .dispatch.pair import Pair
+from .dispatch.handoffs import Handoffs, Pair
 from .http.app import App
 from .http.guards.auth import Authorizer, read_keys
 from .http.openai.tools import ToolSchemas
@@ -49,8 +48,7 @@ from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
 from .prompt_encoder import PromptEncoder
-from .telemetry.build_info import read_build_info
-from .telemetry.metrics import Metrics
+from .telemetry.metrics import Metrics, read_build_info
 from .telemetry.otlp_traces import make_traces
 from .telemetry.request_record import Traces
 

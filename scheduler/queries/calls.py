@@ -1,10 +1,16 @@
-"""`Calls`: answers the calls of the tokenizer manager: flush, pin, explain, list, load and unload adapters."""
+"""`Calls`: answers the calls of the tokenizer manager: flush, pin, explain, list, load and unload adapters.
+
+An explanation is read from the decision log; if that has dropped the first records of an unfinished request, the
+request itself supplies them. The list of requests takes the reason of each from the record of the last pass; it is made
+between two steps and costs some microseconds per listed request.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import assert_never
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Final, assert_never
 
 from ...runtime.messages import (
     AdapterDone,
@@ -12,24 +18,31 @@ from ...runtime.messages import (
     CallAnswer,
     CallDone,
     Explain,
+    Explanation,
     FlushCache,
     FlushCacheDone,
     ListRequests,
+    LiveRequest,
     LoadAdapter,
     PinDone,
     PinPrefix,
+    RequestList,
     UnloadAdapter,
+    base_rid,
 )
 from ..adapters.adapter_slots import AdapterSlots
 from ..adapters.adapter_table import AdapterTable
 from ..arrays import TOKEN_ID_BYTES
 from ..memory.kv_memory import KVMemory
 from ..prefix_cache.base import namespace_of
-from ..records.decision_log import DecisionLog
+from ..records.decision_log import Arrived, DecisionLog, PassRecord, Settled
+from ..records.verdict import Reason, Verdict
 from ..requests.intake import reason_to_refuse_pin
+from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
-from .explainer import explain_live
-from .request_list import list_requests
+from ..step_size.step_target import UNLIMITED
+from .request_story import Beginning
+from .why import explain
 
 EndUsers = Callable[[str, str, int, float], None]
 """Ends the requests of an adapter: its fingerprint, the error, its HTTP status, the time."""
@@ -160,3 +173,118 @@ class Calls:
                 "unpin others, or raise --pin-fraction"
             )
         return "only what is cached can be pinned; send the prompt as a request first"
+
+
+_ADVICE: Final = (
+    "; the file of --decision-log, where the server has one, keeps all of them (`engine why --log FILE`)"
+)
+
+
+def explain_live(decisions: DecisionLog, reqs: Mapping[str, Req], rid: str) -> Explanation:
+    """Explain the history of a request; `reqs`: the unfinished ones, by rid."""
+    name = _name_of(decisions, reqs, rid)
+    req = reqs.get(name) if name is not None else None
+    return explain(
+        decisions,
+        rid,
+        names=(name,) if name is not None else (),
+        beginning=_beginning_of(req) if req is not None else None,
+        advice=_ADVICE,
+        for_clients=True,
+    )
+
+
+def _name_of(decisions: DecisionLog, reqs: Mapping[str, Req], rid: str) -> str | None:
+    """The request that `rid` names; see `explain`. A finished request has a `Settled` record, unless the log has
+    dropped it. So an unknown rid is found without reading the verdicts of all passes.
+    """
+    names = (rid, f"{rid}-0")
+    for name in names:
+        if name in reqs:
+            return name
+    found = None
+    for record in decisions:
+        if isinstance(record, Settled):
+            for left in record.left:
+                if left.rid in names or base_rid(left.rid) in names:
+                    found = left.rid  # the last one, if the request was submitted again
+    return found
+
+
+def _beginning_of(req: Req) -> Beginning:
+    needs_grammar = ReqStatus.WAITING_GRAMMAR in req.entered_s
+    arrived = Arrived(
+        req.received_s,
+        req.rid,
+        req.prompt_len,
+        req.max_new_tokens,
+        req.priority,
+        req.tenant,
+        req.group,
+        needs_grammar,
+        req.num_delivered,
+    )
+    grammar_s = req.queued_s if needs_grammar else None
+    return Beginning(arrived, grammar_s, req.entered_s.get(ReqStatus.PREFILL))
+
+
+def list_requests(requests: Requests, decisions: DecisionLog, limit: int, now_s: float) -> RequestList:
+    """At most `limit` of the unfinished requests; see `RequestList`."""
+    last = decisions.last if decisions.num_passes else None
+    verdicts = {} if last is None else {each.rid: each for each in (*last.continued, *last.verdicts)}
+    listed = islice(_in_order(requests), limit)
+    return RequestList(
+        [_live(req, verdicts.get(req.rid), last, now_s) for req in listed],
+        len(requests),
+        {} if last is None else dict(_figures(last)),
+    )
+
+
+def _in_order(requests: Requests) -> Iterator[Req]:
+    with_row = sorted(requests.with_row, key=lambda req: req.seq)
+    return chain(
+        with_row, requests.swapped, requests.waiting, requests.grammar.values(), requests.receiving.values()
+    )
+
+
+def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: float) -> LiveRequest:
+    reason, need, have = None, 0, 0
+    if req.status is not ReqStatus.DECODE:
+        if verdict is not None:
+            reason, need, have = verdict.reason, verdict.need, verdict.have
+        else:
+            reason = _shared_reason(req, last)
+    return LiveRequest(
+        req.rid,
+        req.status.value,
+        req.prompt_len,
+        req.output_len,
+        req.max_new_tokens,
+        req.cached_tokens,
+        now_s - req.arrival_s,
+        req.num_retractions,
+        req.priority,
+        reason.value if reason is not None else "",
+        reason.text if reason is not None else "",
+        need,
+        have,
+    )
+
+
+def _shared_reason(req: Req, last: PassRecord | None) -> Reason | None:
+    """Why a request without a verdict in the last pass waits; None if it came later or does not wait."""
+    if req.status is ReqStatus.WAITING_GRAMMAR:
+        return Reason.GRAMMAR_PENDING
+    if req.row >= 0 or last is None or req.received_s > last.now_s:
+        return None
+    return last.rest_reason
+
+
+def _figures(last: PassRecord) -> Iterator[tuple[str, int]]:
+    """Of the last pass; budgets without a limit are left out."""
+    yield "step_id", last.step_id
+    yield "num_decodes", last.num_decodes
+    for when, budget in (("before", last.budget_before), ("after", last.budget_after)):
+        for name, tokens in budget._asdict().items() if budget is not None else ():
+            if abs(tokens) < UNLIMITED // 2:  # an unlimited budget minus some tokens is still unlimited
+                yield f"{name}_{when}", int(tokens)

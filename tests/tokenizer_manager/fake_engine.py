@@ -76,7 +76,7 @@ from engine.tokenizer_manager.conversation.chat_template import ChatTemplate
 from engine.tokenizer_manager.conversation.detection import AnswerFormats, detect_formats
 from engine.tokenizer_manager.conversation.planner import Planner
 from engine.tokenizer_manager.conversation.template_renderer import TemplateRenderer
-from engine.tokenizer_manager.dispatch.pair import Pair
+from engine.tokenizer_manager.dispatch.handoffs import Pair
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.guards.auth import Authorizer, read_keys
 from engine.tokenizer_manager.http.openai.tools import ToolSchemas
@@ -85,8 +85,7 @@ from engine.tokenizer_manager.http.services import Services
 from engine.tokenizer_manager.manager import TokenizerManager
 from engine.tokenizer_manager.process import overload_limits
 from engine.tokenizer_manager.prompt_encoder import PromptEncoder
-from engine.tokenizer_manager.telemetry.build_info import BuildInfo
-from engine.tokenizer_manager.telemetry.metrics import Metrics
+from engine.tokenizer_manager.telemetry.metrics import BuildInfo, Metrics
 from engine.tokenizer_manager.telemetry.request_record import NoTraces, Traces
 
 WAIT_S = 60.0  # a bound for what must happen at once on an idle machine

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from engine.runtime.messages import BatchTextOutput
-from engine.tokenizer_manager import orphan_reaper
+from engine.tokenizer_manager import aborter as orphan_reaper
 from tests.tokenizer_manager.fake_engine import LENGTH, row
 from tests.tokenizer_manager.test_manager import Setup, run
 

@@ -7,12 +7,7 @@ import pytest
 from engine.runtime.messages import GenerateRequest, Usage
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.generation import Choice, Generation
-from engine.tokenizer_manager.poison_detector import (
-    MAX_GROUP_S,
-    MIN_PROGRESS_TOKENS,
-    PoisonDetector,
-    group_size,
-)
+from engine.tokenizer_manager.recovery import MAX_GROUP_S, MIN_PROGRESS_TOKENS, PoisonDetector, group_size
 from engine.tokenizer_manager.request_log import LoggedRequest, RequestLog
 
 PROMPT = array("i", [1, 2, 3])

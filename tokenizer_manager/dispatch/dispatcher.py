@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ...runtime.messages import GenerateRequest, SchedulerInput
 from ..engine_state import EngineState
 from ..request_log import LoggedRequest
-from .pair import DECODE, PREFILL, Pair
+from .handoffs import DECODE, PREFILL, Pair
 from .policies import DispatchPolicy, ReplicaLoad
 
 

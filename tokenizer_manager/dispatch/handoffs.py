@@ -4,7 +4,8 @@ Two kinds of routers name the other half. SGLang's send one request to a prefill
 with `bootstrap_host`, `bootstrap_port` and `bootstrap_room`. vLLM's send it to the prefill engine first, and then, with
 the `kv_transfer_params` of its answer, to the decode engine.
 
-Without these fields a request is an ordinary one: each engine can serve it alone.
+Without these fields a request is an ordinary one: each engine can serve it alone. `Pair` makes both halves of each
+request for two replicas of one server.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from ...runtime.config.engine_config import DisaggregationMode
 from ...runtime.errors import RequestError
-from ...runtime.messages import KVHandoff
+from ...runtime.messages import AbortRequest, GenerateRequest, GrammarReady, KVHandoff, SchedulerInput
 from ...runtime.transport.cluster_ipc import is_loopback
 from ..scheduling_options import Bootstrap
 
@@ -147,3 +149,40 @@ def _per_prompt(name: str, value: object, num_prompts: int) -> list[Any]:
 
 def _wrong(param: str, message: str) -> RequestError:
     return RequestError(message, param=param, code="invalid_value")
+
+
+PREFILL: Final = 0
+DECODE: Final = 1
+MIN_PROMPT_TOKENS: Final = 64
+"""A shorter prompt delays no step of the decode replica by much, and is computed there."""
+
+_HALF: Final = "~prefill"
+
+
+class Pair:
+    """`--disaggregation-mode both`: replica 0 computes the prompts of replica 1.
+
+    Each request is sent to both with the same room, as a router does with two engines. The prefill half has an id
+    of its own, which is not in the request log: its one row is dropped, and messages about a request are sent for
+    both ids.
+    """
+
+    def __init__(self, peer: str) -> None:
+        """`peer`: HOST:PORT at which the decode replica claims prompts."""
+        self._peer = peer
+
+    def halves(self, message: GenerateRequest) -> tuple[GenerateRequest, GenerateRequest] | None:
+        """The prefill half and the decode half of a request; None: replica 1 does all of it."""
+        is_short = len(message.input_ids) < 4 * MIN_PROMPT_TOKENS
+        needs_all = message.pooling is not None or message.sampling.prompt_logprobs is not None
+        if is_short or needs_all or message.delivered is not None:
+            return None
+        room = str(secrets.randbits(63))
+        prefill = replace(message, rid=message.rid + _HALF, handoff=KVHandoff(room))
+        return prefill, replace(message, handoff=KVHandoff(room, self._peer))
+
+    def mirrored(self, message: SchedulerInput) -> SchedulerInput | None:
+        """What the prefill replica must hear about its half; None: nothing."""
+        if isinstance(message, AbortRequest | GrammarReady):
+            return replace(message, rid=message.rid + _HALF)
+        return None

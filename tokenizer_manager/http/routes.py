@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from ..telemetry.build_info import BuildInfo
+from ..telemetry.metrics import BuildInfo
 from .anthropic.endpoint import count_tokens, messages
 from .anthropic.wire import CountBody, CountTokensRequest, MessageBody, MessageEvent, MessagesRequest
 from .endpoints import diagnosis, operations, tokenizing, worker

@@ -28,8 +28,7 @@ from ..manager import PreparedPrompt, TokenizerManager
 from ..pooling.embedding import check_task
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
-from ..telemetry.build_info import BuildInfo
-from ..telemetry.metrics import Metrics
+from ..telemetry.metrics import BuildInfo, Metrics
 from ..telemetry.request_record import NoTraces, Traces
 from .body_reader import BodyReader
 from .exchange import Exchange

@@ -2,7 +2,7 @@
 
 The scheduler's numbers arrive as totals in its reports and are shown unchanged. Latencies as clients see them, lengths
 and refusals are counted here. Names follow SGLang and vLLM where they have the metric. `model_name` is the served name,
-never one that a request states.
+never one that a request states. `BuildInfo` is the version that runs, for `engine:build_info` and `/version`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from ...runtime.messages import FinishKind, TextOutput
 from ...runtime.scheduler_report import SchedulerReport
+from ...runtime.source_commit import source_commit
 from ...runtime.transport.kv_transfer import TransferFigures
+from ...runtime.version import __version__
 from ..generation import Choice, Generation
 from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
 
@@ -331,3 +335,37 @@ class Metrics:
         """The lines of a metric with one value."""
         yield from head(name, text, kind)
         yield sample(name, self._labels, value)
+
+
+class BuildInfo(msgspec.Struct, frozen=True):
+    """The version that runs.
+
+    Attributes:
+        version: of the engine.
+        commit: of its source; "" if it is not known.
+        torch: version of torch, with its local part.
+        device: cpu or cuda.
+        backend: the attention backend.
+        instruction_set: that the kernels are compiled for: avx2, amx, sm_90, ...
+    """
+
+    version: str
+    commit: str = ""
+    torch: str = ""
+    device: str = ""
+    backend: str = ""
+    instruction_set: str = ""
+
+    def labels(self) -> dict[str, str]:
+        """Its fields as labels of a metric."""
+        return {name: str(value) for name, value in msgspec.structs.asdict(self).items()}
+
+
+def read_build_info(facts: Mapping[str, str]) -> BuildInfo:
+    """The build of this installation.
+
+    Args:
+        facts: of the scheduler's process; see `model_runner.build_facts`. Further ones are ignored.
+    """
+    names = {"torch", "device", "backend", "instruction_set"} & facts.keys()
+    return BuildInfo(__version__, source_commit(), **{name: facts[name] for name in names})

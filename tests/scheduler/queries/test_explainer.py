@@ -1,4 +1,4 @@
-"""Tests of `scheduler/queries/explainer.py`: what clients are told, and what they are not."""
+"""Tests of `scheduler/queries/calls.py`: what clients are told, and what they are not."""
 
 from __future__ import annotations
 

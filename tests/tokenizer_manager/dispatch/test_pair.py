@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from engine.runtime.messages import BatchTextOutput, KVHandoff
-from engine.tokenizer_manager.dispatch.pair import MIN_PROMPT_TOKENS, Pair
+from engine.tokenizer_manager.dispatch.handoffs import MIN_PROMPT_TOKENS, Pair
 
 from ..fake_engine import CAPACITY, LENGTH, WAIT_S, FakeEngine, row
 from ..test_manager import Setup, texts

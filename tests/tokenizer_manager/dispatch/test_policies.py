@@ -12,13 +12,13 @@ from engine.runtime.config.device_config import DispatchPolicyName
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.tokenizer_manager.dispatch.policies import (
+    BLOCK,
     MAX_LEAD,
     DispatchPolicy,
     PrefixAffinity,
     ReplicaLoad,
     make_policy,
 )
-from engine.tokenizer_manager.dispatch.prefix_map import BLOCK
 
 NUMBERS = count()
 POOL = 64 * BLOCK

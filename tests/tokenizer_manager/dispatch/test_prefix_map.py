@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.tokenizer_manager.dispatch.prefix_map import BLOCK, PrefixMap, block_hashes
+from engine.tokenizer_manager.dispatch.policies import BLOCK, PrefixMap, block_hashes
 
 FREE = ("", "")
 

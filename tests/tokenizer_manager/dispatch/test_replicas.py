@@ -16,8 +16,7 @@ from engine.runtime.messages import BatchTextOutput, Call, Explain, Explanation,
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.scheduler_report import SchedulerReport
 from engine.tokenizer_manager.all_processes import AllProcesses
-from engine.tokenizer_manager.dispatch.policies import PrefixAffinity
-from engine.tokenizer_manager.dispatch.prefix_map import BLOCK
+from engine.tokenizer_manager.dispatch.policies import BLOCK, PrefixAffinity
 from engine.tokenizer_manager.generation import GenerationRequest
 from engine.tokenizer_manager.http.endpoints.worker import all_loads
 from engine.tokenizer_manager.scheduling_options import Scheduling

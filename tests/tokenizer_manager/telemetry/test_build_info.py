@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from engine.runtime.version import __version__
-from engine.tokenizer_manager.telemetry import build_info
-from engine.tokenizer_manager.telemetry.build_info import read_build_info
+from engine.tokenizer_manager.telemetry import metrics as build_info
+from engine.tokenizer_manager.telemetry.metrics import read_build_info
 
 
 def test_it_takes_the_facts_of_the_schedulers_process_and_leaves_others(monkeypatch):
