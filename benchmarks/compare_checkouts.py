@@ -5,7 +5,8 @@
 
 Each checkout is a folder named `engine`. In every round each checkout's server is started, asked and stopped, in an
 order that rotates with the round. All are asked by this checkout's `engine bench serve`, with the same requests. The
-table has the median of each workload's first figure per checkout, and the median of the rounds' ratios to BASE.
+table has the median of each workload's first figure and of the time from the command to the first answer per checkout,
+and the median of the rounds' ratios to BASE.
 """
 
 from __future__ import annotations
@@ -25,12 +26,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.models import ensure_bf16_folder
 from benchmarks.peers.server import ENGINE_VARIANTS, Models, Room, Side, make_side, running
 from benchmarks.peers.setup import LlamaCpp, Vllm
-from benchmarks.peers.workloads import WORKLOADS, Workload
+from benchmarks.peers.workloads import START, WORKLOADS, Workload
 from engine.models.hub.built_in.fetch import ensure_model
 from engine.runtime.cache_dir import cache_dir
 
 KV_TOKENS: Final = 65_536
-START_LIMIT_S: Final = 300.0
 RUN_LIMIT_S: Final = 300.0
 
 Figures = dict[tuple[str, str], list[float]]
@@ -50,8 +50,10 @@ def main() -> None:
             side = side_of(checkouts[name], options.side, options.port, models)
             with (
                 tempfile.TemporaryDirectory() as logs,
-                running(side, Path(logs) / "log", START_LIMIT_S) as server,
+                running(side, Path(logs) / "log") as server,
             ):
+                figures[START, name].append(server.first_completion_s)
+                print(f"round {number + 1}: {START} {name}: {server.first_completion_s:.2f}", flush=True)
                 for workload in workloads:
                     figures_of_run = workload.run(server.side.url, models.gguf, number, RUN_LIMIT_S)
                     figure = figures_of_run[workload.figures[0].name]
@@ -96,16 +98,16 @@ def side_of(checkout: Path, variant: str, port: int, models: Models) -> Side:
 def print_table(figures: Figures, workloads: list[Workload], names: list[str]) -> None:
     """One row per workload and checkout."""
     base = names[0]
-    print(f"\n{'':4} {'figure':16} {'median':>10} {'ratio':>7} {'lowest':>7} {'highest':>7}  checkout")
-    for workload in workloads:
-        figure = f"{workload.figures[0].name}, {workload.figures[0].unit}"
+    print(f"\n{'':5} {'figure':16} {'median':>10} {'ratio':>7} {'lowest':>7} {'highest':>7}  checkout")
+    units = {
+        workload.name: f"{workload.figures[0].name}, {workload.figures[0].unit}" for workload in workloads
+    }
+    for what, figure in {**units, START: "command to token"}.items():
         for name in names:
-            values = figures[workload.name, name]
-            ratios = [
-                value / first for value, first in zip(values, figures[workload.name, base], strict=True)
-            ]
+            values = figures[what, name]
+            ratios = [value / first for value, first in zip(values, figures[what, base], strict=True)]
             print(
-                f"{workload.name:4} {figure:16} {statistics.median(values):10.1f} {statistics.median(ratios):7.3f} "
+                f"{what:5} {figure:16} {statistics.median(values):10.2f} {statistics.median(ratios):7.3f} "
                 f"{min(ratios):7.3f} {max(ratios):7.3f}  {name}"
             )
 

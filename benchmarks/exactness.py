@@ -1,6 +1,6 @@
 """How far 4 and 8 bits move the next token: the engine and llama.cpp with one GGUF file, against float32.
 
-    python benchmarks/exactness.py [--model FILE.gguf] [--positions 500] [--threads N] [--json FILE]
+    python benchmarks/exactness.py [--model FILE.gguf] [--positions 500] [--threads N]
 
 The reference is the engine with the file's weights in float32 (`--quantization none --dtype float32`). Positions are in
 prose, in code and in chats, in equal parts; at each one a side has read the same tokens and says how likely each next
@@ -68,7 +68,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--peers-dir", type=Path, default=cache_dir() / "peers")
     parser.add_argument("--port", type=int, default=18_340)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     model = options.model or ensure_model()
     with LLM(model, quantization="none", dtype="float32", num_threads=options.threads) as llm:
@@ -84,9 +83,6 @@ def main() -> None:
         sides["llama.cpp"] = llama_likely(llama, model, prompts, plain, options.threads, options.port)
     rows = [row_of(name, likely, reference) for name, likely in sides.items()]
     print(table(rows))
-    if options.json:
-        report = {"model": model.name, "context": CONTEXT, "rows": [row._asdict() for row in rows]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 def make_prompts(llm: LLM, positions: int) -> list[list[int]]:

@@ -1,6 +1,6 @@
 """The loss of quality by 8 and 4 bits: perplexity of a model on a fixed text, for each form of its weights and KV.
 
-    python benchmarks/perplexity.py [--model M] [--tokens 6144] [--chunk 512] [--threads N] [--noise] [--json FILE]
+    python benchmarks/perplexity.py [--model M] [--tokens 6144] [--chunk 512] [--threads N] [--noise]
 
 The text is this project's own documentation, which no model has memorized, in independent chunks. All variants read
 the same tokens, so the ratio to the first line, which is the result, is much more exact than the perplexity itself;
@@ -14,13 +14,12 @@ model becomes a little worse, but rounding affects it as it affects weights of a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from hashlib import blake2b, sha256
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from unittest.mock import patch
@@ -70,11 +69,9 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--noise", action="store_true")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     threads = {"num_threads": args.threads} if args.threads else {}
     text = fixed_text()
-    rows: list[Row] = []
     first: list[float] = []
     with ExitStack() as stack:
         if args.noise:
@@ -96,17 +93,7 @@ def main() -> None:
                 losses = losses_of(llm, text, args.tokens, args.chunk)
                 quantization = llm.config.model.quantization
             first = first or losses
-            rows.append(row_of(variant, quantization, losses, first))
-            print(line_of(rows[-1]), flush=True)
-    if args.json:
-        report = {
-            "text_sha256": sha256(text.encode()).hexdigest(),
-            "tokens": args.tokens,
-            "chunk": args.chunk,
-            "noise": args.noise,
-            "rows": [asdict(row) for row in rows],
-        }
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+            print(line_of(row_of(variant, quantization, losses, first)), flush=True)
 
 
 def fixed_text() -> str:

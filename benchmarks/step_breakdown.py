@@ -1,6 +1,6 @@
 """The parts of a step's time: matmuls, attention, small kernels, sampling, and the work around them.
 
-    python benchmarks/step_breakdown.py [--threads 2] [--json after.json] [--against before.json] [--model FOLDER]
+    python benchmarks/step_breakdown.py [--threads 2] [--model FOLDER]
 
 In process, with random weights in the shapes of SmolLM2-135M: every call of a function of the native library is timed,
 and the sampler as a whole; the rest of the step is the runner's host work, including torch's operations. These steps
@@ -9,7 +9,7 @@ same step as served, recorded if possible, is printed next to it. The scheduler 
 `scheduler_cost.py`. With `--model` that model is also served to one stream and to 64: the time between two
 tokens over HTTP, and the CPU time of each server process per token.
 
-Medians. `--against` prints two files side by side: before and after a change.
+Medians.
 """
 
 from __future__ import annotations
@@ -18,31 +18,27 @@ import argparse
 import random
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest.mock import patch
 
-import msgspec
-
 # As a script, import the other benchmarks from the repository's root; last in the path, to hide no package.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.peers.machine import cpu_seconds, process_name, tree
-from benchmarks.peers.server import HOST, MODEL_NAME, Side, running
-from engine.cli.bench.result_file import git_revision, machine_facts, read_results
+from benchmarks.peers.server import MODEL_NAME, engine_side, running
+from benchmarks.peers.workloads import run_client
 from engine.launch.child.openmp import shorten_spinning
 
 if TYPE_CHECKING:
     from benchmarks.player import Player
 
-SCHEMA: Final = "step-breakdown/1"
 LINEARS, ATTENTION, SMALL, SAMPLING, OTHER, HOST_WORK = (
     "linears",
     "attention",
@@ -80,38 +76,40 @@ CASES: Final = (
     Case("prompt of 1,900", 1, 1900, new=1900),
 )
 SERVED_OUTPUT_LEN: Final = 128
-START_LIMIT_S: Final = 300.0
 CLIENT_LIMIT_S: Final = 600.0
 
 
-class Breakdown(msgspec.Struct):
-    """The file: microseconds by case and part, and the machine and versions."""
-
-    schema: str
-    at_revision: str | None
-    machine: dict[str, Any]
-    num_threads: int
-    cases: dict[str, dict[str, float]]
+Parts = dict[str, float]
+"""Microseconds by part."""
 
 
 def main() -> None:
-    """Measure, print and write."""
-    arguments = parse_arguments()
-    before = read_breakdown(arguments.against) if arguments.against else None
-    breakdown = Breakdown(SCHEMA, git_revision(), machine_facts(), arguments.threads, {})
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps of each decode case; of prompts a tenth"
+    )
+    parser.add_argument("--model", help="also serve this model, bf16 like the steps in process")
+    parser.add_argument("--serve-args", default="", help="more flags for `engine serve`, as one string")
+    parser.add_argument("--port", type=int, default=18_090)
+    arguments = parser.parse_args()
+    shorten_spinning()
+    cases: dict[str, Parts] = {}
     for case, parts in in_process(arguments.threads, arguments.steps):
-        breakdown.cases[case.name] = parts
-    for case in CASES:
+        cases[case.name] = parts
         if case.new == 1:
-            breakdown.cases[case.name][SCHEDULER] = scheduler_us(case.num_requests)
+            parts[SCHEDULER] = scheduler_us(case.num_requests)
     if arguments.model:
         for case, parts in served(arguments.model, arguments.port, shlex.split(arguments.serve_args)):
-            breakdown.cases[case.name] |= parts
-    for parts in breakdown.cases.values():
-        add_remainder(parts)
-    print("\n".join(table(breakdown, before)))
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(breakdown), indent=1) + b"\n")
+            cases[case.name] |= parts
+    for name, parts in cases.items():
+        if TOKEN in parts:
+            parts[BETWEEN] = parts[TOKEN] - parts[SERVED] - parts[SCHEDULER]
+        print(f"\n**{name}**, {arguments.threads} threads\n")
+        print("\n".join(table(parts)))
 
 
 def part_of(function: str) -> str:
@@ -177,14 +175,17 @@ def timed_library(timers: Timers) -> Iterator[None]:
     from engine.model_runner.kernels.cpu import library
 
     timed = TimedLibrary(library.load_library(), library._SIGNATURES.keys(), timers)
-    with patch.object(library, "_load_best", lambda isa: timed):
+    with (
+        patch.object(library, "_load_best", lambda isa: timed),
+        patch.object(library, "_load", lambda isa: timed),
+    ):
         yield
 
 
 # ---------------------------------------------------------------- in process
 
 
-def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[str, float]]]:
+def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, Parts]]:
     """Each case, in microseconds: the parts, their step, and the step as served."""
     import torch
 
@@ -205,9 +206,7 @@ def in_process(num_threads: int, num_steps: int) -> Iterator[tuple[Case, dict[st
             yield case, _time_case(case, eager, as_served, timers, steps)
 
 
-def _time_case(
-    case: Case, eager: Player, as_served: Player, timers: Timers, num_steps: int
-) -> dict[str, float]:
+def _time_case(case: Case, eager: Player, as_served: Player, timers: Timers, num_steps: int) -> Parts:
     samples: dict[str, list[float]] = defaultdict(list)
     players = {STEP: eager, SERVED: as_served}
     for turn, plans in enumerate(_plans(case, list(players.values()), num_steps)):
@@ -254,114 +253,44 @@ def scheduler_us(num_running: int, rounds: int = 200) -> float:
 # ---------------------------------------------------------------- over HTTP
 
 
-def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, dict[str, float]]]:
+def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, Parts]]:
     """The time between two tokens, and each process's CPU time for one token, in microseconds."""
-    command = [sys.executable, "-P", "-m", "engine", "serve", model, "--served-model-name", MODEL_NAME]
     # Without bursts: the parts of a step and the time between two steps must add up to the time of a token.
-    command += ["--host", HOST, "--port", str(port), "--decode-burst-ms", "0", *serve_args]
+    side = engine_side("engine", port, model, "--decode-burst-ms", "0", *serve_args)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
-        with running(Side("engine", tuple(command), port), log, START_LIMIT_S) as server:
+        with running(side, log) as server:
             for case in CASES:
                 if case.served:
-                    yield case, _ask(server.side.url, server.pid, case, model, Path(folder) / "run.json")
+                    yield case, _ask(server.side.url, server.pid, case, model)
 
 
-def _ask(url: str, pid: int, case: Case, model: str, out: Path) -> dict[str, float]:
+def _ask(url: str, pid: int, case: Case, model: str) -> Parts:
     """A run with the mean request length of the case."""
-    command = [sys.executable, "-P", "-m", "engine", "bench", "serve", "--url", url, "--model", MODEL_NAME]
-    command += ["--tokenizer", model, "--output-file", str(out), "--num-prompts", str(case.num_requests)]
-    command += ["--random-input-len", str(case.length - SERVED_OUTPUT_LEN // 2)]
-    command += ["--random-output-len", str(SERVED_OUTPUT_LEN), "--seed", str(case.num_requests)]
+    options = ["--model", MODEL_NAME, "--tokenizer", model, "--num-prompts", str(case.num_requests)]
+    options += ["--random-input-len", str(case.length - SERVED_OUTPUT_LEN // 2)]
+    options += ["--random-output-len", str(SERVED_OUTPUT_LEN), "--seed", str(case.num_requests)]
     before_s = {process: cpu_seconds(process) for process in tree(pid)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=CLIENT_LIMIT_S)
-    if done.returncode != 0:
-        sys.exit(f"{case.name}: the client failed:\n{done.stdout}{done.stderr}")
-    summary = read_results(out).runs[0].summary
-    assert summary.itl_ms.median is not None  # every answer has many tokens
-    parts = {TOKEN: summary.itl_ms.median * 1e3}
+    summary, _ = run_client(url, options, CLIENT_LIMIT_S)
+    parts = {TOKEN: summary["itl_ms"]["median"] * 1e3}
     for process, at_start_s in before_s.items():
         name = f"CPU a token: {'engine: supervisor' if process == pid else process_name(process)}"
-        spent_us = (cpu_seconds(process) - at_start_s) / summary.output_tokens * 1e6
+        spent_us = (cpu_seconds(process) - at_start_s) / summary["output_tokens"] * 1e6
         parts[name] = parts.get(name, 0.0) + spent_us
     return parts
 
 
-def add_remainder(parts: dict[str, float]) -> None:
-    """The time between two tokens without the step and the scheduler."""
-    if TOKEN in parts:
-        parts[BETWEEN] = parts[TOKEN] - parts[SERVED] - parts[SCHEDULER]
-
-
-# ---------------------------------------------------------------- tables
-
-
-def table(breakdown: Breakdown, before: Breakdown | None = None) -> list[str]:
-    """One Markdown table for each case: microseconds, and the share of the step or, further down, of a token's time."""
-    lines: list[str] = []
-    for case, parts in breakdown.cases.items():
-        earlier = before.cases.get(case, {}) if before is not None else {}
-        lines += ["", f"**{case}**, {breakdown.num_threads} threads", ""]
-        lines += (
-            [
-                "| | before, us | now, us | share | before / now |",
-                "|---|---|---|---|---|",
-            ]
-            if earlier
-            else ["| | us | share |", "|---|---|---|"]
-        )
-        for name in _order({**earlier, **parts}):
-            lines.append(_line(name, parts, earlier))
-    return lines[1:]
-
-
-def _order(parts: Mapping[str, float]) -> list[str]:
+def table(parts: Parts) -> list[str]:
+    """Microseconds, and the share of the step or, further down, of a token's time."""
+    lines = ["| | us | share |", "|---|---|---|"]
     known = [*PARTS, STEP, SERVED, SCHEDULER, BETWEEN, TOKEN]
-    return [name for name in known if name in parts] + sorted(parts.keys() - set(known))
-
-
-def _line(name: str, parts: Mapping[str, float], earlier: Mapping[str, float]) -> str:
-    value, old = parts.get(name), earlier.get(name)
-    whole = parts.get(STEP if name in PARTS else TOKEN if name in (SERVED, SCHEDULER, BETWEEN) else "")
-    share = f"{value / whole:.0%}" if value is not None and whole else ""
-    cells = [name, *([_us(old)] if earlier else []), _us(value), share]
-    if earlier:
-        cells.append(f"{old / value:.2f}" if old and value else "")
-    return "| " + " | ".join(cells) + " |"
-
-
-def _us(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}"
-
-
-def read_breakdown(path: Path) -> Breakdown:
-    """Read a file; exits if it is no breakdown file."""
-    try:
-        breakdown = msgspec.json.decode(path.read_bytes(), type=Breakdown)
-    except (OSError, msgspec.DecodeError) as error:
-        sys.exit(f"{path} cannot be read: {error}")
-    if breakdown.schema != SCHEMA:
-        sys.exit(f"{path} has schema {breakdown.schema!r}, this version reads {SCHEMA!r}")
-    return breakdown
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The arguments of the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--steps", type=int, default=100, help="steps of each decode case; of prompts a tenth"
-    )
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--against", type=Path, help="file of an earlier run: print both, and the ratio")
-    parser.add_argument("--model", help="also serve this model, bf16 like the steps in process")
-    parser.add_argument("--serve-args", default="", help="more flags for `engine serve`, as one string")
-    parser.add_argument("--port", type=int, default=18_090)
-    return parser.parse_args()
+    for name in [name for name in known if name in parts] + sorted(parts.keys() - set(known)):
+        whole = parts.get(STEP if name in PARTS else TOKEN if name in (SERVED, SCHEDULER, BETWEEN) else "")
+        share = f"{parts[name] / whole:.0%}" if whole else ""
+        value = f"{parts[name]:,.0f}" if abs(parts[name]) >= 100 else f"{parts[name]:.1f}"
+        lines.append(f"| {name} | {value} | {share} |")
+    return lines
 
 
 if __name__ == "__main__":
-    shorten_spinning()
     main()

@@ -29,9 +29,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks.gpu.attention import attention
@@ -56,7 +55,6 @@ STEPS: Final = 64
 SHORT_PROMPTS: Final = (128, 512, 2048)
 OFFLINE_REQUESTS: Final = 256
 OFFLINE_RANGE: Final = (100, 1024)
-PEER_MODEL: Final = "Qwen3-0.6B"
 TARGETS: Final[dict[str, float]] = {
     "Llama-3.1-8B step, 1 request": 4.7,
     "Llama-3.1-8B step, 64 requests": 7.5,
@@ -259,57 +257,6 @@ def measure_offline(engine: Engine, name: str, report: Report) -> None:
     report.figure(Figure(f"{name} offline: device busy", busy, "", None, None, True))
 
 
-def peer(report: Report) -> None:
-    """The same offline work by transformers' continuous batching; the tokens generated within the time limit count."""
-    import transformers
-
-    limit_s = 50.0
-    shape = {**(TINY_SHAPE if report.tiny else SHAPES[PEER_MODEL])}
-    work = offline_work(report.tiny)
-    with tempfile.TemporaryDirectory() as folder:
-        config = transformers.AutoConfig.from_pretrained(write_shape(Path(folder), shape))
-    with torch.device(report.device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="sdpa"
-        ).eval()
-    generation = transformers.GenerationConfig(
-        max_new_tokens=work[0].output_len, do_sample=False, eos_token_id=-1
-    )
-    source = np.random.default_rng(0)
-    manager = model.init_continuous_batching(generation_config=generation)
-    manager.start()
-    try:
-        # The library's own warm-up is not measured.
-        _take_tokens(manager, [(source.integers(0, config.vocab_size, 20).tolist(), 4)], limit_s)
-        started_s = time.perf_counter()
-        prompts = [source.integers(0, config.vocab_size, one.prompt_len).tolist() for one in work]
-        outputs = [one.output_len for one in work]
-        num_tokens, ended_s = _take_tokens(manager, list(zip(prompts, outputs, strict=True)), limit_s)
-    finally:
-        manager.stop(block=True, timeout=5)
-    name = "tiny" if report.tiny else PEER_MODEL
-    share, seconds = num_tokens / sum(outputs), ended_s - started_s
-    report.note(f"transformers {transformers.__version__}, sdpa: {share:.0%} of the work in {seconds:.0f} s")
-    what = f"{name} offline by transformers' continuous batching"
-    report.figure(Figure(what, num_tokens / seconds, "tok/s", None, None, True))
-
-
-def _take_tokens(manager: Any, work: Sequence[tuple[list[int], int]], limit_s: float) -> tuple[int, float]:
-    """Generate tokens after prompts; returns their number and the time of the last one."""
-    deadline_s = time.perf_counter() + limit_s
-    for ids, output_len in work:
-        manager.add_request(ids, max_new_tokens=output_len, streaming=True)
-    done: dict[str, int] = {}
-    ended_s, wanted = 0.0, sum(output_len for _, output_len in work)
-    while sum(done.values()) < wanted and time.perf_counter() < deadline_s:
-        result = manager.get_result(timeout=1.0)
-        if result is not None:
-            done[result.request_id] = max(done.get(result.request_id, 0), len(result.generated_tokens))
-            ended_s = time.perf_counter()
-    assert done, f"no token in {limit_s:.0f} s"
-    return sum(done.values()), ended_s
-
-
 def bench_attention(report: Report) -> None:
     """Which attention is faster for which heads; see `attention.py`."""
     attention(report, measure_ceilings(report.device).bytes_per_s)
@@ -326,7 +273,6 @@ SECTIONS: Final = (
     Section("ceilings", ceilings, 30),
     Section("Qwen3-0.6B", partial(bench_model, "Qwen3-0.6B"), 90),
     Section("Llama-3.1-8B", partial(bench_model, "Llama-3.1-8B"), 150),
-    Section("peer", peer, 110),
     Section("Qwen3-8B", partial(bench_model, "Qwen3-8B"), 150),
     Section("attention", bench_attention, 150),
     Section("experts", experts, 90, needs_cuda=True),

@@ -21,7 +21,7 @@ from typing import Final
 
 import torch
 
-from benchmarks.gpu.kernel_checks import gpu_tests, kernels, sanitizer, sgl_kernel
+from benchmarks.gpu.kernel_checks import gpu_tests, kernels, sgl_kernel
 from benchmarks.gpu.model_checks import (
     Answer,
     chaos,
@@ -176,7 +176,6 @@ SECTIONS: Final = (  # most important first, because a run may be cut off
     Section("kernels", kernels, 150),
     Section("gpu_tests", gpu_tests, 120, needs_cuda=True),
     Section("chaos", chaos, 60),
-    Section("sanitizer", sanitizer, 100, needs_cuda=True),
 )
 
 if __name__ == "__main__":

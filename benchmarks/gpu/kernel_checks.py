@@ -1,10 +1,8 @@
-"""`check.py`'s sections about kernels: each alone against float32, the GPU's own tests, compute-sanitizer."""
+"""`check.py`'s sections about kernels: each alone against float32, and the GPU's own tests."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -124,16 +122,11 @@ def gpu_tests(report: Report) -> None:
     _pytest(report, ["-m", "gpu", "tests/model_runner", "tests/scheduler", "tests/offline"], workers=4)
 
 
-def _need_tests(report: Report) -> None:
-    """Fail, instead of skipping, if the test packages are missing: the kernels are unchecked then."""
+def _pytest(report: Report, arguments: list[str], *, workers: int) -> None:
     if missing := [name for name in TEST_PACKAGES if importlib.util.find_spec(name) is None]:
         report.fail(
             f"the tests need {', '.join(missing)}: make gpu-bundle, or pip install them into that Python"
         )
-
-
-def _pytest(report: Report, arguments: list[str], *, workers: int) -> None:
-    _need_tests(report)
     command = [
         sys.executable,
         "-P",
@@ -150,42 +143,7 @@ def _pytest(report: Report, arguments: list[str], *, workers: int) -> None:
     lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     for line in lines[:10]:
         report.note(line[:200])
-    last = _last_line(run.stdout)
+    last = (run.stdout.strip().splitlines() or ["no output"])[-1]
     if run.returncode:
         report.fail(f"pytest ended with {run.returncode}: {last}")
-    report.note(last)
-
-
-def _last_line(output: str) -> str:
-    return (output.strip().splitlines() or ["no output"])[-1]
-
-
-def sanitizer(report: Report) -> None:
-    """compute-sanitizer finds no out-of-bounds access in the engine's kernels."""
-    binary = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    if not Path(binary).exists():
-        report.skip("compute-sanitizer is not installed")
-    _need_tests(report)
-    command = [binary, "--tool", "memcheck", "--error-exitcode", "9", "--target-processes", "all"]
-    command += [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += ["--import-mode=importlib", "--hypothesis-profile=engine", "-o", "timeout=0", "--maxfail=3"]
-    command += ["tests/model_runner/kernels/test_triton_ops.py"]
-    environment = os.environ | {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # every tensor is a separate allocation
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    print(run.stdout[-6000:])
-    if "Device not supported" in run.stdout:
-        report.skip("compute-sanitizer does not support this device")
-    last = _last_line(run.stdout)
-    if run.returncode:
-        report.fail(f"compute-sanitizer ended with {run.returncode}: {last}")
     report.note(last)

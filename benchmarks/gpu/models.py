@@ -8,58 +8,9 @@ from typing import Any, Final
 
 import torch
 
-_QWEN3: Final = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "torch_dtype": "bfloat16",
-}
-SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "Qwen3-0.6B": {
-        **_QWEN3,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": True,
-    },
-    "Qwen3-8B": {
-        **_QWEN3,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "tie_word_embeddings": False,
-    },
-    "Llama-3.1-8B": {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rope_theta": 5e5,
-        "rope_scaling": {
-            "rope_type": "llama3",
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    },
-}
+SHAPES: Final[dict[str, dict[str, Any]]] = json.loads(
+    (Path(__file__).parents[1] / "shapes.json").read_text()
+)["gpu"]
 """config.json of the models with performance targets."""
 
 TINY_SHAPE: Final = {
