@@ -25,15 +25,15 @@ from .markers import allow
 
 RESERVE: Final = 64
 """Tokens of slack from which on each token is checked: more than one token adds to the way in common schemas."""
-_MAX_CHECKED: Final = 256
+MAX_CHECKED_TOKENS: Final = 256
 """Tokens of a mask that are checked one by one, the lowest ids; the others are removed."""
-_MANY: Final = 64
+FREE_TEXT_TOKENS: Final = 64
 """A string that may end, and that may go on with more tokens than these, is taken for free text."""
-_SEARCHED_TOKENS: Final = 1024
+MAX_SEARCHED_TOKENS: Final = 1024
 """Of all searches of one mask: 10 to 20 ms."""
-_SHOWN: Final = 8
+CHECKED_WAY_TOKENS: Final = 8
 """A way is taken for valid after a token if its first tokens are, with more slack than these."""
-_EARLY_TOKENS: Final = 512
+FIRST_SEARCH_TOKENS: Final = 512
 """The way is looked up for the first time with so many tokens left, or after half of the tokens if they are more."""
 
 
@@ -62,10 +62,12 @@ class CompletingMatcher:
         self._state.read(text)
         self._way: list[int] | None = None
         self._is_near = False  # the way is known, and each token is checked
-        self._look_at = min(num_left, max(num_left // 2, _EARLY_TOKENS))  # tokens left at the next search
+        self._search_at = min(
+            num_left, max(num_left // 2, FIRST_SEARCH_TOKENS)
+        )  # tokens left at the next search
         self._restricted = False  # a mask of this state lacks tokens of the grammar
         self.is_cut = False
-        self._look()
+        self._search()
 
     @property
     def ended(self) -> bool:
@@ -108,7 +110,7 @@ class CompletingMatcher:
             if self._is_near:
                 self._follow(token_id)
             else:
-                self._look()
+                self._search()
         return len(token_ids)
 
     def allows(self, token_id: int) -> bool:
@@ -123,7 +125,7 @@ class CompletingMatcher:
     def validate(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens may come next, without effects but that a refused one makes the answer cut."""
         num_valid = self._inner.validate(token_ids)
-        if not self._is_near and self._num_left - num_valid > self._look_at:
+        if not self._is_near and self._num_left - num_valid > self._search_at:
             return num_valid
         ahead = self.copy()
         for count, token_id in enumerate(token_ids[:num_valid]):
@@ -138,7 +140,7 @@ class CompletingMatcher:
 
     def fill_drafts(self, draft_ids: Sequence[int], masks: npt.NDArray[np.int32]) -> None:
         """Write the masks before, between and after drafts; see `Matcher.fill_drafts`."""
-        if not self._is_near and self._num_left - len(draft_ids) > self._look_at:
+        if not self._is_near and self._num_left - len(draft_ids) > self._search_at:
             self._inner.fill_drafts(draft_ids, masks)
             return
         self.fill(masks[0])
@@ -158,17 +160,17 @@ class CompletingMatcher:
 
     # ------------------------------------------------------------ the way
 
-    def _look(self) -> None:
-        """Look for the way if it is time, and plan the next time."""
-        if self._num_left > self._look_at or self._inner.ended or self._inner.error:
+    def _search(self) -> None:
+        """Search the way if it is time, and plan the next time."""
+        if self._num_left > self._search_at or self._inner.ended or self._inner.error:
             return
         self._way = shortest_end(self._inner, self._vocabulary, self._state, self._num_left)
         if self._way is None:
-            self._look_at = self._num_left - max(1, self._num_left // 8)
+            self._search_at = self._num_left - max(1, self._num_left // 8)
             return
         slack = self._num_left - len(self._way)
         self._is_near = slack <= RESERVE
-        self._look_at = self._num_left - max(1, (slack - RESERVE) // 2)
+        self._search_at = self._num_left - max(1, (slack - RESERVE) // 2)
 
     def _follow(self, token_id: int) -> None:
         """The way after a token near the cut: its rest, the same one, or a new one."""
@@ -176,8 +178,8 @@ class CompletingMatcher:
         if way and way[0] == token_id:
             del way[0]
         elif way is None or not self._leads_to_end(way):
-            self._is_near, self._look_at = False, self._num_left
-            self._look()
+            self._is_near, self._search_at = False, self._num_left
+            self._search()
 
     def _leads_to_end(self, way: list[int]) -> bool:
         """Whether the way that was valid before the last token is so after it, and fits."""
@@ -199,8 +201,12 @@ class CompletingMatcher:
         slack = self._num_left - len(way)
         if slack <= 0:
             return False
-        shown = way[:_SHOWN] if slack > _SHOWN else [*way, *self._vocabulary.eos_token_ids[:1]]
-        return self._inner.validate([token_id, *shown]) > len(shown)
+        checked = (
+            way[:CHECKED_WAY_TOKENS]
+            if slack > CHECKED_WAY_TOKENS
+            else [*way, *self._vocabulary.eos_token_ids[:1]]
+        )
+        return self._inner.validate([token_id, *checked]) > len(checked)
 
     def _fits(self, token_id: int) -> bool:
         """Whether the answer can become complete after a token that the grammar allows."""
@@ -222,13 +228,13 @@ class CompletingMatcher:
     def _restrict(self, mask: MaskRow) -> None:
         """Remove the tokens after which the way does not fit."""
         token_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
-        if len(token_ids) > _MANY and self._may_end_string():
+        if len(token_ids) > FREE_TEXT_TOKENS and self._may_end_string():
             self._restrict_string(mask)
             return
-        first = token_ids[:_MAX_CHECKED].tolist()
+        first = token_ids[:MAX_CHECKED_TOKENS].tolist()
         if self._way and self._way[0] not in first:
             first.append(self._way[0])
-        num_searches = _SEARCHED_TOKENS // max(1, self._num_left)
+        num_searches = MAX_SEARCHED_TOKENS // max(1, self._num_left)
         kept, does_one_not_fit = [], False
         for token_id in first:
             fits = self._surely_fits(token_id)

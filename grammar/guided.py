@@ -6,7 +6,7 @@
       |           v
       +-------> FREE <----> TRIGGERED          without one
 
-All markers are matched on bytes, because a marker may begin and end within tokens; see `reasoning` and `byte_feed`.
+All markers are matched on bytes, because a marker may begin and end within tokens; see `reasoning` and `markers`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from numpy import int32
 
 from ..runtime.grammar_use import GrammarUse
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
-from .byte_feed import TriggerSearch, feed_bytes, single_bytes
 from .closing import closing_tokens
 from .completing import CompletingMatcher
-from .markers import marker_table
+from .markers import TriggerSearch, feed_bytes, marker_table, single_bytes
 from .reasoning import BlockOpening, OpenBlock
 
 

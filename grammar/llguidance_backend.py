@@ -17,8 +17,7 @@ import numpy as np
 from ..runtime.errors import ConfigError
 from ..runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from .backend import GrammarError, Vocabulary
-from .library_messages import translate_error
-from .llguidance_matcher import LLGuidanceMatcher
+from .llguidance_matcher import LLGuidanceMatcher, translate_error
 from .lowering.lark import ALLOWED_ESCAPES
 from .markers import allows
 

@@ -1,4 +1,4 @@
-"""`MarkerSearch`, `MarkerTable`: finding a marker in the bytes of tokens, and the tokens that spell one.
+"""`MarkerSearch`, `MarkerTable`, `TriggerSearch`: markers in the bytes of tokens, and the tokens that spell one.
 
 A marker may be one special token, several tokens of text, or a part of a token that has other text before or after it.
 """
@@ -8,11 +8,13 @@ A marker may be one special token, several tokens of text, or a part of a token 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .backend import MaskRow, Vocabulary
+from .backend import MaskRow, Matcher, Vocabulary
+
+# Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
 
 
 class MarkerSearch:
@@ -169,3 +171,56 @@ def clear(mask: MaskRow, token_id: int) -> None:
 def allows(mask: MaskRow, token_id: int) -> bool:
     """Whether a mask allows a token."""
     return bool(int(mask[token_id // 32]) >> token_id % 32 & 1)
+
+
+class TriggerSearch:
+    """Finds the trigger that ends first in a stream of bytes; of several that end there, the longest."""
+
+    def __init__(self, triggers: Sequence[bytes]) -> None:
+        self._triggers = triggers
+        self._tail_len = max(map(len, triggers), default=1) - 1
+
+    def find(self, text: bytes) -> tuple[int, int] | None:
+        """The index of a trigger, and where the text after it begins; None if there is none."""
+        found = [
+            (start + len(trigger), -len(trigger), index)
+            for index, trigger in enumerate(self._triggers)
+            if (start := text.find(trigger)) >= 0
+        ]
+        if not found:
+            return None
+        end, _, index = min(found)
+        return index, end
+
+    def tail(self, text: bytes) -> bytes:
+        """The end of a text without a trigger that may be the beginning of one."""
+        return text[max(0, len(text) - self._tail_len) :]
+
+
+def feed_bytes(matcher: Matcher, data: bytes, vocabulary: Vocabulary) -> int:
+    """Feed text that is a part of a token; returns the number of bytes that were accepted.
+
+    It stops at the end of the grammar's text. A matcher that has refused a byte has an error.
+    """
+    singles = single_bytes(vocabulary)
+    known = all(byte in singles for byte in data)
+    count = 0
+    for token_id in [singles[byte] for byte in data] if known else vocabulary.encode(data):
+        if matcher.ended:
+            break
+        token = vocabulary.tokens[token_id]
+        if not data.startswith(token, count) or not matcher.accept((token_id,)):
+            break
+        count += len(token)
+    return count
+
+
+@functools.lru_cache(maxsize=4)
+def single_bytes(vocabulary: Vocabulary) -> dict[int, int]:
+    """The text token of each byte that is one."""
+    special = vocabulary.special_token_ids
+    return {
+        token[0]: token_id
+        for token_id, token in enumerate(vocabulary.tokens)
+        if len(token) == 1 and token_id not in special
+    }

@@ -65,7 +65,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         shorten_spinning()
         os.environ.update(DEVICE_ORDER)  # read by CUDA when the first GPU is used
         from ..model_runner.load import load_model_runner
-        from ..scheduler.grammar.make_grammars import make_grammars
+        from ..scheduler.grammar.grammar_builder import make_grammars
         from ..scheduler.journal.recorder import make_recorder
         from ..scheduler.pipeline import Pipeline
         from ..scheduler.preemption.chaos import with_chaos

@@ -19,7 +19,7 @@ from .admission.budget import Reservations
 from .admission.shared_prefixes import ParallelSamples
 from .decodes import Decodes
 from .estimator import OutputEstimator, make_estimator
-from .grammar.grammar_drafts import GrammarDrafts
+from .grammar.grammar_rules import GrammarDrafts
 from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
 from .memory.pages import IncomingPages, PageAllocator, PageSupply, SwapPool

@@ -18,7 +18,7 @@ from ..runtime.messages import HEARTBEAT_INTERVAL_S, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from .adapters.adapter_table import AdapterReader
-from .grammar.grammar_builder import GrammarQueue
+from .grammar.grammar_builder import GrammarBuilder
 from .journal.recorder import NoRecorder, Recorder
 from .kv_events.publisher import KVEvents, NoKVEvents
 from .pipeline import Pipeline
@@ -51,7 +51,7 @@ class EventLoop:
         *,
         idle_work: Callable[[int], bool],
         overlap: bool = False,
-        grammars: GrammarQueue | None = None,
+        grammars: GrammarBuilder | None = None,
         adapters: AdapterReader | None = None,
         kv_events: KVEvents | None = None,
         transfer: KVTransfer | None = None,

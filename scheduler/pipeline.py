@@ -46,8 +46,8 @@ from ..runtime.scheduler_report import GrammarTotals, SchedulerReport
 from ..runtime.step_plan import GetMasks, Pending, Runner, no_masks
 from .adapters.adapter_table import AdapterReader, EndOfRead, NoAdapterReader
 from .batch import ScheduleBatch
-from .grammar.grammar_builder import GrammarQueue, NoGrammars
-from .grammar.step_masks import MaskMeter, StepMasks
+from .grammar.grammar_builder import GrammarBuilder
+from .grammar.mask_filler import MaskMeter, StepMasks
 from .journal.recorder import Recorder
 from .scheduler import Scheduler
 
@@ -73,7 +73,7 @@ class Pipeline:
         clock: Callable[[], float],
         *,
         overlap: bool,
-        grammars: GrammarQueue | None = None,
+        grammars: GrammarBuilder | None = None,
         adapters: AdapterReader | None = None,
     ) -> None:
         """Take the parts.
@@ -87,7 +87,7 @@ class Pipeline:
         self._recorder = recorder
         self._clock = clock
         self._max_left_in_flight = max(int(overlap), scheduler.num_stages - 1)
-        self._grammars = grammars if grammars is not None else NoGrammars()
+        self._grammars = grammars or GrammarBuilder()
         self._adapters = adapters if adapters is not None else NoAdapterReader()
         self._num_reads = 0  # of adapters, that have not ended
         self._in_flight: deque[InFlight] = deque()

@@ -33,7 +33,7 @@ from ..runtime.transport.kv_transfer import KVLayout
 from ..runtime.version import __version__
 from .adapters.adapter_table import AdapterReader
 from .event_loop import EventLoop
-from .grammar.make_grammars import make_grammars
+from .grammar.grammar_builder import make_grammars
 from .journal.flight_recorder import FlightRecorder
 from .journal.recorder import make_recorder, open_log
 from .kv_events.publisher import KVEventPublisher

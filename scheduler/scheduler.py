@@ -60,9 +60,8 @@ from .arrays import BoolArray
 from .assembly import assemble
 from .batch import ScheduleBatch
 from .grammar.grammar_rules import ends_by_grammar, resume
-from .grammar.guarded_matcher import FailedMatcher, GuardedMatcher
 from .grammar.mask_filler import MaskFiller
-from .grammar.matcher_source import MatcherSource, NoMatchers
+from .grammar.matchers import FailedMatcher, GuardedMatcher, MatcherSource
 from .memory.ledger import LedgerError
 from .pass_state import PassState, StallAction, record_of
 from .phases import Work
@@ -127,7 +126,7 @@ class Scheduler:
         self._requests, self._kv, self._stats = parts.requests, parts.memory.kv, parts.stats
         self._answers, self._policy, self._deadlines = parts.answers, parts.policy, parts.deadlines
         self._transfer = parts.transfer
-        self._matchers = matchers if matchers is not None else NoMatchers()
+        self._matchers = matchers
         self.masks = MaskFiller(capacity.vocab_size, parts.memory.pool)
         self._last_step_id = 0
         self._last_pass: PassState | None = None  # in which there was something to decide
@@ -283,6 +282,8 @@ class Scheduler:
     def _guide(self, req: Req, now_s: float) -> None:
         """Give a request its matcher, advanced over the tokens that its client has already."""
         try:
+            if self._matchers is None:
+                raise LookupError(f"{req.rid} has a grammar, but this scheduler has no grammars")
             req.matcher = GuardedMatcher(self._matchers.take(req.rid), req.rid)
         except Exception:  # the failure of one request must not end the others
             logger.error("a request has no matcher rid=%s", req.rid, exc_info=True)

@@ -20,17 +20,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from ...grammar.backend import CompiledGrammar, GrammarError, Matcher
+from ...grammar.cache import GrammarCache
+from ...grammar.llguidance_backend import LLGuidanceBackend
+from ...grammar.vocabulary import TokenizerVocabulary
+from ...models.tokenizer.tokenizer import Tokenizer
 from ...runtime.grammar_use import GrammarUse
 from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 
 logger = logging.getLogger(__name__)
 
-_NICENESS = 10
+_NICENESS: Final = 10
 """Of the thread: on a busy machine a new grammar waits, and the steps of other requests do not."""
 
 Compiled = tuple[CompiledGrammar, ...]
@@ -39,7 +43,7 @@ UseOf = Callable[[str], GrammarUse | None]
 
 
 class BuildFigures(NamedTuple):
-    """Totals of a `GrammarQueue`.
+    """Totals of a `GrammarBuilder`.
 
     Attributes:
         num_builds: compilations that have ended, failed ones included.
@@ -51,7 +55,7 @@ class BuildFigures(NamedTuple):
 
 
 class CompiledGrammars(Protocol):
-    """A cache of compiled grammars; `grammar.cache.GrammarCache` implements it. Both methods are thread-safe."""
+    """A cache of compiled grammars; `grammar.cache.GrammarCache` implements it. `get` and `compile` are thread-safe."""
 
     def get(self, use: GrammarUse) -> Compiled | None:
         """The compiled grammars of `use.specs`, if all of them are cached."""
@@ -65,92 +69,28 @@ class CompiledGrammars(Protocol):
         """
         ...
 
-
-class GrammarQueue(Protocol):
-    """See the module."""
-
-    @property
-    def figures(self) -> BuildFigures:
-        """Totals since the start."""
+    def matcher(self, use: GrammarUse, compiled: Compiled) -> Matcher:
+        """The matcher of a request, from the compiled grammars of `use.specs`."""
         ...
-
-    @property
-    def is_building(self) -> bool:
-        """Whether `take_ready` will have something without a further message."""
-        ...
-
-    def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
-        """The message as the scheduler must get it, in the next call; None if it must not get it."""
-        ...
-
-    def take_ready(self) -> list[GrammarReady]:
-        """The requests with grammars that were compiled since the last call. Call `stage` for each before `handle`."""
-        ...
-
-    def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
-        """Make the matcher of a request that the scheduler is about to take."""
-        ...
-
-    def clear(self) -> None:
-        """The scheduler has handled the message: drop a matcher that it has not taken."""
-        ...
-
-    def close(self) -> None:
-        """Let the thread end."""
-        ...
-
-
-class NoGrammars:
-    """A `GrammarQueue` for schedulers without grammars; a request with one is refused."""
-
-    __slots__ = ()
-
-    @property
-    def figures(self) -> BuildFigures:
-        return BuildFigures()
-
-    @property
-    def is_building(self) -> bool:
-        return False
-
-    def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
-        return message
-
-    def take_ready(self) -> list[GrammarReady]:
-        return []
-
-    def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
-        pass
-
-    def clear(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class GrammarBuilder:
-    """See the module. A `GrammarQueue` and a `MatcherSource`; the thread starts with the first grammar to compile.
+    """See the module. A `MatcherSource`; the thread starts with the first grammar to compile.
 
     Attributes:
-        figures: see `GrammarQueue`.
+        figures: totals since the start.
     """
 
     def __init__(
-        self,
-        cache: CompiledGrammars,
-        make_matcher: Callable[[GrammarUse, Compiled], Matcher],
-        clock: Callable[[], float] = time.monotonic,
+        self, cache: CompiledGrammars | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Take the parts.
 
         Args:
-            cache: of compiled grammars.
-            make_matcher: the matcher of a request from its compiled grammars.
+            cache: of compiled grammars; None for a scheduler without grammars, which refuses a request with one.
             clock: called on the thread, to measure compilations.
         """
         self._cache = cache
-        self._make_matcher = make_matcher
         self._clock = clock
         self.figures = BuildFigures()
         self._work: queue.SimpleQueue[tuple[str, GrammarUse] | None] = queue.SimpleQueue()
@@ -162,11 +102,13 @@ class GrammarBuilder:
 
     @property
     def is_building(self) -> bool:
+        """Whether `take_ready` will have something without a further message."""
         return self._num_building > 0
 
     def received(self, message: SchedulerInput, use_of: UseOf) -> SchedulerInput | None:
+        """The message as the scheduler must get it, in the next call; None if it must not get it."""
         match message:
-            case GenerateRequest(grammar=GrammarUse() as use):
+            case GenerateRequest(grammar=GrammarUse() as use) if self._cache is not None:
                 compiled = self._cache.get(use)
                 if compiled is not None:
                     self._stage(message.rid, use, compiled)
@@ -183,6 +125,7 @@ class GrammarBuilder:
                 return message
 
     def take_ready(self) -> list[GrammarReady]:
+        """The requests with grammars that were compiled since the last call. Call `stage` for each before `handle`."""
         ready: list[GrammarReady] = []
         while self._num_building and not self._done.empty():
             message, compiled = self._done.get()
@@ -193,11 +136,13 @@ class GrammarBuilder:
         return ready
 
     def stage(self, ready: GrammarReady, use_of: UseOf) -> None:
+        """Make the matcher of a request that the scheduler is about to take."""
         compiled, use = self._compiled.pop(ready.rid, None), use_of(ready.rid)
         if compiled is not None and use is not None and not ready.error:  # None: it was compiled twice
             self._stage(ready.rid, use, compiled)
 
     def clear(self) -> None:
+        """Drop a matcher that the scheduler has not taken; it has handled the message."""
         self._staged = None
 
     def take(self, rid: str) -> Matcher:
@@ -206,12 +151,14 @@ class GrammarBuilder:
         return self._staged[1]
 
     def close(self) -> None:
+        """Let the thread end."""
         if self._thread is not None:
             self._work.put(None)
 
     def _stage(self, rid: str, use: GrammarUse, compiled: Compiled) -> None:
+        assert self._cache is not None
         try:
-            self._staged = rid, self._make_matcher(use, compiled)
+            self._staged = rid, self._cache.matcher(use, compiled)
         except Exception:  # `take` then fails, and with it this request only
             logger.error("making a matcher failed rid=%s", rid, exc_info=True)
 
@@ -224,6 +171,7 @@ class GrammarBuilder:
 
     def _run(self) -> None:
         """The thread's main function."""
+        assert self._cache is not None
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while (work := self._work.get()) is not None:
             rid, use = work
@@ -239,3 +187,19 @@ class GrammarBuilder:
                 error = "the grammar could not be compiled; the server's log has the cause"
             seconds = self._clock() - begin_s
             self._done.put((GrammarReady(rid, error, seconds), tuple(compiled)))
+
+
+def make_grammars(
+    make_tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]
+) -> GrammarBuilder:
+    """A builder. Its thread loads tokenizer and library when the first grammar is compiled, not before.
+
+    Args:
+        make_tokenizer: makes or returns the model's tokenizer.
+        vocab_size: of the model's logits.
+        eos_token_ids: tokens that end an answer.
+    """
+    cache = GrammarCache(
+        lambda: TokenizerVocabulary(make_tokenizer(), vocab_size, eos_token_ids), LLGuidanceBackend
+    )
+    return GrammarBuilder(cache)

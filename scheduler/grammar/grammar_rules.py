@@ -1,4 +1,4 @@
-"""How grammars advance with generated tokens, and when they end a request."""
+"""How grammars advance with generated tokens, and when they end a request; `GrammarDrafts`: their draft tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 
 from ...grammar.backend import Matcher
 from ...runtime.messages import Finish, FinishKind, TokenOutput
+from ..arrays import IntArray
 from ..batch import ScheduleBatch
+from ..records.decision_log import MatcherDrafts
 from ..requests.req import Req
+from ..requests.row_states import RowStates
 
 MATCHED_GRAMMAR: Final = "grammar"
 """`Finish.matched` of a request that ended because its grammar allows no more text."""
@@ -99,3 +102,53 @@ def _end_of(req: Req) -> Finish | None:
 def _error_text(req: Req) -> str:
     assert req.matcher is not None
     return f"{req.matcher.error}; change the schema or grammar, or send the request again"
+
+
+class GrammarDrafts:
+    """Draft tokens of requests with a grammar.
+
+    Two kinds of drafts come from or go through a matcher:
+
+    - Forced tokens: where the grammar allows only one text (the name of a JSON field and the signs around it), the
+      matcher knows the next tokens. They are drafts like any others, so they change no answer: if the model splits the
+      same text into other tokens, they are rejected.
+    - N-gram drafts are cut at the first token that the grammar refuses, since it cannot be accepted.
+
+    The answers of the matchers are kept for the decision log: a replay has no grammars.
+    """
+
+    def __init__(self, states: RowStates) -> None:
+        self._states = states
+        self._answers: dict[str, MatcherDrafts] = {}
+
+    def concerns(self, rows: IntArray) -> bool:
+        """Whether a request in these rows has a grammar."""
+        return bool(self._states.has_grammar[rows].any())
+
+    def propose(self, req: Req, most: int, ngram_ids: Sequence[int] = ()) -> tuple[list[int], int]:
+        """At most `most` drafts of a request with a matcher, and how many of them are forced; they come first.
+
+        N-gram drafts follow forced tokens if they begin with them, because then they are the text after them.
+
+        Args:
+            req: has a matcher.
+            most: of forced tokens; there may be fewer n-gram drafts.
+            ngram_ids: proposals from the request's text.
+        """
+        assert req.matcher is not None
+        forced = req.matcher.forced()[:most]
+        num_forced = len(forced)
+        follows = len(ngram_ids) > num_forced and list(ngram_ids[:num_forced]) == forced
+        token_ids = list(ngram_ids) if follows else forced
+        if not token_ids:
+            return [], 0
+        num_valid = req.matcher.validate(token_ids)
+        self._answers[req.rid] = MatcherDrafts(forced, num_valid)
+        return token_ids[:num_valid], min(num_forced, num_valid)
+
+    def take_answers(self) -> dict[str, MatcherDrafts]:
+        """What matchers have said since the last call, by rid."""
+        if not self._answers:
+            return {}
+        answers, self._answers = self._answers, {}
+        return answers

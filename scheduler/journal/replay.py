@@ -17,8 +17,7 @@ import msgspec
 from ...runtime.messages import FinishKind
 from ...runtime.step_plan import ForwardMode, StepResult
 from ..batch import ScheduleBatch
-from ..grammar.logged_matcher import LoggedEnd, LoggedMatchers
-from ..grammar.matcher_source import MatcherSource
+from ..grammar.matchers import LoggedEnd, LoggedMatchers, MatcherSource
 from ..records.decision_log import Arrived, DecisionRecord, Handover, MatcherDrafts, PassRecord, Settled
 from ..scheduler import Scheduler
 from .log_file import Header, Idle, Input, LoggedRun, LogRecord, Planning

@@ -233,7 +233,7 @@ class PassRecord(msgspec.Struct, tag="pass", array_like=True):
         step_time: the prediction of the step's time; None if time did not limit the step.
         num_drafts: draft tokens that the step verifies.
         num_rounds: inner steps, the most tokens that each request gets; see `multi_step.py`.
-        grammar_drafts: what matchers said about drafts, by rid; for replay, see `grammar_drafts.py`.
+        grammar_drafts: what matchers said about drafts, by rid; for replay, see `GrammarDrafts`.
     """
 
     now_s: float

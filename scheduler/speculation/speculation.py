@@ -20,7 +20,7 @@ measured times of steps with as many tokens (`step_costs.py`). So if computing i
 is copied, the number falls to 0: hit rates are learned from plain steps as well, costs by rare exploration steps.
 
 The matcher of a request with a grammar cuts its drafts at the first token that the grammar refuses, and adds the tokens
-that the grammar forces, which come first and have probability 1 (`grammar_drafts.py`). The step has a mask for each of
+that the grammar forces, which come first and have probability 1 (`GrammarDrafts`). The step has a mask for each of
 their positions.
 
 There are no drafts in these cases:
@@ -50,7 +50,7 @@ import numpy as np
 from ...runtime.config.engine_config import SchedulerConfig
 from ...runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from ..batch import ScheduleBatch
-from ..grammar.grammar_drafts import GrammarDrafts
+from ..grammar.grammar_rules import GrammarDrafts
 from ..memory.kv_memory import RowMemory
 from ..phases import Work
 from ..requests.req import Req
@@ -291,7 +291,7 @@ class ForcedSpeculation:
     """`--speculative off`, where forced tokens of grammars are still drafts.
 
     A request whose grammar allows only one text gets its tokens as drafts, and verifies all of them in one step
-    (`grammar_drafts.py`). No hit rate has to be learned. With `--speculative ngram`, `NgramSpeculation` does the same.
+    (`GrammarDrafts`). No hit rate has to be learned. With `--speculative ngram`, `NgramSpeculation` does the same.
 
     Steps with drafts have no inner steps (`multi_step.py`). Inner steps save the work between steps, about a fifth of a
     step of a small model on a CPU, while a draft saves its request a whole step. So where multi-step decodes are on, a

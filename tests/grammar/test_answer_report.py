@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from engine.grammar.answer_report import GrammarReport, GuidedAnswer, OverruledToken, Truncated, merged
+from engine.grammar.answer_report import (
+    GrammarReport,
+    GuidedAnswer,
+    OverruledToken,
+    Truncated,
+    merged,
+    pointer_at_end,
+)
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, ReasoningBlock
 from engine.runtime.messages import Finish, FinishKind, GrammarUsage, Overruled
 
@@ -101,3 +108,37 @@ def test_several_answers_have_one_report():
     one, other = GrammarReport(1.5, 2, 3, 0, None), GrammarReport(0.0, 10, 20, 30, token)
     assert merged([one, other]) == GrammarReport(1.5, 12, 23, 30, token)
     assert merged([]) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "pointer"),
+    [
+        ("", ""),
+        ("{", ""),
+        ('{"na', ""),
+        ('{"name"', ""),
+        ('{"name":', "/name"),
+        ('{"name": "Ada', "/name"),
+        ('{"name": "a, b: {[', "/name"),
+        ('{"name": "\\", "', "/name"),
+        ('{"name": "Ada"', "/name"),
+        ('{"name": "Ada",', ""),
+        ('{"name": "Ada", "age": 3', "/age"),
+        ('{"people": [', "/people/0"),
+        ('{"people": [{"a": 1}, {', "/people/1"),
+        ('{"people": [{"a": 1}, {"b": [[], 2, ', "/people/1/b/2"),
+        ('{"people": [1, 2]', "/people"),
+        ('{"people": [1, 2]}', ""),
+        ("[1, [2, 3], ", "/2"),
+        ('{"a/b": {"~": ', "/a~1b/~0"),
+        ('{"a\\u0062": ', "/ab"),
+        ('"text, with: {signs', ""),
+    ],
+)
+def test_the_pointer_of_the_end(text, pointer):
+    assert pointer_at_end(text) == pointer
+
+
+@pytest.mark.parametrize("text", ["}", "]]", ",,", ":::", '{"\\x": ', "{:", "[:", '\\"', "{]}["])
+def test_what_is_no_json_has_some_pointer(text):
+    assert isinstance(pointer_at_end(text), str)

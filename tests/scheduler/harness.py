@@ -31,8 +31,7 @@ from engine.runtime.pooling import PoolingParams
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import ForwardMode, GetMasks, TokenMasks, no_masks
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.grammar.mask_filler import Clock, MaskFiller, no_clock
-from engine.scheduler.grammar.step_masks import MaskMeter, StepMasks
+from engine.scheduler.grammar.mask_filler import Clock, MaskFiller, MaskMeter, StepMasks, no_clock
 from engine.scheduler.memory.pages import PageAllocator
 from engine.scheduler.prefix_cache.base import PrefixCache
 from engine.scheduler.records.decision_log import DecisionLog, PassRecord, RefusedToken

@@ -12,8 +12,7 @@ from engine.grammar.backend import GrammarError
 from engine.runtime.grammar_use import GrammarUse
 from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest, GrammarReady
 from engine.runtime.sampling_params import SamplingParams
-from engine.scheduler.grammar.grammar_builder import GrammarBuilder, NoGrammars
-from engine.scheduler.grammar.matcher_source import NoMatchers
+from engine.scheduler.grammar.grammar_builder import GrammarBuilder
 from engine.scheduler.journal.recorder import NoRecorder
 from engine.scheduler.pipeline import Pipeline
 from engine.scheduler.scheduler import Scheduler
@@ -65,13 +64,16 @@ class ToyCache:
         self.compiled[use.spec.key] = ToyCompiled(ToyGrammar.of(use))
         return (self.compiled[use.spec.key],)
 
+    def matcher(self, use: GrammarUse, compiled: Any) -> Any:
+        return compiled[0].matcher()
+
 
 class Built:
     """A builder with a pipeline and a scheduler, as in the server."""
 
     def __init__(self, **settings: Any) -> None:
         self.cache = ToyCache()
-        self.builder = GrammarBuilder(self.cache, lambda use, compiled: compiled[0].matcher())
+        self.builder = GrammarBuilder(self.cache)
         self.harness = Harness(**settings)
         harness, core = self.harness, self.harness.scheduler
         core._matchers = self.builder
@@ -229,7 +231,7 @@ def test_a_matcher_that_cannot_be_made_ends_its_request(built):
     def fail(use: Any, compiled: Any) -> Any:
         raise RuntimeError("no memory")
 
-    built.builder._make_matcher = fail
+    built.cache.matcher = fail
     built.harness.submit("a", message={"grammar": ToyGrammar().use})
     built.harness.submit("b", max_new_tokens=3)
     built.run()
@@ -276,8 +278,8 @@ def test_without_grammars_there_is_no_thread(built):
     assert not built.builder.take_ready()
 
 
-def test_no_grammars_passes_messages_on():
-    none, message = NoGrammars(), GenerateRequest("a", b"", SamplingParams())
+def test_a_builder_without_a_cache_passes_messages_on():
+    none, message = GrammarBuilder(), GenerateRequest("a", b"", SamplingParams())
     assert none.received(message, lambda rid: None) is message
     assert not none.is_building and none.take_ready() == []
     none.stage(GrammarReady("a"), lambda rid: None)
@@ -288,7 +290,7 @@ def test_no_grammars_passes_messages_on():
 def test_a_scheduler_without_grammars_refuses_them():
     harness = Harness()
     scheduler: Scheduler = harness.scheduler
-    scheduler._matchers = NoMatchers()
+    scheduler._matchers = None
     harness.submit("a", grammar=ToyGrammar())
     finish = harness.answers["a"].finish
     assert finish is not None and finish.kind is FinishKind.ERROR

@@ -9,7 +9,7 @@ import pytest
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from engine.scheduler.batch import ScheduleBatch
-from engine.scheduler.grammar.grammar_drafts import GrammarDrafts
+from engine.scheduler.grammar.grammar_rules import GrammarDrafts
 from tests.scheduler.fake_runner import expected_output, ints
 from tests.scheduler.grammar.toy_matcher import ToyGrammar
 from tests.scheduler.harness import VOCAB_SIZE, Harness

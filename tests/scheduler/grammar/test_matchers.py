@@ -10,7 +10,7 @@ import pytest
 
 from engine.grammar.backend import MatcherErrorCode
 from engine.runtime.messages import FinishKind
-from engine.scheduler.grammar.guarded_matcher import FAILED, FailedMatcher, GuardedMatcher
+from engine.scheduler.grammar.matchers import FAILED, FailedMatcher, GuardedMatcher
 from tests.scheduler.grammar.toy_matcher import ToyGrammar, ToyMatcher, allowed_by
 from tests.scheduler.harness import Harness
 
