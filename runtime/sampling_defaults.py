@@ -14,7 +14,7 @@ import msgspec
 
 from .errors import RequestError
 from .request_checks import plain
-from .sampling_params import SamplingParams
+from .sampling_params import NUMBERS, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +23,9 @@ OPENAI_SOURCE: Final = "OpenAI's default"
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters that a model's files set; None: they do not.
+    """Sampling parameters that a model's files set, as in `SamplingParams` (`NAMES`); None: they do not.
 
     Attributes:
-        temperature, top_k, top_p, min_p, repetition_penalty: as in `SamplingParams`.
         source: where they are from: the name of a file, keys of a GGUF file.
         not_taken: fields of the same source that would change the text and are not used.
     """
@@ -62,7 +61,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 OPENAI_DEFAULTS: Final = SamplingDefaults()
 """Temperature 1.0, nothing filtered, no penalty."""
 
-NAMES: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+NAMES: Final = tuple(name for name, _, bounds in NUMBERS if bounds.from_model)
 
 
 def checked_defaults(

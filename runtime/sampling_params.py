@@ -8,8 +8,8 @@ options).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -38,6 +38,22 @@ MAX_LOGIT_BIAS_ENTRIES: Final = 65_536
 GREEDY_TEMPERATURE: Final = (
     1e-5  # below this, dividing logits by the temperature overflows bf16: use the exact argmax instead
 )
+
+
+class Bounds(NamedTuple):
+    """The values that a number among the sampling parameters may have; every check and every default reads them.
+
+    Attributes:
+        low, high: both are allowed, unless `low_open`.
+        rule: for errors about an integer below `low`; "": the range.
+        from_model: a model's files can set the default.
+    """
+
+    low: float
+    high: float
+    low_open: bool = False
+    rule: str = ""
+    from_model: bool = False
 
 
 class _CheckedMeta(msgspec.StructMeta):
@@ -94,14 +110,16 @@ class SamplingParams(
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = -1
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, Bounds(0.0, MAX_TEMPERATURE, from_model=True)] = 1.0
+    top_k: Annotated[
+        int, Bounds(-1, MAX_COUNT, rule="must be -1 or 0 (keep all) or a positive count", from_model=True)
+    ] = -1
+    top_p: Annotated[float, Bounds(0.0, 1.0, from_model=True)] = 1.0
+    min_p: Annotated[float, Bounds(0.0, 1.0, from_model=True)] = 0.0
+    seed: Annotated[int | None, Bounds(0, MAX_SEED)] = None
+    repetition_penalty: Annotated[float, Bounds(0.0, 10.0, low_open=True, from_model=True)] = 1.0
+    frequency_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
+    presence_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
     logit_bias: dict[int, float] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -115,6 +133,11 @@ class SamplingParams(
     def greedy(self) -> bool:
         """Whether the next token is the exact argmax of the (penalized, biased) logits."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1 or self.top_p == 0.0
+
+    @property
+    def filters(self) -> bool:
+        """Whether it drops unlikely tokens before one is drawn."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0
 
     def verify(self, vocab_size: int) -> None:
         """Check type, range and finiteness of every value.
@@ -131,15 +154,12 @@ class SamplingParams(
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             rule = f"must not exceed max_new_tokens ({self.max_new_tokens})"
             raise refused("min_new_tokens", self.min_new_tokens, rule)
-        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
-        check_integer("top_k", self.top_k, -1, MAX_COUNT, "must be -1 or 0 (keep all) or a positive count")
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        if self.seed is not None:
-            check_integer("seed", self.seed, 0, MAX_SEED)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        for name, kind, bounds in NUMBERS:
+            value = getattr(self, name)
+            if kind is float:
+                check_number(name, value, bounds.low, bounds.high, low_open=bounds.low_open)
+            elif value is not None or name not in _OPTIONAL:
+                check_integer(name, value, int(bounds.low), int(bounds.high), bounds.rule)
         if self.logit_bias is not None:
             _check_logit_bias(self.logit_bias, vocab_size)
         _check_stop(self.stop)
@@ -151,6 +171,17 @@ class SamplingParams(
             check_integer("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         check_flag("skip_special_tokens", self.skip_special_tokens)
         check_flag("include_stop_str_in_output", self.include_stop_str_in_output)
+
+
+def _numbers() -> Iterator[tuple[str, type, Bounds]]:
+    """Each field with bounds: its name, whether it is an integer, and the bounds."""
+    for name, hint in get_type_hints(SamplingParams, include_extras=True).items():
+        for bounds in getattr(hint, "__metadata__", ()):
+            yield name, float if hint.__origin__ is float else int, bounds
+
+
+NUMBERS: Final = tuple(_numbers())
+_OPTIONAL: Final = frozenset({"seed"})
 
 
 def _check_logit_bias(entries: object, vocab_size: int) -> None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...runtime.sampling_defaults import SamplingDefaults, checked_defaults
+from ...runtime.sampling_defaults import NAMES, SamplingDefaults, checked_defaults
 from .gguf_file import GGUFFile
 
 _PREFIX: Final = "general.sampling."
-_KEYS: Final = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+_OWN_KEYS: Final = {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+_KEYS: Final = {_OWN_KEYS.get(name, name): name for name in NAMES}
 _NOT_TAKEN: Final[dict[str, object]] = {
     "mirostat": 0,
     "penalty_freq": 0,

@@ -1,6 +1,6 @@
 """The sampling defaults of a folder in Hugging Face layout: generation_config.json.
 
-The fields that vLLM and SGLang take are taken: temperature, top_k, top_p, min_p, repetition_penalty. Besides them,
+The fields that vLLM and SGLang take are taken (`sampling_defaults.NAMES`). Besides them,
 `do_sample: false` means greedy, as in transformers. Every value that the file has counts, transformers' own defaults
 (top_k 50) too. `max_new_tokens`, which vLLM makes a limit for all requests and SGLang ignores, is not taken.
 """

@@ -322,8 +322,7 @@ def _can_be_checked_late(sampling: SamplingParams) -> bool:
     has_penalties = (
         sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty
     )
-    has_filters = sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0
-    return not has_penalties and sampling.logprobs is None and (sampling.greedy or not has_filters)
+    return not has_penalties and sampling.logprobs is None and (sampling.greedy or not sampling.filters)
 
 
 class Chunk(NamedTuple):

@@ -15,7 +15,7 @@ from ....runtime.config.config_fields import SECRETS, config_fields
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import RequestError
 from ....runtime.messages import LiveRequest, base_rid
-from ....runtime.sampling_defaults import OPENAI_SOURCE
+from ....runtime.sampling_defaults import NAMES, OPENAI_SOURCE
 from ...engine_state import EngineState
 from ...generation import GenerationRequest
 from ...pooling.embedding import POOLING_SAMPLING, probe_of
@@ -259,11 +259,7 @@ def _sampling_defaults(services: Services) -> SamplingDefaultsBody:
     defaults = services.sampling_defaults
     params = defaults.params()
     return SamplingDefaultsBody(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
+        **{name: getattr(params, name) for name in NAMES},
         source=defaults.source or OPENAI_SOURCE,
     )
 

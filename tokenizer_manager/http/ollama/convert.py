@@ -57,22 +57,16 @@ from .wire import (
 
 LENGTH_PARAM: Final = "options.num_predict"
 FORMAT_PARAM: Final = "format"
+_OWN_NAMES: Final = {"repeat_penalty": "repetition_penalty"}
+_SAMPLING: Final = {
+    option: name
+    for option in OllamaOptions.__struct_fields__
+    if (name := _OWN_NAMES.get(option, option)) in SamplingFields.__struct_fields__
+}
+"""Field of `options` -> field of `SamplingParams`."""
 NAMES: Final = {
     "max_new_tokens": LENGTH_PARAM,
-    "repetition_penalty": "options.repeat_penalty",
-    **{
-        name: f"options.{name}"
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "seed",
-            "stop",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-    },
+    **{name: f"options.{option}" for option, name in _SAMPLING.items()},
 }
 
 
@@ -277,17 +271,7 @@ def _sampling(options: OllamaOptions, limits: RequestLimits, defaults: SamplingD
                 LENGTH_PARAM, f"is {num_predict}, but it must be at least 1, or -1 or -2 for no limit"
             )
         num_predict = None
-    fields = _OllamaSampling(
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        min_p=options.min_p,
-        seed=options.seed,
-        stop=options.stop,
-        repetition_penalty=options.repeat_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-    )
+    fields = _OllamaSampling(**{name: getattr(options, option) for option, name in _SAMPLING.items()})
     with renamed_fields(NAMES):
         return fields.sampling(
             limits, defaults, max_new_tokens=num_predict, min_new_tokens=None, keep_stop=False

@@ -174,23 +174,11 @@ NOTES: Final[Mapping[str, str]] = {
     "rate": "Samples per second.",
 }
 
-_SAMPLED: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "ignore_eos",
-    "skip_special_tokens",
-    "min_new_tokens",
-)
 DEFAULTS: Final[Mapping[str, Any]] = {
     **{
         field.name: field.default
         for field in msgspec.structs.fields(SamplingParams)
-        if field.name in _SAMPLED
+        if field.default not in (None, ()) and field.name != "include_stop_str_in_output"
     },
     "min_tokens": 0,
     "CompletionRequest.max_tokens": DEFAULT_MAX_TOKENS,

@@ -5,7 +5,7 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
@@ -117,27 +117,22 @@ class SamplingFields(ConstraintFields, kw_only=True):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
-        given = {
+        given = {name: getattr(self, name) for name in _SAME} | {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "seed": self.seed,
-            "repetition_penalty": self.repetition_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            "presence_penalty": self.presence_penalty,
             "logit_bias": _logit_bias(self.logit_bias),
             "stop": stop,
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "ignore_eos": self.ignore_eos,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
-            "skip_special_tokens": self.skip_special_tokens,
             "include_stop_str_in_output": keep_stop,
         }
         return defaults.params({name: value for name, value in given.items() if value is not None})
+
+
+_SAME: Final = tuple(
+    name for name in SamplingFields.__struct_fields__ if name in SamplingParams.__struct_fields__
+)
 
 
 class GenerationFields(SamplingFields, kw_only=True):
