@@ -104,7 +104,7 @@ DEVICES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Sizes of a dense decoder-only model. Parameters count matrices; norms and biases are negligible."""
 
@@ -184,66 +184,13 @@ def _attention_parameters(spec: ModelSpec) -> int:
 
 
 DEFAULT_MODEL: Final = "llama-3.1-8b"
-MODELS: Final = {
-    facts.name: facts
-    for facts in (  # from the published config.json files
-        ModelFacts(
-            name="smollm2-135m",
-            num_layers=30,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            vocab_size=49_152,
-            max_position_embeddings=8192,
-            tie_word_embeddings=True,
-        ),
-        ModelFacts(
-            name="llama-3.2-1b",
-            num_layers=16,
-            hidden_size=2048,
-            intermediate_size=8192,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=64,
-            vocab_size=128_256,
-            max_position_embeddings=131_072,
-            tie_word_embeddings=True,
-        ),
-        ModelFacts(
-            name="llama-3.1-8b",
-            num_layers=32,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=128_256,
-            max_position_embeddings=131_072,
-        ),
-        ModelFacts(
-            name="qwen2.5-32b",
-            num_layers=64,
-            hidden_size=5120,
-            intermediate_size=27_648,
-            num_heads=40,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=152_064,
-            max_position_embeddings=32_768,
-        ),
-        ModelFacts(
-            name="llama-3.1-70b",
-            num_layers=80,
-            hidden_size=8192,
-            intermediate_size=28_672,
-            num_heads=64,
-            num_kv_heads=8,
-            head_dim=128,
-            vocab_size=128_256,
-            max_position_embeddings=131_072,
-        ),
-    )
-}
+_CONFIGS: Final = (  # from the published config.json files
+    # name, layers, hidden and intermediate size, heads, KV heads, head dim, vocabulary, positions, tied embeddings
+    ("smollm2-135m", 30, 576, 1536, 9, 3, 64, 49_152, 8192, True),
+    ("llama-3.2-1b", 16, 2048, 8192, 32, 8, 64, 128_256, 131_072, True),
+    ("llama-3.1-8b", 32, 4096, 14_336, 32, 8, 128, 128_256, 131_072, False),
+    ("qwen2.5-32b", 64, 5120, 27_648, 40, 8, 128, 152_064, 32_768, False),
+    ("llama-3.1-70b", 80, 8192, 28_672, 64, 8, 128, 128_256, 131_072, False),
+)
+MODELS: Final = {config[0]: ModelFacts(*config) for config in _CONFIGS}
 """Models with built-in facts, which need no files."""
