@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from .runtime.errors import EngineDeadError as EngineDeadError
     from .runtime.errors import EngineError as EngineError
     from .runtime.errors import RequestError as RequestError
+    from .runtime.installation import __version__ as __version__
     from .runtime.sampling_params import SamplingParams as SamplingParams
-    from .runtime.version import __version__ as __version__
 
 _HOME_OF = {
     "LLM": ".offline.llm",
@@ -28,7 +28,7 @@ _HOME_OF = {
     "EngineError": ".runtime.errors",
     "RequestError": ".runtime.errors",
     "SamplingParams": ".runtime.sampling_params",
-    "__version__": ".runtime.version",
+    "__version__": ".runtime.installation",
 }
 
 __all__ = [

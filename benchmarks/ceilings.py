@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, find_madvise
 
 if TYPE_CHECKING:

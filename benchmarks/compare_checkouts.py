@@ -28,7 +28,7 @@ from benchmarks.peers.server import ENGINE_VARIANTS, Models, Room, Side, make_si
 from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.peers.workloads import START, WORKLOADS, Workload
 from engine.models.hub.built_in.fetch import ensure_model
-from engine.runtime.cache_dir import cache_dir
+from engine.runtime.installation import cache_dir
 
 KV_TOKENS: Final = 65_536
 RUN_LIMIT_S: Final = 300.0

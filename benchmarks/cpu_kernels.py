@@ -41,7 +41,7 @@ from benchmarks.player import (
     make_player,
     model_spec,
 )
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 from engine.model_runner.kernels.cpu.isa import ISAS, Isa
 
 

@@ -71,8 +71,8 @@ from benchmarks.peers.workloads import MEMORY, START, WORKLOADS, RunError, Workl
 from engine.cli.bench.result_file import git_revision, machine_facts
 from engine.cli.bench.workloads.workload import WorkloadTokenizer
 from engine.models.hub.built_in.fetch import ensure_model
-from engine.runtime.cache_dir import cache_dir
 from engine.runtime.errors import ConfigError
+from engine.runtime.installation import cache_dir
 
 KV_TOKENS: Final = 65_536
 RUN_LIMIT_S: Final = 900.0

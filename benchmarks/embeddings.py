@@ -39,8 +39,8 @@ from engine.cli.bench.workloads.datasets import LengthRange
 from engine.cli.bench.workloads.texts import text_requests
 from engine.launch.resolve.model_resolution import find_model, read_model
 from engine.models.spec.model_spec import ModelSpec
-from engine.runtime.cache_dir import cache_dir
 from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.installation import cache_dir
 
 NUM_TEXTS: Final = 512
 TEXTS_PER_REQUEST: Final = 32

@@ -29,9 +29,9 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.server import Side, running
 from benchmarks.peers.setup import LlamaCpp
 from engine import LLM, SamplingParams
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 from engine.models.hub.built_in.fetch import ensure_model
-from engine.runtime.cache_dir import cache_dir
+from engine.runtime.installation import cache_dir
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 KL_TARGET: Final = 0.5

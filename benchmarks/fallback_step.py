@@ -40,7 +40,7 @@ from benchmarks.player import (
     VOCAB,
     Player,
 )
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.source import ModelSource
 from engine.runtime.config.device_config import KernelConfig

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from unittest.mock import patch
 
 from engine import LLM, ConfigError, SamplingParams
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 from engine.model_runner import load as loading
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest
 from engine.runtime.sampling_params import SamplingParams

@@ -38,7 +38,7 @@ from benchmarks.peers.server import MODEL_NAME, ServerError, Side, engine_side, 
 from benchmarks.peers.setup import LlamaCpp, Vllm
 from benchmarks.random_models import SHAPES, Recipe, Shape, write_folder, write_gguf
 from engine.models.hub.built_in.fetch import ensure_model
-from engine.runtime.cache_dir import cache_dir
+from engine.runtime.installation import cache_dir
 
 PROMPT_TOKENS: Final = 512
 OUTPUT_TOKENS: Final = 128

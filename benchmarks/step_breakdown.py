@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from benchmarks.peers.machine import cpu_seconds, process_name, tree
 from benchmarks.peers.server import MODEL_NAME, engine_side, running
 from benchmarks.peers.workloads import run_client
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 
 if TYPE_CHECKING:
     from benchmarks.player import Player

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Sequence
 
-from ..runtime.unicode_text import check_os_text
+from ..runtime.text import check_os_text
 
 
 def check_arguments(arguments: Sequence[str]) -> list[str]:

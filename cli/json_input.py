@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..runtime.errors import ConfigError
-from ..runtime.unicode_text import decode_utf8, is_unicode
+from ..runtime.text import decode_utf8, is_unicode
 
 _SURROGATE: Final = re.compile(r"\\u[dD][89a-fA-F]")
 """An escape of a surrogate, paired or not."""

@@ -21,7 +21,7 @@ from typer.main import get_command
 from ..runtime.config.migration import COMMANDS as ELSEWHERE
 from ..runtime.config.migration import answer_for
 from ..runtime.errors import ConfigError, EngineError, RequestError, ServerError
-from ..runtime.version import __version__
+from ..runtime.installation import __version__
 from .arguments import check_arguments, show_what_cannot_be_encoded
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS

@@ -34,7 +34,7 @@ from ..runtime.config.config_sources import (
 )
 from ..runtime.config.environment import CONFIG_FILE, from_environment
 from ..runtime.errors import ConfigError
-from ..runtime.unicode_text import variable
+from ..runtime.text import variable
 
 GROUP_TITLES: Final = {
     "model": "Model",

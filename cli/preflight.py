@@ -13,8 +13,7 @@ from ..launch.child.crash_report import crash_dir
 from ..runtime.config.answer_config import AnswerConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
-from ..runtime.config.log_config import LogConfig
-from ..runtime.config.server_config import ServerConfig
+from ..runtime.config.server_config import LogConfig, ServerConfig
 from ..runtime.errors import ConfigError
 from .port import check_port
 
@@ -52,7 +51,7 @@ def check_files(config: EngineConfig) -> None:
                     check_log_file(path)
     _check_crash_dir(config.log)
     if config.parallel.nnodes > 1 and config.parallel.executor == "local":
-        from ..runtime.transport.cluster_key import load_cluster_key
+        from ..runtime.transport.cluster_ipc import load_cluster_key
 
         load_cluster_key(config.parallel.cluster_key_file)
 

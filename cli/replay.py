@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ..runtime.config.config_fields import AUTO, find_setting
-from ..runtime.counted import counted
 from ..runtime.errors import ConfigError, EngineError
+from ..runtime.text import counted
 from .console import output_console
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS, GroupedCommand
@@ -101,7 +101,7 @@ def _replay_all(path: Path) -> int:
 
 
 def _print_header(console: Any, number: int, header: Header) -> None:
-    from ..runtime.version import __version__
+    from ..runtime.installation import __version__
 
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.wall_s))
     settings = header.scheduler_config()  # settings added after the run have their defaults

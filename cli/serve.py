@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import typer
 
-from ..launch.progress.startup_display import StartupDisplay
+from ..launch.startup_display import StartupDisplay
 from ..models.spec.encoder_spec import PoolingSpec
 from ..runtime.config.config_fields import config_fields
 from ..runtime.config.config_sources import MergedConfig
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.environment import doubtful_variables
 from ..runtime.config.presets import PRESETS, preset_origin, preset_reasons
-from ..runtime.counted import counted
+from ..runtime.text import counted
 from .options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,

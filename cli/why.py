@@ -10,7 +10,7 @@ import typer
 
 from ..runtime.config.server_config import ServerConfig
 from ..runtime.errors import RequestError, ServerError
-from ..runtime.unicode_text import variable
+from ..runtime.text import variable
 from .exit_codes import ExitCode
 from .options import CONTEXT_SETTINGS, GroupedCommand
 

@@ -3,7 +3,7 @@
 import gc
 
 from ..launch.child.child import run_child
-from ..launch.child.openmp import shorten_spinning
+from ..launch.child.process_resources import shorten_spinning
 
 gc.disable()  # as in the scheduler's process
 shorten_spinning()  # before `process.py` imports torch

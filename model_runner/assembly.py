@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..launch.resolve.stages.division import WHOLE_MODEL
+from ..launch.resolve.stages import WHOLE_MODEL
 from ..models.spec.sizes import KV_SCALE_BYTES
 from ..runtime.config.device_config import KernelConfig, parse_attention_backend
 from .adapter_runs import runs_or_none
@@ -43,7 +43,7 @@ from .token_relay import TokenRelay
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ..launch.resolve.stages.division import Stage
+    from ..launch.resolve.stages import Stage
     from ..models.spec.model_spec import ModelSpec
     from ..runtime.feasibility import Capacity
     from .adapter_runs import AdapterRuns

@@ -16,7 +16,7 @@ from ..launch.resolve.adapters import adapted_names
 from ..launch.resolve.measured_pool import fit_pool
 from ..launch.resolve.pool_size import largest_step, largest_step_of
 from ..launch.resolve.rank_spec import rank_spec
-from ..launch.resolve.stages.division import is_of_other_stages, stage_spec
+from ..launch.resolve.stages import is_of_other_stages, stage_spec
 from ..models.spec.sizes import kv_dtype_of, max_drafts_of
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
@@ -46,7 +46,7 @@ from .weights.reader import TensorStore, WeightReader
 from .weights.safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
-    from ..launch.resolve.stages.division import Stage
+    from ..launch.resolve.stages import Stage
     from ..models.source import ModelSource
     from ..models.spec.model_spec import ModelSpec
     from ..runtime.config.engine_config import EngineConfig, ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..launch.resolve.stages.division import WHOLE_MODEL, Stage
+from ..launch.resolve.stages import WHOLE_MODEL, Stage
 from .distributed.tp_group import SINGLE_RANK
 
 if TYPE_CHECKING:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..launch.child.child import Child
-from ..launch.resolve.capacity import capacity_of
+from ..launch.resolve.memory_budget import capacity_of
 from ..runtime.kv_backends.make_backend import make_target, make_writer
 from ..runtime.step_plan import RankInput
-from ..runtime.transport.cluster_ipc import PLANS, ClusterClient
-from ..runtime.transport.cluster_key import load_cluster_key
+from ..runtime.transport.cluster_ipc import PLANS, ClusterClient, load_cluster_key
 from ..runtime.transport.ipc import Inbox
 from ..runtime.transport.rank_transfer import worker_name
 from .distributed.join_group import join_group

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ..runtime.counted import counted
 from ..runtime.errors import ConfigError
+from ..runtime.text import counted
 from .hub.built_in.fetch import cached_model
 from .hub.built_in.models import BUILT_IN_MODELS, BuiltInModel
 from .hub.hub_cache import PART_SUFFIX, HubCache, paths_below

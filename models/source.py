@@ -14,7 +14,7 @@ from typing import Final, Literal
 import msgspec
 
 from ..runtime.errors import ConfigError
-from ..runtime.unicode_text import check_os_text
+from ..runtime.text import check_os_text
 from .gguf.gguf_split import whole_name
 from .hub.built_in.fetch import cached_model, ensure_model
 from .hub.built_in.models import DEFAULT_MODEL, DEFAULT_NAME, BuiltInModel, built_in_names, find_built_in

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..detokenizer.manager import Detokenizer
-from ..launch.child.openmp import shorten_spinning
-from ..launch.resolve.capacity import capacity_of
-from ..launch.resolve.gpus.device_order import DEVICE_ORDER
+from ..launch.child.process_resources import shorten_spinning
+from ..launch.resolve.memory_budget import capacity_of
+from ..launch.resolve.nvidia_gpus import DEVICE_ORDER
 from ..launch.resolve.prepare import Prepared
 from ..runtime.errors import ConfigError
 from ..runtime.messages import Call, LoadAdapter

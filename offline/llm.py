@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack, overload
 
-from ..launch.progress.startup_display import StartupDisplay
 from ..launch.resolve.prepare import Prepared, prepare
+from ..launch.startup_display import StartupDisplay
 from ..models.hub.download_progress import DownloadState, Progress
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge

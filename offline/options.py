@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypedDict
 
+from ..runtime.config.answer_config import RequestLimits
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.config.request_limits import RequestLimits
 from ..runtime.errors import RequestError
 from ..runtime.grammar_use import GrammarSpec
 from ..runtime.request_checks import check_text, plain, wrong_type

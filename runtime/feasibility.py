@@ -7,7 +7,7 @@ arithmetic could accept a request that then waits forever.
 
 from __future__ import annotations
 
-from .counted import counted
+from .text import counted
 from .transport.message_base import Record
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Final
 
 from .config.engine_config import EngineConfig
-from .config.log_config import LogConfig, LogLevel
+from .config.server_config import LogConfig, LogLevel
 
 _LEVELS: Final[dict[LogLevel, int]] = {
     "debug": logging.DEBUG,

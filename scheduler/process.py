@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..launch.child.child import Child
-from ..launch.resolve.capacity import capacity_of
 from ..launch.resolve.host_facts import read_host_facts
+from ..launch.resolve.memory_budget import capacity_of
 from ..model_runner.build_facts import build_facts
 from ..model_runner.distributed.join_group import join_group
 from ..model_runner.distributed.ranked_runner import OtherRanks, RankedAdapters, RankedRunner
@@ -26,11 +26,11 @@ from ..model_runner.load import load_model_runner
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.engine_config import EngineConfig
 from ..runtime.config.kv_event_settings import parse_kv_events, settings_of_replicas
+from ..runtime.installation import __version__
 from ..runtime.messages import Call, LoadAdapter, SchedulerInput
 from ..runtime.step_plan import Runner
 from ..runtime.transport.ipc import Inbox, Outbox
 from ..runtime.transport.kv_transfer import KVLayout
-from ..runtime.version import __version__
 from .adapters.adapter_table import AdapterReader
 from .event_loop import EventLoop
 from .grammar.grammar_builder import make_grammars

@@ -360,7 +360,7 @@ class Scheduler:
         return batch
 
     def _must_tell_runner(self, state: PassState) -> bool:
-        """Whether an IDLE step is needed: no request has a row any more, and the runner has not been told.
+        """Whether an IDLE step is needed: no request has a row any more, and the runner has not been notified.
 
         The next step with tokens may be hours away. The IDLE step also carries the planned copies to the host; without
         it swapped requests could not return. After a retraction another pass is tried first.

@@ -4,7 +4,7 @@ Every token of the step has its row and its page before this. `plan_step` does t
 
 1. It computes the arrays of the plan: rows, positions, lengths and KV slots, extends first, then decodes.
 2. It counts the tokens of the step as computed (`RowStates.num_computed`).
-3. It takes what the runner must be told with the next plan: page copies, copies to and from the host, row updates
+3. It takes the changes that the runner gets with the next plan: page copies, copies to and from the host, row updates
    (pages that changed) and finished rows. Each of these goes into exactly one plan.
 """
 
@@ -56,7 +56,7 @@ def plan_step(
     num_rounds: int = 1,
     adapter_loads: bytes = b"",
 ) -> ScheduleBatch:
-    """Make the step's batch; advance `num_computed` and take what the runner must be told. Call once per step.
+    """Make the step's batch; advance `num_computed` and take the changes for the runner. Call once per step.
 
     Drafts are not counted as computed, because they may be rejected. The further inner steps of a multi-step decode
     are not counted either, because they may not run. `settle` counts both.

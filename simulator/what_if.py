@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ..runtime.config.config_fields import find_setting
-from ..runtime.counted import counted
 from ..runtime.errors import ConfigError
 from ..runtime.feasibility import Capacity
+from ..runtime.text import counted
 from ..scheduler.journal.log_file import Header
 from ..scheduler.records.decision_log import PassRecord
 from ..scheduler.records.verdict import AddReqResult

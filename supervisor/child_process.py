@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from ..launch.child.black_box import SHOW_STACKS, read_fatal_stacks
 from ..launch.child.control import (
     ForAll,
     PeerDied,
@@ -22,7 +21,8 @@ from ..launch.child.control import (
     process_label,
     supervisor_end,
 )
-from ..launch.resolve.gpus.device_order import DEVICE_ORDER
+from ..launch.child.crash_report import SHOW_STACKS, read_fatal_stacks
+from ..launch.resolve.nvidia_gpus import DEVICE_ORDER
 from ..runtime.transport.message_base import Message
 
 _EXIT_AFTER_EOF_S: Final = 2.0
@@ -55,7 +55,7 @@ class ChildProcess:
         name: for messages: `scheduler`, `model_runner of rank 1`, `scheduler of replica 1`.
         label: for logs, one word.
         ready: its `Ready` message; None before.
-        stopping: it was told to end, so its end is not a failure.
+        stopping: it was asked to end, so its end is not a failure.
         lost_others: its message when it lost the other ranks of its group; "" if it has not.
         traceback: of the error that ended it, if it could report one.
         silent_s: seconds without a frame from it, as the supervisor's watchdog counts them.
@@ -112,8 +112,8 @@ class ChildProcess:
         """Send an order for all processes; it is lost if the child is stuck, so that it cannot delay the others."""
         self._channel.send_if_room(order)
 
-    def tell_to_stop(self, message: Stop | PeerDied) -> None:
-        """Tell the child to end; from now on an exit with code 0 is not a failure."""
+    def request_stop(self, message: Stop | PeerDied) -> None:
+        """Ask the child to end; from now on an exit with code 0 is not a failure."""
         self.stopping = True
         self._channel.send(message)
 
@@ -125,7 +125,7 @@ class ChildProcess:
         return messages
 
     def has_ended(self) -> bool:
-        """Whether the process has ended, or has closed its channel without having been told to stop.
+        """Whether the process has ended, or has closed its channel without having been asked to stop.
 
         Does not block for longer than a dying process needs.
         """

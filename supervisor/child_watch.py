@@ -91,7 +91,7 @@ class Nodes(Protocol):
     @property
     def late(self) -> list[str]: ...
 
-    def look(self) -> None: ...
+    def poll(self) -> None: ...
 
     def pass_on(self, order: ForAll) -> None: ...
 
@@ -206,11 +206,11 @@ class ChildWatch:
         return [] if self.nodes is None else self.nodes.late
 
     def _look_once(self) -> None:
-        self.look()
+        self.poll()
         if self._signals.received:
             raise Interrupted(self._signals.received[0])
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Wait for messages, but no longer than a tick; read them, check every child.
 
         Raises:
@@ -226,14 +226,14 @@ class ChildWatch:
             for message in child.receive():
                 self._note(child, message)
         if self.nodes is not None:
-            self.nodes.look()
+            self.nodes.poll()
         self.check_ends()
         self._check_suspended()
         self._check_lost(now_s)
         self._check_heartbeats()
 
     def check_ends(self) -> None:
-        """Raise `ChildFailure` for a child that has ended without having been told to."""
+        """Raise `ChildFailure` for a child that has ended without having been asked to."""
         for child in self.children:
             if not child.has_ended() or (child.stopping and child.exit_code == 0):
                 continue
@@ -289,7 +289,7 @@ class ChildWatch:
         for children in (others, runners):
             for child in children:
                 tell_clients = cause and child.role is Role.TOKENIZER_MANAGER
-                child.tell_to_stop(PeerDied(cause) if cause and tell_clients else Stop(drain=False))
+                child.request_stop(PeerDied(cause) if cause and tell_clients else Stop(drain=False))
             while late := [child for child in children if not child.has_ended()]:
                 if time.monotonic() > deadline_s or len(self._signals.received) > num_signals:
                     logger.warning("killing children=%s", ",".join(child.label for child in late))

@@ -8,7 +8,7 @@ each other machine. Both send a beat in every pass of their supervisor's loop, a
 `SILENCE_S` without any. A longer pass means that this process did not run; it counts as one beat.
 
 On the connection a machine is identified by its rank and a random number of this start, so that a second process that
-claims the same rank is not mistaken for the first: it is told to end, and the running engine continues.
+claims the same rank is not mistaken for the first: it is stopped, and the running engine continues.
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ from ..launch.child.control import ForAll
 from ..models.spec.model_spec import ModelSpec
 from ..runtime.config.device_config import ParallelConfig
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.transport.cluster_ipc import CONTROL, ClusterClient, ClusterServer, check_ports
-from ..runtime.transport.cluster_key import load_cluster_key
+from ..runtime.installation import __version__
+from ..runtime.transport.cluster_ipc import (
+    CONTROL,
+    ClusterClient,
+    ClusterServer,
+    check_ports,
+    load_cluster_key,
+)
 from ..runtime.transport.message_base import Message
-from ..runtime.version import __version__
 from .child_watch import ChildFailure
 
 logger = logging.getLogger(__name__)
@@ -91,7 +96,7 @@ class _Silence:
     """Seconds without a message from a peer, counted while this process was running.
 
     Attributes:
-        silent_s: seconds as of the last call of `look`.
+        silent_s: seconds as of the last call of `poll`.
     """
 
     def __init__(self) -> None:
@@ -101,7 +106,7 @@ class _Silence:
     def heard(self) -> None:
         self.silent_s = 0.0
 
-    def look(self) -> float:
+    def poll(self) -> float:
         now_s = time.monotonic()
         self.silent_s += min(now_s - self._last_look_s, _BEAT_INTERVAL_S)
         self._last_look_s = now_s
@@ -144,7 +149,7 @@ class NodeHub:
         """Machines that are not ready yet."""
         return sorted(self._starting)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Read the others' messages, and send a beat.
 
         Raises:
@@ -160,7 +165,7 @@ class NodeHub:
             self._next_beat_s = now_s + _BEAT_INTERVAL_S
             self._send(NodeBeat())
         for peer in self._peers.values():
-            if peer.silence.look() > SILENCE_S:
+            if peer.silence.poll() > SILENCE_S:
                 raise ChildFailure(
                     f"{peer.name} has been silent for {SILENCE_S:g} s: it, its supervisor or the network is gone"
                 )
@@ -278,7 +283,7 @@ class NodeLink:
         self.orders: list[ForAll] = []
         self._next_beat_s = 0.0
 
-    def look(self, timeout_s: float = 0.0) -> NodeSettings | None:
+    def poll(self, timeout_s: float = 0.0) -> NodeSettings | None:
         """Read machine 0's messages, and send a beat; returns the settings when they arrive.
 
         Raises:
@@ -304,7 +309,7 @@ class NodeLink:
                 "same --cluster-key-file to all of them",
                 exit_code=2,
             )
-        if self._silence is not None and self._silence.look() > SILENCE_S:
+        if self._silence is not None and self._silence.poll() > SILENCE_S:
             raise ChildFailure(
                 f"machine 0 at {self._address} has been silent for {SILENCE_S:g} s: it, its supervisor or the network "
                 "is gone"

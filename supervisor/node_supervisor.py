@@ -16,7 +16,7 @@ from ..runtime.config.engine_config import EngineConfig
 from .child_watch import NODES_GRACE_S, ChildFailure, ChildWatch, Interrupted
 from .node_link import RESTART, NodeFailed, NodeLink, NodeReady, NodeStopped
 from .signal_queue import SignalQueue
-from .supervisor import ROOMS, Outcome
+from .supervisor import PROCESS_MODULES, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class NodeSupervisor:
         config: resolved for this machine; replaced by that of machine 0, except for settings of this machine.
         source: the model's files on this machine.
         spec: the model's architecture facts.
-        rooms: the module of each process.
+        modules: the module of each process.
         crash_reports: writes a report when a failure here ends the ranks.
     """
 
@@ -39,13 +39,13 @@ class NodeSupervisor:
         config: EngineConfig,
         source: ModelSource,
         spec: ModelSpec,
-        rooms: Mapping[Role, str] = ROOMS,
+        modules: Mapping[Role, str] = PROCESS_MODULES,
         crash_reports: CrashReports | None = None,
     ) -> None:
         self._config = config
         self._source = source
         self._spec = spec
-        self._rooms = rooms
+        self._modules = modules
         self._crash_reports = crash_reports
         self._signals = SignalQueue()
 
@@ -68,9 +68,9 @@ class NodeSupervisor:
             try:
                 self._start(watch, link, socket_dir)
                 while not self._signals.received:
-                    link.look()
+                    link.poll()
                     _pass_on(link, watch)
-                    watch.look()
+                    watch.poll()
                 raise Interrupted(self._signals.received[0])
             except NodeStopped as stopped:
                 watch.stop()
@@ -94,7 +94,7 @@ class NodeSupervisor:
         """Wait for machine 0's settings, start the ranks, and wait until they can work."""
         started_s = time.monotonic()
         logger.info("waiting for machine 0 at %s", self._config.parallel.dist_init_addr)
-        while (settings := link.look(_PASS_S)) is None:
+        while (settings := link.poll(_PASS_S)) is None:
             if self._signals.received:
                 raise Interrupted(self._signals.received[0])
             if time.monotonic() - started_s > self._config.server.startup_timeout:
@@ -106,13 +106,13 @@ class NodeSupervisor:
         endpoints = socket_dir.endpoints()
         for rank in config.parallel.local_ranks:
             watch.start(
-                self._rooms[Role.MODEL_RUNNER],
+                self._modules[Role.MODEL_RUNNER],
                 Settings(Role.MODEL_RUNNER, config, self._source, self._spec, endpoints, rank),
             )
         while any(child.ready is None for child in watch.children):
-            link.look()
+            link.poll()
             _pass_on(link, watch)
-            watch.look()
+            watch.poll()
             if self._signals.received:
                 raise Interrupted(self._signals.received[0])
         link.send(NodeReady())

@@ -92,7 +92,7 @@ class Recovery:
     def __init__(
         self,
         watch: ChildWatch,
-        rooms: Mapping[Role, str],
+        modules: Mapping[Role, str],
         settings: Sequence[Settings],
         *,
         forget_ranks: Callable[[int], None],
@@ -110,7 +110,7 @@ class Recovery:
         """
         server = settings[0].config.server
         self._watch = watch
-        self._rooms = rooms
+        self._modules = modules
         self._settings = list(settings)
         self._forget_ranks = forget_ranks
         self._report = report
@@ -129,14 +129,14 @@ class Recovery:
         """The current tokenizer manager."""
         return next(child for child in self._watch.children if child.role is Role.TOKENIZER_MANAGER)
 
-    def look(self) -> None:
-        """A pass of `ChildWatch.look`; restarts what it found lost.
+    def poll(self) -> None:
+        """A pass of `ChildWatch.poll`; restarts what it found lost.
 
         Raises:
             ChildFailure: a restart is not possible, or there were too many.
         """
         try:
-            self._watch.look()
+            self._watch.poll()
             if not self._is_whole:
                 self._watch.check_start(self._watch.children, self._started_s)
         except ChildFailure as failure:
@@ -187,7 +187,7 @@ class Recovery:
             self._forget_ranks(replica)
         for settings in self._settings:
             if settings.role in roles and settings.replica == replica:
-                self._watch.start(self._rooms[settings.role], replace(settings, life=self._num_restarts))
+                self._watch.start(self._modules[settings.role], replace(settings, life=self._num_restarts))
 
     def _keep_port(self) -> None:
         """Make the next tokenizer manager listen on the same port, also if it was a free port."""

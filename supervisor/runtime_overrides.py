@@ -9,7 +9,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from ..launch.child.control import ForAll, SetAdapters, SetLogLevel, Settings, StartProfile, StopProfile
-from ..runtime.config.log_config import LogLevel
+from ..runtime.config.server_config import LogLevel
 from ..runtime.logs import with_log_level
 
 

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from ..launch.child.control import PeersReady, Role, Settings, Stop
 from ..launch.child.crash_report import CrashReports
-from ..launch.child.server_record import ServerRecord, write_record
-from ..launch.child.socket_dir import SocketDir
+from ..launch.child.socket_dir import ServerRecord, SocketDir, write_record
 from ..models.source import ModelSource
 from ..models.spec.model_spec import ModelSpec
 from ..runtime.adapter_spec import LoadedAdapter
@@ -35,7 +34,7 @@ from .signal_queue import SignalQueue
 logger = logging.getLogger(__name__)
 
 _PACKAGE: Final = __package__.rsplit(".", 1)[0]
-ROOMS: Final[Mapping[Role, str]] = {role: f"{_PACKAGE}.{role}" for role in Role}
+PROCESS_MODULES: Final[Mapping[Role, str]] = {role: f"{_PACKAGE}.{role}" for role in Role}
 """The module that each process runs; tests use others."""
 
 
@@ -63,7 +62,7 @@ class Supervisor:
         source: the model's files.
         spec: the model's architecture facts.
         on_ready: called once, when clients can connect.
-        rooms: the module of each process.
+        modules: the module of each process.
         make_nodes: listens for the other machines, if there are any; default: `NodeHub`.
         crash_reports: writes a report when a failure ends the engine.
         started_requests: requests that a scheduler has started, from the files in the engine's private directory; None
@@ -77,7 +76,7 @@ class Supervisor:
         source: ModelSource,
         spec: ModelSpec,
         on_ready: Callable[[EngineReady], None],
-        rooms: Mapping[Role, str] = ROOMS,
+        modules: Mapping[Role, str] = PROCESS_MODULES,
         make_nodes: Callable[[EngineConfig, ModelSpec], Nodes] | None = None,
         crash_reports: CrashReports | None = None,
         started_requests: Callable[[Path], Collection[str] | None] = lambda folder: None,
@@ -87,7 +86,7 @@ class Supervisor:
         self._source = source
         self._spec = spec
         self._on_ready = on_ready
-        self._rooms = rooms
+        self._modules = modules
         self._make_nodes = make_nodes or _listen_for_nodes
         self._crash_reports = crash_reports
         self._started_requests = started_requests
@@ -126,7 +125,7 @@ class Supervisor:
         try:
             recovery = self._start(watch, socket_dirs)
             while not self._signals.received:
-                recovery.look()
+                recovery.poll()
             return self._drain(watch, recovery)
         except ChildFailure as failure:
             watch.show_stacks()
@@ -161,7 +160,7 @@ class Supervisor:
         if self._config.parallel.nnodes > 1:
             watch.nodes = self._make_nodes(self._config, self._spec)
         settings = self._settings(socket_dirs)
-        children = [watch.start(self._rooms[each.role], each) for each in settings]
+        children = [watch.start(self._modules[each.role], each) for each in settings]
         [manager] = [child for child in children if child.role is Role.TOKENIZER_MANAGER]
         watch.wait_until_ready([child for child in watch.children if child is not manager], started_s)
         watch.wait_for_nodes(started_s)
@@ -179,7 +178,7 @@ class Supervisor:
         self._on_ready(EngineReady(url, capacity, details, startup_s))
         return Recovery(
             watch,
-            self._rooms,
+            self._modules,
             settings,
             forget_ranks=lambda replica: socket_dirs[replica].forget_ranks(),
             report=lambda cause, lost: self._note(
@@ -231,11 +230,11 @@ class Supervisor:
         timeout_s = self._config.server.drain_timeout
         manager = recovery.manager
         logger.info("draining signal=%s timeout_s=%g", self._signals.received[0].name, timeout_s)
-        manager.tell_to_stop(Stop(drain=True))
+        manager.request_stop(Stop(drain=True))
         # The manager enforces the timeout and answers the requests that it cuts off; this one is for a hung manager.
         deadline_s = time.monotonic() + timeout_s + STOP_GRACE_S
         while not manager.has_ended() and time.monotonic() < deadline_s:
-            recovery.look()
+            recovery.poll()
             if len(self._signals.received) > 1:
                 raise Interrupted(self._signals.received[1])
         watch.check_ends()

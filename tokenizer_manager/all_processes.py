@@ -18,7 +18,7 @@ from ..launch.child.control import ForAll, Role, SetLogLevel, StartProfile, Stop
 from ..launch.child.crash_report import crash_dir
 from ..launch.child.stack_sampler import SUFFIX
 from ..runtime.config.engine_config import EngineConfig
-from ..runtime.config.log_config import LogLevel
+from ..runtime.config.server_config import LogLevel
 from ..runtime.errors import ConfigError, EngineDeadError, RequestError
 
 DEFAULT_RATE_HZ: Final = 100.0

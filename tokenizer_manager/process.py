@@ -23,7 +23,7 @@ from ..grammar.compile.compile_queue import CompileQueue
 from ..grammar.compile.worker import CompileWorker, SandboxSetup
 from ..launch.child.child import Child
 from ..launch.child.control import Order, PeerDied, PeersLost, PeersReady, Stop
-from ..launch.child.open_files import make_room_for
+from ..launch.child.process_resources import make_room_for
 from ..models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from ..models.tokenizer.tokenizer_export import TokenizerExport
 from ..runtime.config.engine_config import EngineConfig

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.prepare import prepare
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.messages import BatchTokenOutput, GenerateRequest

@@ -160,8 +160,8 @@ def run_offline(
     Raises:
         ConfigError: a bad setting or model.
     """
-    from ...launch.progress.startup_display import StartupDisplay
     from ...launch.resolve.prepare import prepare
+    from ...launch.startup_display import StartupDisplay
     from ...models.tokenizer.tokenizer import load_tokenizer
     from ...offline.build import start_engine
     from ...tokenizer_manager.pooling.embedding import check_task, embedding_params

@@ -14,7 +14,7 @@ import typer
 
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError, ServerError
-from ...runtime.unicode_text import variable
+from ...runtime.text import variable
 from ..why import DEFAULT_URL
 from .openai_target import Endpoint, OpenAITarget, RequestOptions, check_ready, flush_cache
 from .records import BenchRequest

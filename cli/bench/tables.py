@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...runtime.counted import counted
+from ...runtime.text import counted
 from ..console import framed_table, output_console
 from .compare import MIN_RUNS_FOR_T_INTERVAL, compare, setting_differences
 from .result_file import read_results

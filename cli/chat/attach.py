@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ...launch.child.server_record import running_servers
+from ...launch.child.socket_dir import running_servers
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError
 from .answer_form import AnswerForm

@@ -8,11 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from ...launch.progress.startup_display import StartupDisplay
+from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import RequestError
-from ...runtime.unicode_text import variable
+from ...runtime.text import variable
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,

@@ -9,7 +9,7 @@ from typing import Any, Final
 import httpx
 
 from ...runtime.errors import EngineError, RequestError, ServerError
-from ...runtime.unicode_text import replace_surrogates
+from ...runtime.text import replace_surrogates
 from ..unreachable import why_unreachable
 from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ...launch.progress.startup_display import StartupDisplay
+from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError, RequestError
 from .answer_form import AnswerForm

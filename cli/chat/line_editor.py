@@ -16,7 +16,7 @@ from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, Output
 
-from ...runtime.unicode_text import replace_surrogates
+from ...runtime.text import replace_surrogates
 from .slash_commands import COMMANDS, PATH, is_command
 
 QUOTES: Final = '"""'

@@ -9,7 +9,7 @@ import sys
 from typing import Any, TextIO
 
 from ...runtime.errors import ConfigError, EngineError, RequestError
-from ...runtime.unicode_text import decode_utf8
+from ...runtime.text import decode_utf8
 from ..exit_codes import ExitCode
 from .answer_view import AnswerView, call_line
 from .backend import Backend

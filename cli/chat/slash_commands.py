@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ...runtime.counted import counted
 from ...runtime.errors import RequestError
+from ...runtime.text import counted
 from .conversation import Conversation
 from .settings import DEFAULTS, PARAMETERS
 

@@ -14,8 +14,8 @@ from typing import Annotated, Final
 
 import typer
 
-from ...launch.progress.startup_display import StartupDisplay
 from ...launch.resolve.host_facts import HostFacts
+from ...launch.startup_display import StartupDisplay
 from ...runtime.config.engine_config import EngineConfig
 from ..exit_codes import ExitCode
 from ..options import (

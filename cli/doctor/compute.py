@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from ...launch.resolve.block_weights import KERNEL_FLAGS
 from ...launch.resolve.host_facts import HostFacts
+from ...launch.resolve.kernel_checks import KERNEL_FLAGS
 from ...launch.resolve.resolve import BF16_FLAGS
 from ...runtime.config.engine_config import EngineConfig
 from .check import Check, fail, ok, skip, warn

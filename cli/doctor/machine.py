@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ...launch.child.open_files import OWN_FILES
+from ...launch.child.process_resources import OWN_FILES
 from ...launch.resolve.host_facts import usable_threads
 from ...launch.resolve.memory_budget import size_text
 from ...models.spec.sizes import GIB, MIB

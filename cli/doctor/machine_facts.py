@@ -18,9 +18,9 @@ from typing import Final, NamedTuple
 
 from ...launch.child.socket_dir import abandoned_dirs
 from ...launch.resolve.host_facts import HostFacts, read_host_facts
-from ...runtime.cache_dir import cache_dir
 from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError
+from ...runtime.installation import cache_dir
 from ..port import check_port
 
 _PACKAGE: Final = __package__.split(".", 1)[0]

@@ -7,21 +7,20 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Final
 
-from ...launch.resolve.capacity import capacity_of
 from ...launch.resolve.host_facts import HostFacts
-from ...launch.resolve.memory_budget import plan_memory, size_text
+from ...launch.resolve.memory_budget import capacity_of, plan_memory, size_text
 from ...launch.resolve.model_resolution import text_only
 from ...launch.resolve.pool_size import largest_step_of
 from ...launch.resolve.resolve import resolve
-from ...launch.resolve.stages.division import least_bubble, stage_spec, stages_of
+from ...launch.resolve.stages import least_bubble, stage_spec, stages_of
 from ...launch.resolve.transformers_support import TIMES_SLOWER
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.spec.quantization import BLOCK_METHODS
 from ...models.weight_files.weight_memory import num_parameters
 from ...runtime.config.engine_config import EngineConfig
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import pages_for
+from ...runtime.text import counted
 from .check import Check, fail, ok, refused, skip, warn
 from .model_facts import SAMPLES, ModelFacts
 

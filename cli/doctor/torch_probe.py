@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ...launch.resolve.gpus.device_order import DEVICE_ORDER
+from ...launch.resolve.nvidia_gpus import DEVICE_ORDER
 
 _TIME_LIMIT_S: Final = 400.0
 """A test of a kernel package takes seconds to minutes, compiling the CPU kernels half a minute."""

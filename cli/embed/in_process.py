@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ...launch.progress.startup_display import StartupDisplay
+from ...launch.startup_display import StartupDisplay
 from ...models.hub.built_in.models import MINILM
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import RequestError

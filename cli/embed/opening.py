@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ...launch.child.server_record import running_servers
-from ...launch.progress.startup_display import StartupDisplay
+from ...launch.child.socket_dir import running_servers
+from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError, RequestError
-from ...runtime.unicode_text import variable
+from ...runtime.text import variable
 from ..options import FlagValues, merge_options
 from .backend import Backend
 from .in_process import BASE_SETTINGS, InProcessBackend

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError, RequestError
-from ...runtime.unicode_text import decode_utf8
+from ...runtime.text import counted, decode_utf8
 
 STANDARD_INPUT: Final = "-"
 _INPUT: Final = re.compile(r"(?:the )?(?:input|documents|document|pair)(?:\[(\d+)\]| (\d+))?(?=[ :])")

@@ -9,7 +9,7 @@ from typing import BinaryIO, Final, Literal, Protocol
 
 import numpy as np
 
-from ...runtime.counted import counted
+from ...runtime.text import counted
 from ..console import framed_table, output_console
 from .backend import Vectors
 

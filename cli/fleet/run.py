@@ -21,8 +21,8 @@ from typing import Any, Final
 import typer
 
 from ...runtime.config.server_config import ServerConfig
-from ...runtime.counted import counted
 from ...runtime.logs import configure_logging
+from ...runtime.text import counted
 from ...supervisor.fleet.fleet import END_GRACE_S, Fleet, FleetOutcome, FleetSettings
 from ...supervisor.fleet.server import Server, ServerOptions
 from ...supervisor.fleet.worker_list import WorkerList

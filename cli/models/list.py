@@ -21,7 +21,7 @@ def list_models(
 
     Models that other tools have put into the hub's cache are listed, too. `incomplete`: a start downloads the rest.
     """
-    from ...launch.progress.download_view import size_text
+    from ...launch.startup_display import size_text
     from ...models.local_models import ago, local_models, unfinished_bytes
     from .table import print_table
 

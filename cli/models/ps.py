@@ -23,9 +23,9 @@ def ps(
     MEMORY is host memory of all processes of the server, shared pages counted once (PSS). What a killed server has left
     is removed.
     """
-    from ...launch.child.process_memory import tree_bytes
-    from ...launch.child.server_record import running_servers
-    from ...launch.progress.download_view import size_text
+    from ...launch.child.process_resources import tree_bytes
+    from ...launch.child.socket_dir import running_servers
+    from ...launch.startup_display import size_text
     from .table import print_table
 
     now_s = time.time()

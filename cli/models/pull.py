@@ -11,7 +11,7 @@ from ...runtime.errors import ConfigError
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 if TYPE_CHECKING:
-    from ...launch.progress.startup_display import StartupDisplay
+    from ...launch.startup_display import StartupDisplay
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -34,7 +34,7 @@ def pull(
 
     Example: engine pull Qwen/Qwen3-0.6B
     """
-    from ...launch.progress.startup_display import StartupDisplay
+    from ...launch.startup_display import StartupDisplay
 
     with StartupDisplay(quiet=quiet, only_slow=True) as display:
         line = _pull(model, display)
@@ -43,7 +43,7 @@ def pull(
 
 
 def _pull(model: str, display: StartupDisplay) -> str:
-    from ...launch.progress.download_view import size_text
+    from ...launch.startup_display import size_text
     from ...models.hub.built_in.models import find_built_in
     from ...models.hub.hub_place import pull_named
     from ...models.source import hub_name_of, resolve_source

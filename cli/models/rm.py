@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...runtime.counted import counted
+from ...runtime.text import counted
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -23,8 +23,8 @@ def rm(
 
     Example: engine rm org/repo:Q4_K_M
     """
-    from ...launch.child.server_record import running_servers
-    from ...launch.progress.download_view import size_text
+    from ...launch.child.socket_dir import running_servers
+    from ...launch.startup_display import size_text
     from ...models.removal import remove
 
     in_use = {} if force else {server.path: server.pid for server in running_servers()}

@@ -13,7 +13,7 @@ from typing import Annotated, Final, NamedTuple
 import typer
 
 from ...runtime.errors import RequestError
-from ...runtime.unicode_text import variable
+from ...runtime.text import variable
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 from ..why import DEFAULT_URL
 from .client import Client, Unreachable

@@ -9,8 +9,8 @@ from typing import Annotated, BinaryIO, Final
 
 import typer
 
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError, EngineError
+from ...runtime.text import counted
 from ...scheduler.journal.log_file import LoggedRun, read_runs
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 from .html import Origin, render_page

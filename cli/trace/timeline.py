@@ -10,8 +10,8 @@ import enum
 from collections.abc import Iterable
 from typing import Final
 
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
+from ...runtime.text import counted
 from ...scheduler.records.decision_log import (
     Arrived,
     DecisionRecord,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
-from ...runtime.config.request_limits import RequestLimits
+from ...runtime.config.answer_config import RequestLimits
 from ...runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from ..backend import GrammarError
 from ..regex_syntax import RegexError, checked_regex

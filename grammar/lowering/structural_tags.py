@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable
 from typing import Any, Final
 
-from ...runtime.config.request_limits import RequestLimits
+from ...runtime.config.answer_config import RequestLimits
 from ...runtime.grammar_use import GrammarUse, Triggered, Whitespace
 from ..backend import GrammarError
 from ..schema.check import check_schema

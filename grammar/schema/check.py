@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from ...runtime.config.request_limits import RequestLimits
+from ...runtime.config.answer_config import RequestLimits
 from .references import check_cycles
 from .report import Members, Notes, SchemaError, SchemaReport
 from .sample import Sampler

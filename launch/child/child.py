@@ -46,7 +46,6 @@ from ...runtime.errors import ConfigError, RankLostError
 from ...runtime.feasibility import Capacity
 from ...runtime.logs import configure_logging, set_log_level, with_log_level
 from ...runtime.messages import HEARTBEAT_INTERVAL_S
-from .black_box import keep_stacks
 from .control import (
     MAX_TRACEBACK_CHARS,
     ControlChannel,
@@ -68,7 +67,7 @@ from .control import (
     ToChild,
     child_end,
 )
-from .crash_report import crash_dir
+from .crash_report import crash_dir, keep_stacks
 from .stack_sampler import SUFFIX, StackSampler
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,7 @@ class Child:
     Attributes:
         role: which process this is.
         settings: from the supervisor: role, config, source, spec, endpoints, rank; with the current log level.
-        peer_details: what the scheduler has told about itself; empty before `wait_for_peers`.
+        peer_details: the scheduler's facts about itself; empty before `wait_for_peers`.
     """
 
     def __init__(self, channel: ControlChannel[ToChild]) -> None:
@@ -291,7 +290,7 @@ def _run(room: str, channel: ControlChannel[ToChild]) -> int:
         channel.send(Failed(kind="config", message=str(error)))
         return 2
     except RankLostError as error:
-        # Not the root cause, see the class. An engine that is told to end at once may also end like this.
+        # Not the root cause, see the class. An engine that is stopped at once may also end like this.
         logger.warning("%s", error)
         channel.send(Failed(kind="rank_lost", message=str(error)))
         return 1

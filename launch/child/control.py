@@ -26,7 +26,7 @@ from ...models.source import ModelSource
 from ...models.spec.model_spec import ModelSpec
 from ...runtime.adapter_spec import LoadedAdapter
 from ...runtime.config.engine_config import EngineConfig
-from ...runtime.config.log_config import LogLevel
+from ...runtime.config.server_config import LogLevel
 from ...runtime.feasibility import Capacity
 from ...runtime.transport.message_base import Message, Record
 
@@ -159,7 +159,7 @@ class PeersReady(Message, frozen=True):
     Attributes:
         capacity: of the scheduler; at the start the smallest one.
         restarts_left: restarts that remain before the next failure ends the engine.
-        details: what the scheduler has told about itself in its `Ready`.
+        details: the scheduler's facts about itself, from its `Ready`.
         replica: number of the replica that is back; no matter at the start.
     """
 

@@ -1,29 +1,83 @@
-"""`CrashReports`: a file about a failure that ended the server or one of its processes.
+"""`CrashReports`: a file about a failure that ended the server or one of its processes; made from the black box.
 
 It has the cause, the settings (no secrets), the end of each process with its traceback or stacks, and the scheduler's
-last decisions; no prompts and no answers. The supervisor writes it when the processes have been told to end and their
+last decisions; no prompts and no answers. The supervisor writes it when the processes have been asked to end and their
 private directory still exists; the last line that the command prints has its path.
+
+The black box are files in the engine's private directory that explain a crash of one of its processes:
+
+    fatal_<process>      the stacks of its threads at a fatal signal (SIGSEGV, SIGABRT, ...)
+    stacks_<process>     the same when the engine ended because of a failure, for the processes that were alive
+    decisions_0, _1      the scheduler's last decisions; see `scheduler/journal/flight_recorder.py`
+
+They are written during normal operation or by a signal handler, because a killed process cannot write anything. They
+are removed with the directory; a report reads them before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import logging
 import os
 import platform
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
-from ...runtime.cache_dir import cache_dir
 from ...runtime.config.config_fields import SECRETS, config_fields
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
-from ...runtime.version import __version__
-from .black_box import read_fatal_stacks, read_stacks
+from ...runtime.installation import __version__, cache_dir
+
+DECISION_NAMES: Final = ("decisions_0", "decisions_1")
+SHOW_STACKS: Final = signal.SIGUSR1
+"""A child that receives it writes the stacks of its threads and continues."""
+MAX_STACKS_BYTES: Final = 256 << 10
+_STACKS_NAME: Final = re.compile(r"(?:fatal|stacks)_\w{1,64}")
+
+
+def is_black_box(name: str) -> bool:
+    """Whether a file of the private directory belongs to the black box."""
+    return name in DECISION_NAMES or _STACKS_NAME.fullmatch(name) is not None
+
+
+def keep_stacks(folder: Path, label: str) -> None:
+    """Write the stacks of this process to the black box on a fatal signal and on `SHOW_STACKS`.
+
+    If the files cannot be created, the stacks of a fatal signal go to standard error.
+    """
+    with contextlib.suppress(OSError):  # the descriptors stay open as long as the process lives
+        faulthandler.enable(_open_for_stacks(folder / f"fatal_{label}"))
+        faulthandler.register(
+            SHOW_STACKS, _open_for_stacks(folder / f"stacks_{label}"), all_threads=True, chain=False
+        )
+
+
+def read_fatal_stacks(folder: Path, label: str) -> str:
+    """The stacks that the process wrote on a fatal signal; "" if there was none."""
+    return _read_stacks(folder / f"fatal_{label}")
+
+
+def read_stacks(folder: Path, label: str) -> str:
+    """The stacks that the process wrote on `SHOW_STACKS`; "" if there are none."""
+    return _read_stacks(folder / f"stacks_{label}")
+
+
+def _open_for_stacks(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+
+def _read_stacks(path: Path) -> str:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(MAX_STACKS_BYTES).decode(errors="replace")
+    return ""
+
 
 logger = logging.getLogger(__name__)
 

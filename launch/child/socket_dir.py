@@ -1,4 +1,4 @@
-"""`SocketDir`: the private directory of one engine's sockets, removed when the engine ends.
+"""`SocketDir`: the private directory of one engine's sockets, with a `ServerRecord`; removed when the engine ends.
 
 The directory has mode 0700, so that only this user's processes reach the sockets. The supervisor removes it at the end.
 A supervisor that is killed with SIGKILL cannot: the kernel drops its lock, and the next engine to start removes the
@@ -17,9 +17,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from ...runtime.errors import ConfigError
-from .black_box import is_black_box
 from .control import Endpoints, Role
+from .crash_report import is_black_box
 
 RECORD_NAMES: Final = ("server", "server.new")
 """See `server_record`; the second one becomes the first."""
@@ -155,3 +157,47 @@ def _own_dirs(parent: Path) -> Iterator[Path]:
                 status = entry.stat(follow_symlinks=False)
                 if status.st_uid == os.getuid() and status.st_mode & 0o077 == 0:
                     yield Path(entry.path)
+
+
+_SHARED_TMP: Final = Path("/tmp")
+
+
+class ServerRecord(msgspec.Struct, frozen=True):
+    """What a supervisor notes about its server in its private directory, for `engine ps` and `engine rm`.
+
+    The lock of the directory says whether the server runs: no process id is trusted. Servers of this user are found
+    that have the same directory for temporary files, or /tmp.
+
+    Attributes:
+        pid: of the supervisor.
+        model: its name in the API.
+        path: of the model's files.
+        url: where it listens; "" until it is ready.
+        started_s: Unix time.
+    """
+
+    pid: int
+    model: str
+    path: str
+    url: str
+    started_s: float
+
+
+def write_record(folder: Path, record: ServerRecord) -> None:
+    """Write or replace the record; without effect if that fails: the server runs without it."""
+    with contextlib.suppress(OSError):
+        name, new = RECORD_NAMES
+        (folder / new).write_bytes(msgspec.json.encode(record))
+        os.replace(folder / new, folder / name)
+
+
+def running_servers() -> list[ServerRecord]:
+    """The servers of this user, oldest first; removes the directories of those that were killed."""
+    records = []
+    for parent in dict.fromkeys((Path(tempfile.gettempdir()), _SHARED_TMP)):
+        for folder in running_dirs(parent):
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                records.append(
+                    msgspec.json.decode((folder / RECORD_NAMES[0]).read_bytes(), type=ServerRecord)
+                )
+    return sorted(records, key=lambda record: record.started_s)

@@ -16,10 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from ...runtime.cache_dir import cache_dir
 from ...runtime.errors import ConfigError
-from .gpus.driver_gpu import GpuFacts
-from .gpus.gpu_facts import read_gpus
+from ...runtime.installation import cache_dir
+from .nvidia_gpus import GpuFacts, read_gpus
 
 COMPILERS: Final = ("g++", "c++", "clang++")
 """Compilers for the engine's own CPU kernels. GCC first: torch ships the runtime library that its code calls."""

@@ -1,4 +1,4 @@
-"""`MemoryBudget`: the size of the KV pool: free memory, minus weights, minus working memory of a step.
+"""`MemoryBudget`: the size of the KV pool: free memory, minus weights, minus working memory of a step; `capacity_of`.
 
 Computed from the model's shape alone, before anything is loaded, so that a start that cannot work fails within
 milliseconds and with its arithmetic in the message.
@@ -9,13 +9,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ...models.spec.sizes import BYTES_OF_DTYPE, GIB, MIB, kv_dtype_of, kv_token_bytes
+from ...models.spec.sizes import (
+    BYTES_OF_DTYPE,
+    GIB,
+    MIB,
+    checkpoint_pages,
+    kv_dtype_of,
+    kv_token_bytes,
+    num_checkpoints,
+)
+from ...runtime.feasibility import Capacity
 from .rank_spec import rank_spec
-from .stages.division import WHOLE_MODEL, stage_weight_bytes
+from .stages import WHOLE_MODEL, stage_weight_bytes
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
-    from .stages.division import Stage
+    from ...runtime.config.engine_config import EngineConfig
+    from .stages import Stage
 
 RUNTIME_BYTES: Final = 512 * MIB
 """torch, four processes, allocator slack: 350 MiB measured on CPU after the first requests."""
@@ -141,3 +151,33 @@ def size_text(num_bytes: int) -> str:
     if abs(num_bytes) >= MIB:
         return f"{num_bytes / MIB:.0f} MiB"
     return f"{num_bytes / 1024:.1f} KiB"
+
+
+def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
+    """What a scheduler with this resolved configuration can hold."""
+    max_model_len, max_total_tokens = config.model.max_model_len, config.cache.max_total_tokens
+    max_running_requests = config.scheduler.max_running_requests
+    assert isinstance(max_model_len, int), "the configuration is not resolved"
+    assert isinstance(max_total_tokens, int), "the configuration is not resolved"
+    assert isinstance(max_running_requests, int), "the configuration is not resolved"
+    assert config.cache.swap_space != "auto", "the configuration is not resolved"
+    assert config.model.dtype != "auto", "the configuration is not resolved"
+    dtype, page_size = config.model.dtype, config.cache.page_size
+    token_bytes = kv_token_bytes(spec, kv_dtype_of(config.cache.kv_cache_dtype, config.model.dtype))
+    return Capacity(
+        max_model_len=max_model_len,
+        num_pages=max_total_tokens // config.cache.page_size,
+        page_size=config.cache.page_size,
+        max_running_requests=max_running_requests,
+        vocab_size=spec.vocab_size,
+        num_host_pages=int(config.cache.swap_space * GIB) // (token_bytes * config.cache.page_size),
+        kv_token_bytes=token_bytes,
+        num_adapter_slots=config.scheduler.max_loras_per_batch if config.adapters.is_enabled else 0,
+        num_checkpoints=(
+            num_checkpoints(spec, dtype, token_bytes, max_total_tokens // page_size, page_size)
+            if config.cache.radix_cache
+            else 0
+        ),
+        checkpoint_pages=checkpoint_pages(spec, dtype, token_bytes, page_size),
+        num_stages=config.parallel.pp,
+    )

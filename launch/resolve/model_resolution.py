@@ -18,8 +18,8 @@ from ...models.source import ModelSource, resolve_source
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...models.weight_files.check_weights import WeightsSummary, check_folder_weights, check_gguf_weights
 from ...runtime.config.engine_config import ModelConfig
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError
+from ...runtime.text import counted
 from .memory_budget import size_text
 from .transformers_support import find_transformers, why_not_transformers
 

@@ -26,7 +26,7 @@ from ...runtime.errors import ConfigError
 from ...runtime.feasibility import pages_for
 from .adapters import adapter_bytes
 from .memory_budget import MOST_OF_LEFT, MemoryBudget, plan_memory
-from .stages.division import stage_spec, stages_of
+from .stages import stage_spec, stages_of
 from .swap_space import SwapSpace
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from ...runtime.config.presets import preset_reasons
 from ...runtime.sampling_defaults import SamplingDefaults, effective_defaults
 from .adapters import resolve_adapters
 from .host_facts import HostFacts, read_host_facts
-from .kinds.pair_settings import pair_settings
+from .kind_settings import pair_settings
 from .model_resolution import find_model, read_model, text_only
 from .resolve import resolve
 

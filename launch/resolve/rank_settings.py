@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...runtime.errors import ConfigError
 from .rank_spec import check_tp
-from .stages.division import check_stages
+from .stages import check_stages
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec

@@ -18,18 +18,16 @@ from ...runtime.config.adapter_config import AdapterConfig
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.config.model_choice import Quantization
 from ...runtime.errors import ConfigError
-from .block_weights import KERNEL_FLAGS, against_blocks
-from .determinism import check_deterministic
 from .host_facts import HostFacts, usable_threads
-from .kinds.encoder_settings import encoder_settings, encoder_step_tokens
-from .kinds.state_settings import state_settings
+from .kernel_checks import KERNEL_FLAGS, against_blocks, check_deterministic
+from .kind_settings import encoder_settings, encoder_step_tokens, state_settings
 from .pool_size import Device, PoolDecision, PoolSize
 from .rank_settings import check_ranks
 from .step_settings import StepSettings
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
-    from .gpus.driver_gpu import GpuFacts
+    from .nvidia_gpus import GpuFacts
 
 BF16_FLAGS: Final = ("amx_bf16", "avx512_bf16", "bf16")  # the last one is ARM's
 BF16_CAPABILITY: Final = (8, 0)  # Ampere

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 
-from ...launch.resolve.stages.division import WHOLE_MODEL, Stage, stage_of
+from ...launch.resolve.stages import WHOLE_MODEL, Stage, stage_of
 from ...runtime.errors import ConfigError
 from ...runtime.transport.cluster_ipc import STORE, parse_address
 from ..weights.fingerprint import weights_fingerprint

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..forward_batch import StageStates
 
 if TYPE_CHECKING:
-    from ...launch.resolve.stages.division import Stage
+    from ...launch.resolve.stages import Stage
     from .tp_group import TorchGroup
 
 GetResults = Callable[[], list[bytes]]

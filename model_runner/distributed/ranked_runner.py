@@ -8,8 +8,7 @@ import zmq
 
 from ...runtime.errors import RankLostError
 from ...runtime.step_plan import DropAdapter, LaunchStep, RankInput, ReadAdapter, no_masks, to_the_end
-from ...runtime.transport.cluster_ipc import PLANS, ClusterServer
-from ...runtime.transport.cluster_key import load_cluster_key
+from ...runtime.transport.cluster_ipc import PLANS, ClusterServer, load_cluster_key
 from ...runtime.transport.ipc import FanOutbox
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import zmq
 
 from ...runtime.kv_backends.base import Done, TransferError
 from ...runtime.transport.ipc import decode_or_drop, make_socket
-from ...runtime.transport.process_identity import own_identity
+from ...runtime.transport.message_base import own_identity
 from ...runtime.transport.rank_transfer import (
     PROGRESS_S,
     AddPeer,

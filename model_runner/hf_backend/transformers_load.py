@@ -12,8 +12,8 @@ import torch
 
 from ...models.hf.language_part import find_language_part
 from ...models.json_file import read_json
-from ...runtime.cache_dir import cache_dir
 from ...runtime.errors import ConfigError
+from ...runtime.installation import cache_dir
 from ..weights.dummy import DummyStore
 from ..weights.safetensors import SafetensorsStore
 from .swap import swap_modules

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from urllib.parse import quote
 
 from ...runtime.errors import ConfigError
-from ...runtime.version import __version__
+from ...runtime.installation import __version__
 from .listing import Listing, RepoFile, parse_listing
 
 if TYPE_CHECKING:

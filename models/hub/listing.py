@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import msgspec
 
-from ...runtime.cache_dir import cache_dir
 from ...runtime.errors import ConfigError
+from ...runtime.installation import cache_dir
 
 _HEX: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")

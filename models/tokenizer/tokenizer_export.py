@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from ...runtime.cache_dir import cache_dir
+from ...runtime.installation import cache_dir
 
 if TYPE_CHECKING:
     from ..source import ModelSource

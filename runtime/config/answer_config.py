@@ -1,12 +1,19 @@
-"""`AnswerConfig`, a group of `EngineConfig`: structured output, tool calls and reasoning."""
+"""Two groups of `EngineConfig` about requests: `AnswerConfig`, and `RequestLimits` on the contents of one request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Final, Literal
 
+from ..errors import ConfigError
 from ..grammar_use import Whitespace
-from .setting_declaration import check_finite
+from ..sampling_params import (
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_TOP_LOGPROBS,
+)
+from .setting_declaration import check_at_least, check_finite
 
 JsonWhitespace = Literal["compact", "pretty", "any"]
 ReasoningField = Literal["reasoning_content", "reasoning"]
@@ -43,3 +50,45 @@ class AnswerConfig:
     def whitespace(self) -> Whitespace:
         """`json_whitespace` as grammars have it."""
         return Whitespace(self.json_whitespace)
+
+
+_MOST: Final = {
+    "max_stop_strings": MAX_STOP_STRINGS,
+    "max_stop_chars": MAX_STOP_STRING_CHARS,
+    "max_logit_bias": MAX_LOGIT_BIAS_ENTRIES,
+    "max_logprobs": MAX_TOP_LOGPROBS,
+    "max_json_depth": 256,  # what the parser, and the stack of the code after it, can handle
+}
+"""The largest values that the engine supports."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Limits on the contents of one request.
+
+    They are checked before anything is tokenized and shown in `/server_info`. The defaults are far above what clients
+    send, and low enough that a request that reaches all of them costs the server little.
+    """
+
+    max_n: Annotated[int, "Outputs per prompt: n, and best_of."] = 128
+    max_prompts: Annotated[int, "Prompts in one request."] = 2048
+    max_messages: Annotated[int, "Messages in one chat request."] = 4096
+    max_stop_strings: Annotated[int, "Stop strings, and stop token ids, in one request."] = 64
+    max_stop_chars: Annotated[int, "Characters in one stop string."] = 1024
+    max_logit_bias: Annotated[int, "Entries in logit_bias."] = 1024
+    max_logprobs: Annotated[int, "Most top logprobs per token that a request may ask for."] = 20
+    max_tools: Annotated[int, "Tools in one request."] = 512
+    max_schema_kb: Annotated[
+        int, "Size of a JSON Schema or another grammar in a request, and of all tools."
+    ] = 512
+    max_json_items: Annotated[
+        int, "Keys, strings, lists and objects in a request body; numbers do not count."
+    ] = 100_000
+    max_json_depth: Annotated[int, "Nesting depth of lists and objects in a request body."] = 64
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_at_least(field.name, getattr(self, field.name), 1)
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} is {getattr(self, name)}, but it must be at most {most}")

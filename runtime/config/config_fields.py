@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Annotated, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from ..errors import ConfigError
-from ..unicode_text import is_unicode
+from ..text import is_unicode
 from .engine_config import DERIVED, EngineConfig
 from .migration import answer_for
 from .setting_declaration import Alias

@@ -15,13 +15,11 @@ from typing import Annotated, Final, Literal
 from ..errors import ConfigError
 from ..sampling_defaults import SamplingDefaultsName
 from .adapter_config import AdapterConfig
-from .answer_config import AnswerConfig
+from .answer_config import AnswerConfig, RequestLimits
 from .chaos_spec import parse_chaos
 from .device_config import KernelConfig, ParallelConfig
-from .log_config import LogConfig
 from .model_choice import PoolingType, Quantization, TaskChoice, TaskName
-from .request_limits import RequestLimits
-from .server_config import OverloadMode, ServerConfig
+from .server_config import LogConfig, OverloadMode, ServerConfig
 from .setting_declaration import Alias, check_at_least, check_finite
 
 Auto = Literal["auto"]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final
 
 from ..errors import ConfigError
-from ..unicode_text import variable
+from ..text import variable
 from .config_fields import SECRETS, SettingName, setting_names
 from .config_sources import Value, put
 

@@ -28,8 +28,7 @@ from hashlib import blake2b
 
 import msgspec
 
-from .message_base import Logprobs, Message, Record
-from .process_identity import ProcessIdentity
+from .message_base import Logprobs, Message, ProcessIdentity, Record
 
 
 class KVLayout(Record, frozen=True):

@@ -1,6 +1,9 @@
-"""`Message` and `Record`: the bases of all that crosses a process border; and `Logprobs`, which many messages carry."""
+"""`Message` and `Record`: bases of all that crosses a process border; the records `Logprobs`, `ProcessIdentity`."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import msgspec
 
@@ -27,3 +30,43 @@ class Logprobs(Record, frozen=True):
     top_ids: bytes = b""
     top_logprobs: bytes = b""
     top_k: int = 0
+
+
+class ProcessIdentity(Record, frozen=True):
+    """A process on this machine, so that another one here can see whether it still exists.
+
+    A dead process writes nothing. For a process of another machine, or in another container, that cannot be seen.
+
+    Attributes:
+        place: the machine since its start, and the namespace of its process ids.
+        pid: in that namespace.
+        start: when it was started, in the kernel's ticks: another process may get its pid later.
+    """
+
+    place: str
+    pid: int
+    start: str
+
+    def is_dead(self) -> bool:
+        """Whether it is certain that the process has ended."""
+        return self.place == _place() and _start_of(self.pid) != self.start
+
+
+def own_identity() -> ProcessIdentity:
+    """The identity of this process."""
+    pid = os.getpid()
+    return ProcessIdentity(_place(), pid, _start_of(pid))
+
+
+def _place() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id} {Path('/proc/self/ns/pid').readlink()}"
+
+
+def _start_of(pid: int) -> str:
+    """Field 22 of `/proc/PID/stat`; "" for a process that has ended, also if its parent has not noticed."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

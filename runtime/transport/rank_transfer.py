@@ -7,8 +7,7 @@ were sent, so a peer is known before pages are written to it.
 
 from __future__ import annotations
 
-from .message_base import Message
-from .process_identity import ProcessIdentity
+from .message_base import Message, ProcessIdentity
 
 # ---------------------------------------------------------------- rank 0 -> worker
 

@@ -18,7 +18,7 @@ from typing import Final
 
 import msgspec
 
-from ...launch.child.black_box import DECISION_NAMES
+from ...launch.child.crash_report import DECISION_NAMES
 from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 from ..batch import ScheduleBatch
 from ..records.decision_log import Arrived, DecisionLog, DecisionRecord, Handover, PassRecord, Settled

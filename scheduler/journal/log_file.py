@@ -39,8 +39,8 @@ import msgspec
 from ...runtime.config.engine_config import CacheConfig, SchedulerConfig
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import Capacity
+from ...runtime.installation import __version__
 from ...runtime.messages import SchedulerInput
-from ...runtime.version import __version__
 from ..records.decision_log import DecisionRecord
 
 logger = logging.getLogger(__name__)

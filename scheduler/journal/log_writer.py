@@ -16,7 +16,7 @@ import msgspec
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.feasibility import Capacity
-from ...runtime.version import __version__
+from ...runtime.installation import __version__
 from .log_file import MAGIC, MAX_RECORD_BYTES, RECORD_HEAD, RUN_HEAD, VERSION, Header, LogRecord
 
 logger = logging.getLogger(__name__)

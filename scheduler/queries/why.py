@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
-from ...runtime.counted import counted
 from ...runtime.messages import Explanation
+from ...runtime.text import counted
 from ..records.decision_log import Arrived, DecisionRecord, Finished, Handover, Retraction
 from ..records.verdict import CacheMiss, MissKind, Reason, Verdict
 from .request_story import Act, Beginning, Decision, Episode, Forgotten, RequestStory

@@ -21,7 +21,7 @@ from .req import Req, ReqStatus
 
 
 class QueueObserver(Protocol):
-    """Is told of the queue's changes. Policies implement it."""
+    """Notified of changes to the queue, and of ends. Policies implement it."""
 
     def enqueued(self, req: Req) -> None:
         """The request has joined the queue."""
@@ -29,6 +29,10 @@ class QueueObserver(Protocol):
 
     def dequeued(self, req: Req) -> None:
         """The request has left the queue."""
+        ...
+
+    def finished(self, req: Req, kind: FinishKind) -> None:
+        """The request has ended."""
         ...
 
 
@@ -94,7 +98,7 @@ _BY_ARRIVAL: Final = operator.attrgetter("seq")
 
 
 class RowObserver(Protocol):
-    """Is told which requests have a row. Constraints, parallel samples and speculation implement it."""
+    """Notified which requests have a row: adapter slots, parallel samples and speculation."""
 
     def started(self, req: Req) -> None:
         """The request got a row."""
@@ -114,14 +118,6 @@ class RequestMemory(Protocol):
 
     def drop_host_pages(self, req: Req) -> None:
         """Free the host pages of a swapped request."""
-        ...
-
-
-class PolicyHooks(QueueObserver, Protocol):
-    """The part of a policy that is told of changes to the sets of requests."""
-
-    def finished(self, req: Req, kind: FinishKind) -> None:
-        """A request has ended."""
         ...
 
 
@@ -165,7 +161,9 @@ class Requests:
         running: DECODE: requests with a row that decode.
     """
 
-    def __init__(self, kv: RequestMemory, policy: PolicyHooks, observers: Sequence[RowObserver] = ()) -> None:
+    def __init__(
+        self, kv: RequestMemory, policy: QueueObserver, observers: Sequence[RowObserver] = ()
+    ) -> None:
         self._kv = kv
         self._policy = policy
         self._observers = observers

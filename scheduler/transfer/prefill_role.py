@@ -41,7 +41,7 @@ KEPT_TOMBSTONES: Final = 16_384
 
 
 class _Ending(enum.Enum):
-    """What a decode engine is told when nothing is written for its claim any more."""
+    """The answer to a decode engine when nothing is written for its claim any more."""
 
     NOTHING = enum.auto()
     FAILED = enum.auto()
@@ -359,7 +359,7 @@ class PrefillRole:
     # ------------------------------------------------------------ ends
 
     def _fail(self, name: str, room: _Room, kind: str, reason: str) -> list[Step]:
-        """End a room; the decode engine is told when nothing is written for it any more."""
+        """End a room; the decode engine is notified when nothing is written for it any more."""
         self._counts.failures[kind] += 1
         if room.claim is not None:
             room.claim.failure = reason

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from ...runtime.config.setting_declaration import check_at_least
-from ...runtime.counted import counted
 from ...runtime.errors import ConfigError, RequestError
+from ...runtime.text import counted
 from ..child_watch import STOP_GRACE_S
 from .server import Server
 from .worker_list import ListedWorker, WorkerList

@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 import httpx
 
-from ...launch.child.server_record import running_servers
+from ...launch.child.socket_dir import running_servers
 from ..ray.cluster import RayCluster, why_it_died
 
 _MAIN: Final = f"{__package__.split('.')[0]}.cli.main"

@@ -30,8 +30,7 @@ from ...launch.child.control import ControlChannel, ForAll
 from ...models.spec.model_spec import ModelSpec
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
-from ...runtime.transport.cluster_ipc import free_address
-from ...runtime.transport.cluster_key import key_in_memory
+from ...runtime.transport.cluster_ipc import free_address, key_in_memory
 from ..child_process import start_module
 from ..child_watch import ChildFailure
 from ..node_link import NodeHub, node_name
@@ -138,13 +137,13 @@ class RayNodes:
     def late(self) -> list[str]:
         return self._hub.late
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """See `Nodes`.
 
         Raises:
             ChildFailure: as `NodeHub`; an actor has ended or died; the broker is gone.
         """
-        self._hub.look()  # first: a machine's own report is the better cause
+        self._hub.poll()  # first: a machine's own report is the better cause
         for message in self._broker.receive():
             if isinstance(message, MachineEnded):
                 name = f"{node_name(message.rank)} (Ray, {self._machines[message.rank]})"

@@ -20,8 +20,7 @@ from ...launch.resolve.model_resolution import find_model, read_model
 from ...runtime.config.engine_config import EngineConfig
 from ...runtime.errors import ConfigError
 from ...runtime.logs import configure_logging
-from ...runtime.transport.cluster_ipc import is_loopback, parse_address
-from ...runtime.transport.cluster_key import key_in_memory
+from ...runtime.transport.cluster_ipc import is_loopback, key_in_memory, parse_address
 from ..node_supervisor import NodeSupervisor
 from .cluster import RayCluster, why_it_died
 

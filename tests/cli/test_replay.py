@@ -11,7 +11,7 @@ import pytest
 from engine.cli import main as cli
 from engine.cli.replay import parse_changes
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest

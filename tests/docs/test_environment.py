@@ -14,7 +14,19 @@ NOT_PRODUCT = {"tests", "docs", "benchmarks", "build", "dist"}
 NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 ENVIRONMENT = re.compile("environ|getenv|variable|envvar")
 # Words in capitals in modules that use the environment: values, placeholders of options, what Ray calls resources.
-OTHER_WORDS = {"CPU", "FILE", "GPU", "INT", "NUMBER", "PACK", "PCI_BUS_ID", "STRICT_PACK", "TEXT"}
+OTHER_WORDS = {
+    "COMMIT",
+    "CPU",
+    "FILE",
+    "GPU",
+    "HEAD",
+    "INT",
+    "NUMBER",
+    "PACK",
+    "PCI_BUS_ID",
+    "STRICT_PACK",
+    "TEXT",
+}
 LIBRARIES = "## Read by libraries and tools"
 TESTS = "## Tests"
 

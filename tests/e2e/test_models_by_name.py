@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.runtime.cache_dir import cache_dir
+from engine.runtime.installation import cache_dir
 from tests.fake_hub import FakeHub
 
 from . import serving

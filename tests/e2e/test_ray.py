@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runtime.cache_dir import cache_dir
+from engine.runtime.installation import cache_dir
 
 from .serving import EngineServe
 from .test_tensor_parallel import answers

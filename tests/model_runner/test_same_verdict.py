@@ -17,8 +17,8 @@ from engine.cli.doctor.check import will_serve
 from engine.cli.doctor.model import check_model, kept_in_blocks
 from engine.cli.doctor.model_facts import gather_model
 from engine.launch.resolve import model_resolution
-from engine.launch.resolve.capacity import capacity_of
 from engine.launch.resolve.host_facts import read_host_facts
+from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.prepare import prepare
 from engine.model_runner.load import load_model_runner
 from engine.models.gguf.gguf_file import GGUFFile

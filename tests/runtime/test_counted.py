@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runtime.counted import counted
+from engine.runtime.text import counted
 
 
 @pytest.mark.parametrize(

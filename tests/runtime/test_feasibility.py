@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.memory_budget import capacity_of
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.feasibility import Capacity, max_new_tokens_for, pages_for, reason_against

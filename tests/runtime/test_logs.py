@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.logs import JsonFormatter, KeyValueFormatter, TerminalFormatter, configure_logging
 

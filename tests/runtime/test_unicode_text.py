@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.runtime.unicode_text import check_os_text, decode_utf8, is_unicode, replace_surrogates, variable
+from engine.runtime.text import check_os_text, decode_utf8, is_unicode, replace_surrogates, variable
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from engine.launch.child.child import Child
 from engine.runtime.config.engine_config import EngineConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.scheduler import process

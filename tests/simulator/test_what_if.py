@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import GenerateRequest, SchedulerInput

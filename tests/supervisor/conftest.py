@@ -95,7 +95,7 @@ StartEngine = Callable[..., Engine]
 
 @pytest.fixture
 def start_engine() -> Iterator[StartEngine]:
-    """Starts an engine: of fake rooms that behave as named, or with a model; further arguments are `ServerConfig`'s.
+    """Starts an engine: of fakes that behave as named, or with a model; further arguments are `ServerConfig`'s.
 
     Lost processes end it, unless `max_restarts` says something else.
     """
@@ -109,9 +109,9 @@ def start_engine() -> Iterator[StartEngine]:
             an_hour_after: tuple[str, str] | None = None,
             **server: Any,
         ) -> Engine:
-            rooms = {"model": str(model)} if model else {"behaviors": behaviors, "tp": tp}
+            processes = {"model": str(model)} if model else {"behaviors": behaviors, "tp": tp}
             clock = {"an_hour_after": an_hour_after} if an_hour_after else {}
-            arguments = {"server": {"max_restarts": 0, **server}, **rooms, **clock}
+            arguments = {"server": {"max_restarts": 0, **server}, **processes, **clock}
             # Not `tmp_path`: the paths of sockets must be short.
             engine = Engine(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp"))), arguments)
             stack.callback(engine.process.communicate)

@@ -1,6 +1,6 @@
 """`python supervised_engine.py JSON`: an engine under a real supervisor, for tests.
 
-The argument has `server`, fields of `ServerConfig`, and either `behaviors` of fake rooms and `tp`, or `model`, a
+The argument has `server`, fields of `ServerConfig`, and either `behaviors` of fake processes and `tp`, or `model`, a
 folder with which scheduler and detokenizer are the real ones and the tokenizer manager is `fake_client`.
 `an_hour_after` names a note and a child: once both are there, the supervisor's clock goes an hour ahead.
 
@@ -23,10 +23,9 @@ from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
-from engine.runtime.config.server_config import ServerConfig
+from engine.runtime.config.server_config import LogConfig, ServerConfig
 from engine.runtime.logs import configure_logging
-from engine.supervisor.supervisor import ROOMS, EngineReady, Supervisor
+from engine.supervisor.supervisor import PROCESS_MODULES, EngineReady, Supervisor
 
 FAKE_SPEC = ModelSpec(
     model_type="llama",
@@ -59,8 +58,8 @@ def fake_supervisor(behaviors: str, server: ServerConfig, tp: int) -> Supervisor
         model=ModelConfig(served_model_name=behaviors), server=server, parallel=ParallelConfig(tp=tp)
     )
     # Children import from where this process does: this folder, where `fake_room` is, is on its path.
-    rooms = dict.fromkeys(Role, "fake_room")
-    return Supervisor(config, ModelSource("hf", "/nowhere", "fake"), FAKE_SPEC, on_ready, rooms)
+    modules = dict.fromkeys(Role, "fake_room")
+    return Supervisor(config, ModelSource("hf", "/nowhere", "fake"), FAKE_SPEC, on_ready, modules)
 
 
 def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
@@ -82,8 +81,8 @@ def real_supervisor(folder: str, server: ServerConfig) -> Supervisor:
         server=server,
     )
     source = ModelSource("hf", folder, "tiny")
-    rooms = {**ROOMS, Role.TOKENIZER_MANAGER: "fake_client"}
-    return Supervisor(config, source, load_spec(source), on_ready, rooms)
+    modules = {**PROCESS_MODULES, Role.TOKENIZER_MANAGER: "fake_client"}
+    return Supervisor(config, source, load_spec(source), on_ready, modules)
 
 
 def go_an_hour_ahead(note: str, child: str) -> None:

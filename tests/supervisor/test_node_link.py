@@ -58,7 +58,7 @@ def connect(parallel: ParallelConfig) -> Iterator[Callable[..., NodeLink]]:
 
 
 def until(done: Callable[[], Any], *looks: Callable[[], Any]) -> Any:
-    """Let everyone look, until there is a result."""
+    """Let everyone poll, until there is a result."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not (result := done()):
         assert time.monotonic() < deadline_s
@@ -70,7 +70,7 @@ def until(done: Callable[[], Any], *looks: Callable[[], Any]) -> Any:
 def cause_of_the_end(link: NodeLink, *looks: Callable[[], Any]) -> str:
     """Why machine 0 sends this machine away."""
     with pytest.raises(NodeStopped) as stopped:
-        until(lambda: None, lambda: link.look(0.01), *looks)
+        until(lambda: None, lambda: link.poll(0.01), *looks)
     return stopped.value.cause
 
 
@@ -78,22 +78,22 @@ def test_a_machine_joins_gets_the_settings_and_is_ready(hub, connect, parallel):
     assert hub.late == ["machine 1"]
     link = connect()
 
-    settings = until(lambda: link.look(0.01), hub.look)
+    settings = until(lambda: link.poll(0.01), hub.poll)
     assert settings == NodeSettings(EngineConfig(parallel=parallel))
     assert hub.late == ["machine 1"]
     link.send(NodeReady())
 
-    until(lambda: hub.late == [], hub.look, link.look)
+    until(lambda: hub.late == [], hub.poll, link.poll)
 
 
 def test_what_all_processes_are_told_reaches_the_other_machines_in_its_order(hub, connect):
     link = connect()
-    until(lambda: link.look(0.01), hub.look)
+    until(lambda: link.poll(0.01), hub.poll)
     orders = [SetLogLevel("debug"), StartProfile("profile-1", 100.0, 60.0), StopProfile()]
     for order in orders:
         hub.pass_on(order)
 
-    until(lambda: len(link.orders) == len(orders), hub.look, lambda: link.look(0.01))
+    until(lambda: len(link.orders) == len(orders), hub.poll, lambda: link.poll(0.01))
     assert link.orders == orders
 
 
@@ -117,7 +117,7 @@ def test_machines_that_do_not_belong_together_are_told_apart_and_both_know_why(
     link = connect(**changes)
 
     with pytest.raises(ChildFailure, match=f"^{message}$") as failure:
-        until(lambda: None, hub.look)
+        until(lambda: None, hub.poll)
     assert failure.value.exit_code == 2
     assert cause_of_the_end(link) == f"machine 0: {message}"
 
@@ -130,7 +130,7 @@ def test_a_machine_of_another_release_is_refused(hub, connect, monkeypatch):
     with pytest.raises(
         ChildFailure, match="^machine 1 has release 0.0.1 of the engine, machine 0 .*; install one"
     ):
-        until(lambda: None, hub.look)
+        until(lambda: None, hub.poll)
     assert "has release 0.0.1" in cause_of_the_end(link)
 
 
@@ -139,13 +139,13 @@ def test_a_second_machine_of_the_same_rank_is_sent_away_and_the_engine_goes_on(h
     links = dict.fromkeys((first, second), False)
     causes: list[str] = []
 
-    def look(link: NodeLink) -> None:
+    def poll(link: NodeLink) -> None:
         try:
-            links[link] |= link.look(0.01) is not None
+            links[link] |= link.poll(0.01) is not None
         except NodeStopped as stopped:
             causes.append(stopped.cause)
 
-    until(lambda: causes and any(links.values()), hub.look, lambda: look(first), lambda: look(second))
+    until(lambda: causes and any(links.values()), hub.poll, lambda: poll(first), lambda: poll(second))
     assert causes == [
         "machine 0: this engine has a machine 1 already; each machine needs its own --node-rank"
     ]
@@ -153,29 +153,29 @@ def test_a_second_machine_of_the_same_rank_is_sent_away_and_the_engine_goes_on(h
 
     third = connect(spec=replace(SPEC, num_layers=7))  # late, and wrong
     accepted.send(NodeReady())
-    until(lambda: hub.late == [], hub.look, accepted.look)
-    assert "machine 1 already" in cause_of_the_end(third, hub.look, accepted.look)
+    until(lambda: hub.late == [], hub.poll, accepted.poll)
+    assert "machine 1 already" in cause_of_the_end(third, hub.poll, accepted.poll)
 
 
 def test_a_wrong_machine_does_not_end_an_engine_that_is_complete(hub, connect):
     first = connect()
-    until(lambda: first.look(0.01), hub.look)
+    until(lambda: first.poll(0.01), hub.poll)
 
     late = connect(tp=3, nnodes=3, node_rank=2)
 
-    assert "machine 2 was started with" in cause_of_the_end(late, hub.look, first.look)
+    assert "machine 2 was started with" in cause_of_the_end(late, hub.poll, first.poll)
     first.send(NodeReady())
-    until(lambda: hub.late == [], hub.look, first.look)
+    until(lambda: hub.late == [], hub.poll, first.poll)
 
 
 def test_what_a_refused_machine_says_concerns_nobody(hub, connect):
     first = connect()
-    until(lambda: first.look(0.01), hub.look)
+    until(lambda: first.poll(0.01), hub.poll)
     second = connect()
     second.send(NodeFailed("stopped by SIGINT"))
 
-    cause_of_the_end(second, hub.look)
-    hub.look()
+    cause_of_the_end(second, hub.poll)
+    hub.poll()
 
     assert hub.late == ["machine 1"]
 
@@ -203,12 +203,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
 
 def test_a_machine_that_fell_silent_and_comes_back_is_named(clock, hub, connect):
     first = connect()
-    until(lambda: first.look(0.01), hub.look)
+    until(lambda: first.poll(0.01), hub.poll)
     first.send(NodeReady())
-    until(lambda: not hub.late, hub.look)  # so nothing that it has sent is still on its way
+    until(lambda: not hub.late, hub.poll)  # so nothing that it has sent is still on its way
     for _ in range(4):
         clock.tick()
-        hub.look()
+        hub.poll()
 
     assert_lost_and_back(hub, connect())
 
@@ -217,8 +217,8 @@ def test_a_machine_that_ended_and_comes_back_at_once_is_named(hub, connect, para
     monkeypatch.setattr(node_link, "_BEAT_INTERVAL_S", 0.05)
     monkeypatch.setattr(node_link, "_MAX_LATE_BEATS", 1000)
     with NodeLink(dataclasses.replace(parallel, node_rank=1), SPEC) as first:
-        until(lambda: first.look(0.01), hub.look)
-    until(lambda: "no connection to machine 1" in caplog.text, hub.look)
+        until(lambda: first.poll(0.01), hub.poll)
+    until(lambda: "no connection to machine 1" in caplog.text, hub.poll)
 
     assert_lost_and_back(hub, connect())
 
@@ -226,7 +226,7 @@ def test_a_machine_that_ended_and_comes_back_at_once_is_named(hub, connect, para
 def assert_lost_and_back(hub: NodeHub, second: NodeLink) -> None:
     message = "machine 1 was lost and has come back"
     with pytest.raises(ChildFailure, match=f"^{message}$") as failure:
-        until(lambda: None, hub.look)
+        until(lambda: None, hub.poll)
     assert failure.value.exit_code == 1
     assert cause_of_the_end(second) == f"machine 0: {message}; start the engine again on all machines"
 
@@ -245,43 +245,43 @@ def test_each_port_that_is_in_use_is_named_at_start(parallel, offset):
 
 def test_the_cause_travels_both_ways(hub, connect):
     link = connect()
-    until(lambda: link.look(0.01), hub.look)
+    until(lambda: link.poll(0.01), hub.poll)
 
     link.send(NodeFailed("its GPU is on fire"))
     with pytest.raises(ChildFailure, match="^machine 1: its GPU is on fire$"):
-        until(lambda: None, hub.look)
+        until(lambda: None, hub.poll)
 
     hub.stop("machine 0: it is too hot here")
     with pytest.raises(NodeStopped) as stopped:
-        until(lambda: link.look(0.01))
+        until(lambda: link.poll(0.01))
     assert stopped.value.cause == "machine 0: it is too hot here"
 
 
 def test_silence_is_noticed_on_both_sides_and_beats_break_it(clock, hub, connect):
     link = connect()
-    until(lambda: link.look(0.01), hub.look)
+    until(lambda: link.poll(0.01), hub.poll)
     (peer,) = hub._peers.values()
     silences = link._silence, peer.silence
     for _ in range(30):  # nobody is silent: of two beats at least one has come
         clock.tick()
-        hub.look()
-        link.look()
-        until(lambda: max(one.silent_s for one in silences) <= 1.0, hub.look, link.look)
+        hub.poll()
+        link.poll()
+        until(lambda: max(one.silent_s for one in silences) <= 1.0, hub.poll, link.poll)
 
     with pytest.raises(ChildFailure, match="^machine 1 has been silent for 8 s"):
-        until(lambda: None, clock.tick, hub.look)
+        until(lambda: None, clock.tick, hub.poll)
     with pytest.raises(ChildFailure, match=r"^machine 0 at 127\.0\.0\.1:\d+ has been silent for 8 s"):
-        until(lambda: None, clock.tick, lambda: link.look(0.01))
+        until(lambda: None, clock.tick, lambda: link.poll(0.01))
 
 
 def test_a_supervisor_that_slept_itself_does_not_blame_the_others(hub, connect, monkeypatch):
     link = connect()
-    until(lambda: link.look(0.01), hub.look)
+    until(lambda: link.poll(0.01), hub.poll)
     now_s = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now_s + 3600.0)
 
-    hub.look()
-    link.look()
+    hub.poll()
+    link.poll()
 
 
 def test_without_a_key_there_is_no_link(parallel):

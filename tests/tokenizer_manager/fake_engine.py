@@ -36,8 +36,7 @@ from engine.runtime.config.adapter_config import AdapterConfig
 from engine.runtime.config.answer_config import AnswerConfig
 from engine.runtime.config.device_config import DispatchPolicyName, ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
-from engine.runtime.config.server_config import ServerConfig
+from engine.runtime.config.server_config import LogConfig, ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import (
     AbortRequest,

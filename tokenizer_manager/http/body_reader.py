@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from ...runtime.config.request_limits import RequestLimits
+from ...runtime.config.answer_config import RequestLimits
 from ...runtime.errors import QueueFullError, RequestError
 from .exchange import ClientGone, DisconnectScope
 from .schema.json_body import parse_object

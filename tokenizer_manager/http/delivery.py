@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
-from ...runtime.config.request_limits import RequestLimits
+from ...runtime.config.answer_config import RequestLimits
 from ...runtime.errors import RequestError
 from ...runtime.messages import Finish, TextOutput
 from ..conversation.deltas import CallArguments, CallBegin, CallEnd, Content, Delta, Reasoning, merged

@@ -12,11 +12,10 @@ from typing import Final
 
 import msgspec
 
+from ...runtime.installation import __version__, source_commit
 from ...runtime.messages import FinishKind, TextOutput
 from ...runtime.scheduler_report import SchedulerReport
-from ...runtime.source_commit import source_commit
 from ...runtime.transport.kv_transfer import TransferFigures
-from ...runtime.version import __version__
 from ..generation import Choice, Generation
 from .instruments import NO_LABELS, Histogram, LabeledCounter, head, sample
 

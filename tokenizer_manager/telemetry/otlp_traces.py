@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
-from ...runtime.version import __version__
+from ...runtime.installation import __version__
 from .request_record import (
     ChoiceRecord,
     GenerationRecord,

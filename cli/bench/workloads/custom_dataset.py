@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ....runtime.errors import ConfigError
-from ....runtime.unicode_text import decode_utf8, is_unicode
+from ....runtime.text import decode_utf8, is_unicode
 from ..records import BenchRequest
 from .datasets import TextEncoder
 

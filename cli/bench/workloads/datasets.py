@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ....runtime.errors import ConfigError
-from ....runtime.unicode_text import is_unicode
+from ....runtime.text import is_unicode
 from ..records import BenchRequest
 
 if TYPE_CHECKING:

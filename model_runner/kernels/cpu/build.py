@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Final
 
 from ....launch.resolve.host_facts import COMPILERS
-from ....runtime.cache_dir import cache_dir
 from ....runtime.errors import ConfigError
+from ....runtime.installation import cache_dir
 from .compiler import Compiler, NoLibraryError, find_compilers, run_all
 from .isa import Isa, compiler_options, runnable_isas
 

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-from ....launch.progress.steps import COMPILE_STEP
 from ....launch.resolve.host_facts import COMPILERS
+from ....launch.startup_display import COMPILE_STEP
 from ....runtime.errors import ConfigError
 from .build import is_built
 from .compiler import NoLibraryError

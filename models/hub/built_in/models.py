@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from ....runtime.cache_dir import cache_dir
+from ....runtime.installation import cache_dir
 from ....runtime.sampling_defaults import SamplingDefaults
 
 

@@ -13,8 +13,7 @@ import zmq
 import zmq.auth.thread
 
 from ....runtime.errors import ConfigError
-from ....runtime.transport.cluster_ipc import OnlyThisKey, numeric_address, tcp
-from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.cluster_ipc import ClusterKey, OnlyThisKey, numeric_address, tcp
 from ....runtime.transport.ipc import make_socket
 
 Context = zmq.Context[zmq.Socket[bytes]]

@@ -18,7 +18,7 @@ import zmq
 import zmq.utils.monitor
 
 from ....runtime.kv_backends.base import TransferError
-from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.cluster_ipc import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
     AbortAck,

@@ -10,10 +10,9 @@ from ....launch.child.control import Endpoints
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.make_backend import make_target, make_writer
-from ....runtime.transport.cluster_ipc import is_loopback
-from ....runtime.transport.cluster_key import ClusterKey, load_cluster_key
+from ....runtime.transport.cluster_ipc import ClusterKey, is_loopback, load_cluster_key
 from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
-from ....runtime.transport.process_identity import own_identity
+from ....runtime.transport.message_base import own_identity
 from .local_pages import LocalReceiver, LocalSender
 from .pages import DirectReceiver, DirectSender
 from .ranks import Ranks

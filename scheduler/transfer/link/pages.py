@@ -190,7 +190,7 @@ class DirectReceiver:
         """`target`: of rank 0."""
         self._target = target
         self._ranks = ranks
-        self._told_s = 0.0
+        self._ordered_s = 0.0
         self.polls = target.polls
 
     def targets(self) -> tuple[bytes, ...]:
@@ -202,8 +202,8 @@ class DirectReceiver:
     def progress(self) -> None:
         self._target.progress()
         now_s = time.monotonic()
-        if now_s - self._told_s > _PROGRESS_AGAIN_S:
-            self._told_s = now_s
+        if now_s - self._ordered_s > _PROGRESS_AGAIN_S:
+            self._ordered_s = now_s
             self._ranks.tell(MakeProgress())
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from ....runtime.kv_backends.base import Work
 from ....runtime.transport.cluster_ipc import numeric_address
 from ....runtime.transport.kv_transfer import AbortAck, Claim, ClaimFailed, Prefilled
-from ....runtime.transport.process_identity import ProcessIdentity
+from ....runtime.transport.message_base import ProcessIdentity
 from .connection import Socket
 
 MAX_LOOKUPS: Final = 16

@@ -14,7 +14,7 @@ import zmq
 
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.base import TransferError, Work
-from ....runtime.transport.cluster_key import ClusterKey
+from ....runtime.transport.cluster_ipc import ClusterKey
 from ....runtime.transport.ipc import Outbox, decode_or_drop
 from ....runtime.transport.kv_transfer import (
     AbortAck,
@@ -40,7 +40,7 @@ from ....runtime.transport.kv_transfer import (
     Welcome,
     WritePages,
 )
-from ....runtime.transport.process_identity import ProcessIdentity
+from ....runtime.transport.message_base import ProcessIdentity
 from .connection import CommandQueue, Context, Listener
 from .pages import PageSender, Sending
 from .ranks import Frames

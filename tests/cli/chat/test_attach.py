@@ -11,7 +11,7 @@ from engine.cli import main as cli
 from engine.cli.chat import command
 from engine.cli.chat.answer_form import AnswerForm
 from engine.cli.chat.attach import attach
-from engine.launch.child.server_record import ServerRecord
+from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.environment import variable_of
 from engine.runtime.errors import ConfigError
 

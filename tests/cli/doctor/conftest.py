@@ -8,8 +8,8 @@ import pytest
 
 from engine.cli.doctor.machine_facts import MachineFacts
 from engine.cli.doctor.torch_probe import TorchFacts
-from engine.launch.resolve.gpus.driver_gpu import GpuFacts
 from engine.launch.resolve.host_facts import HostFacts
+from engine.launch.resolve.nvidia_gpus import GpuFacts
 
 GIB = 1 << 30
 AVX512 = ("avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")

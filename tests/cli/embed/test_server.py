@@ -17,7 +17,7 @@ from engine.cli.embed import opening
 from engine.cli.embed.backend import EmbedOptions, PartError
 from engine.cli.embed.in_process import InProcessBackend
 from engine.cli.embed.server import ServerBackend
-from engine.launch.child.server_record import ServerRecord
+from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.errors import ConfigError, RequestError, ServerError
 
 Answer = tuple[int, Any]

@@ -12,8 +12,8 @@ from engine.cli.exit_codes import ExitCode
 from engine.cli.fleet import run as run_module
 from engine.cli.fleet.run import FleetPlan, ready_text
 from engine.cli.fleet.serve_arguments import ServeArguments, parse_serve
-from engine.launch.resolve.gpus.driver_gpu import GpuFacts
 from engine.launch.resolve.host_facts import HostFacts
+from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.runtime.errors import ConfigError
 
 

@@ -19,9 +19,8 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.models.ps import uptime_text
-from engine.launch.child import server_record
-from engine.launch.child.server_record import ServerRecord, write_record
-from engine.launch.child.socket_dir import SocketDir
+from engine.launch.child import socket_dir as server_record
+from engine.launch.child.socket_dir import ServerRecord, SocketDir, write_record
 from tests.fake_hub import TOKEN, FakeHub, blob_of, commit_of
 
 WEIGHTS = bytes(range(256)) * 8000

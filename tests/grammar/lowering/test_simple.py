@@ -6,7 +6,7 @@ import pytest
 
 from engine.grammar.backend import GrammarError
 from engine.grammar.lowering.simple import choice_spec, grammar_spec, regex_spec
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.grammar_use import GrammarKind
 
 from ..byte_grammar import ByteGrammar

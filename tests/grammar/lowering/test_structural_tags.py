@@ -8,7 +8,7 @@ import pytest
 
 from engine.grammar.backend import GrammarError
 from engine.grammar.lowering.structural_tags import StructuralTags
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.grammar_use import GrammarUse, Whitespace
 
 from ..byte_grammar import ByteGrammar

@@ -13,7 +13,7 @@ from engine.grammar.backend import GrammarError
 from engine.grammar.schema.check import check_schema
 from engine.grammar.schema.keywords import KEYWORDS, Fate
 from engine.grammar.schema.report import SchemaReport
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from tests.selection import examples
 

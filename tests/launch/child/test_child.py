@@ -41,8 +41,7 @@ from engine.launch.child.control import (
 from engine.models.source import ModelSource
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.config.log_config import LogConfig, LogLevel
-from engine.runtime.config.server_config import ServerConfig
+from engine.runtime.config.server_config import LogConfig, LogLevel, ServerConfig
 from engine.runtime.feasibility import Capacity
 from engine.runtime.messages import HEARTBEAT_INTERVAL_S
 

@@ -11,15 +11,20 @@ import sys
 
 import pytest
 
-from engine.launch.child.black_box import is_black_box, read_fatal_stacks, read_stacks
-from engine.launch.child.crash_report import KEPT_REPORTS, CrashReports, crash_dir
+from engine.launch.child.crash_report import (
+    KEPT_REPORTS,
+    CrashReports,
+    crash_dir,
+    is_black_box,
+    read_fatal_stacks,
+    read_stacks,
+)
 from engine.runtime.config.engine_config import EngineConfig
-from engine.runtime.config.log_config import LogConfig
-from engine.runtime.config.server_config import ServerConfig
+from engine.runtime.config.server_config import LogConfig, ServerConfig
 
 LEAVE_STACKS = """
 import os, pathlib, signal, sys
-from engine.launch.child.black_box import keep_stacks
+from engine.launch.child.crash_report import keep_stacks
 keep_stacks(pathlib.Path(sys.argv[1]), "scheduler")
 def somewhere():
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from engine.launch.child.open_files import OWN_FILES
+from engine.launch.child.process_resources import OWN_FILES
 
 TRY = """
 import resource, sys
-from engine.launch.child.open_files import make_room_for
+from engine.launch.child.process_resources import make_room_for
 soft, hard, connections = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 make_room_for(connections)

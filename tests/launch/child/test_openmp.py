@@ -4,11 +4,11 @@ import os
 import subprocess
 import sys
 
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 
 SCRIPT = """
 import os, sys
-from engine.launch.child.openmp import shorten_spinning
+from engine.launch.child.process_resources import shorten_spinning
 took_effect = shorten_spinning()
 assert "torch" not in sys.modules
 print(took_effect, os.environ.get("OMP_WAIT_POLICY"), os.environ.get("GOMP_SPINCOUNT"))

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.child import server_record
-from engine.launch.child.process_memory import tree_bytes
-from engine.launch.child.server_record import ServerRecord, running_servers, write_record
-from engine.launch.child.socket_dir import SocketDir
+from engine.launch.child import socket_dir as server_record
+from engine.launch.child.process_resources import tree_bytes
+from engine.launch.child.socket_dir import ServerRecord, SocketDir, running_servers, write_record
 
 RECORD = ServerRecord(4711, "org/tiny", "/models/tiny", "http://127.0.0.1:30000", 1000.0)
 

@@ -10,10 +10,15 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from engine.launch.progress import download_view
-from engine.launch.progress.download_view import DownloadBar, DownloadLines, shows_live, size_text
-from engine.launch.progress.startup_display import StartupDisplay
-from engine.launch.progress.steps import COMPILE_STEP
+from engine.launch import startup_display as download_view
+from engine.launch.startup_display import (
+    COMPILE_STEP,
+    DownloadBar,
+    DownloadLines,
+    StartupDisplay,
+    shows_live,
+    size_text,
+)
 from engine.models.hub.download_progress import DownloadState
 
 MIB = 1 << 20

@@ -7,9 +7,9 @@ import dataclasses
 import msgspec
 import pytest
 
-from engine.launch.resolve.capacity import capacity_of
-from engine.launch.resolve.gpus.driver_gpu import GpuFacts
 from engine.launch.resolve.host_facts import HostFacts
+from engine.launch.resolve.memory_budget import capacity_of
+from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.encoder_spec import EncoderSpec
 from engine.models.spec.model_spec import ModelSpec

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.launch.resolve.gpus.driver_gpu import DriverGpu, GpuFacts
-from engine.launch.resolve.gpus.gpu_facts import Gpus, read_gpus
-from engine.launch.resolve.gpus.nvml import list_gpus
-from engine.launch.resolve.gpus.torch_gpus import gpus_of_torch
 from engine.launch.resolve.host_facts import HostFacts
+from engine.launch.resolve.nvidia_gpus import DriverGpu, GpuFacts, Gpus, gpus_of_torch, list_gpus, read_gpus
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.config.config_sources import from_arguments, merge

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.rank_spec import rank_spec
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.layer_form import LatentSpec

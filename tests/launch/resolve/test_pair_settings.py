@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.launch.resolve.kinds.pair_settings import pair_settings
+from engine.launch.resolve.kind_settings import pair_settings
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
 from engine.runtime.config.server_config import ServerConfig

@@ -8,11 +8,10 @@ import re
 import msgspec
 import pytest
 
-from engine.launch.resolve.block_weights import KERNEL_FLAGS
-from engine.launch.resolve.capacity import capacity_of
-from engine.launch.resolve.gpus.driver_gpu import GpuFacts
 from engine.launch.resolve.host_facts import HostFacts
-from engine.launch.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, plan_memory
+from engine.launch.resolve.kernel_checks import KERNEL_FLAGS
+from engine.launch.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, capacity_of, plan_memory
+from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.launch.resolve.resolve import resolve
 from engine.model_runner.kernels.cpu.isa import usable_isas
 from engine.models.spec.encoder_spec import PoolingSpec

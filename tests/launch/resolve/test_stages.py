@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from engine.launch.resolve.capacity import capacity_of
+from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.resolve import resolve
-from engine.launch.resolve.stages.division import (
+from engine.launch.resolve.stages import (
     Stage,
     balanced_lengths,
     is_of_other_stages,

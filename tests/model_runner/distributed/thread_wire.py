@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.launch.resolve.stages.division import Stage, stages_of
+from engine.launch.resolve.stages import Stage, stages_of
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.staged_runner import StagedRunner, StageRank
 from engine.model_runner.distributed.tp_group import SINGLE_RANK, TPGroup

@@ -25,8 +25,8 @@ from engine.models.hub.built_in.models import (
     find_built_in,
     published_sha256,
 )
-from engine.runtime.cache_dir import cache_dir
 from engine.runtime.errors import ConfigError
+from engine.runtime.installation import cache_dir
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 

@@ -20,10 +20,10 @@ from engine.runtime.transport.cluster_ipc import (
     PLANS,
     ClusterClient,
     ClusterServer,
+    derive_key,
     is_loopback,
     parse_address,
 )
-from engine.runtime.transport.cluster_key import derive_key
 
 DEADLINE_S = 60.0
 KEY = derive_key(b"the secret of these machines".ljust(32, b"!"))

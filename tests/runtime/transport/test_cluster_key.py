@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.runtime.errors import ConfigError
-from engine.runtime.transport.cluster_key import HOW_TO_MAKE_ONE, derive_key, key_in_memory, load_cluster_key
+from engine.runtime.transport.cluster_ipc import HOW_TO_MAKE_ONE, derive_key, key_in_memory, load_cluster_key
 
 SECRET = "0123456789abcdef" * 4
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.runtime.config.engine_config import CacheConfig, EngineConfig, SchedulerConfig
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.messages import SchedulerInput
 from engine.runtime.step_plan import StepResult
 from engine.scheduler.batch import ScheduleBatch

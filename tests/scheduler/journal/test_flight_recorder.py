@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from engine.launch.child.black_box import DECISION_NAMES
+from engine.launch.child.crash_report import DECISION_NAMES
 from engine.runtime.messages import AbortRequest, FinishKind, GenerateRequest
 from engine.runtime.sampling_params import SamplingParams
 from engine.scheduler.journal.flight_recorder import (

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from engine.cli.fleet.run import RAY_USE
-from engine.launch.child.server_record import ServerRecord
+from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.errors import ConfigError
 from engine.supervisor.fleet import server as server_module
 from engine.supervisor.fleet.server import (

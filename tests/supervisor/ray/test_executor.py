@@ -14,7 +14,7 @@ from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig, ModelConfig
 from engine.runtime.config.server_config import ServerConfig
 from engine.runtime.errors import ConfigError
-from engine.runtime.transport.cluster_key import derive_key, load_cluster_key
+from engine.runtime.transport.cluster_ipc import derive_key, load_cluster_key
 from engine.supervisor.child_watch import ChildFailure
 from engine.supervisor.ray.broker import FindPlaces, MachineEnded, NoPlaces, Placed, RunMachines
 from engine.supervisor.ray.executor import Broker, RayNodes, actor_config, ray_machines
@@ -25,7 +25,7 @@ PLACED = Placed(HERE, {0: HERE, 1: THERE}, None)
 
 
 class FakeBroker:
-    """Answers what it was made with, one list for each look, then nothing."""
+    """Answers what it was made with, one list for each poll, then nothing."""
 
     def __init__(self, *answers: Any, closed: bool = False) -> None:
         self.answers = list(answers)
@@ -53,7 +53,7 @@ class FakeHub:
         self.failure = failure
         self.cause: str | None = None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         if self.failure:
             raise self.failure
 
@@ -171,7 +171,7 @@ def nodes(broker: FakeBroker, hub: FakeHub | None = None) -> RayNodes:
 def test_nothing_happens_while_all_is_well():
     hub = FakeHub()
     all_well = nodes(FakeBroker(), hub)
-    all_well.look()
+    all_well.poll()
     all_well.stop("the cause")
 
     assert list(all_well.late) == ["machine 1"]
@@ -181,19 +181,19 @@ def test_nothing_happens_while_all_is_well():
 @pytest.mark.parametrize(("theirs", "ours"), [(1, 1), (2, 2), (0, 1), (143, 1)])
 def test_an_actor_that_ends_is_named_with_its_machine(theirs, ours):
     with pytest.raises(ChildFailure, match=r"^machine 1 \(Ray, 10\.0\.0\.2\): no memory$") as caught:
-        nodes(FakeBroker(MachineEnded(1, theirs, "no memory"))).look()
+        nodes(FakeBroker(MachineEnded(1, theirs, "no memory"))).poll()
     assert caught.value.exit_code == ours
 
 
 def test_what_a_machine_says_of_itself_is_the_better_cause():
     hub = FakeHub(ChildFailure("machine 1: model_runner of rank 1 was killed"))
     with pytest.raises(ChildFailure, match="was killed"):
-        nodes(FakeBroker(MachineEnded(1, 1, "ended")), hub).look()
+        nodes(FakeBroker(MachineEnded(1, 1, "ended")), hub).poll()
 
 
 def test_the_end_of_the_connection_to_ray_is_a_cause():
     with pytest.raises(ChildFailure, match="connection to Ray has ended"):
-        nodes(FakeBroker(closed=True)).look()
+        nodes(FakeBroker(closed=True)).poll()
 
 
 # ---------------------------------------------------------------- the real process

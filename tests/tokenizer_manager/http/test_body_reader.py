@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.errors import QueueFullError, RequestError
 from engine.tokenizer_manager.http.app import App
 from engine.tokenizer_manager.http.body_reader import IN_PLACE_BYTES, LONG_S, SMALL_BYTES, BodyReader

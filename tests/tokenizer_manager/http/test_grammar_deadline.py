@@ -11,7 +11,7 @@ import pytest
 
 from engine.grammar.compile.compile_queue import CompileQueue
 from engine.grammar.compile.worker import CompileResult, CompileWorker, WorkerLostError
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarUse
 from engine.tokenizer_manager.http.app import App

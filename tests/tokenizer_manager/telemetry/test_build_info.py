@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from engine.runtime.version import __version__
+from engine.runtime.installation import __version__
 from engine.tokenizer_manager.telemetry import metrics as build_info
 from engine.tokenizer_manager.telemetry.metrics import read_build_info
 

@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from engine.runtime.config.log_config import LogConfig
+from engine.runtime.config.server_config import LogConfig
 from engine.runtime.errors import ConfigError
 from engine.tokenizer_manager.http.exchange import Exchange
 from engine.tokenizer_manager.telemetry.otlp_traces import OtlpTraces, _OncePerMinute, make_traces, traces_url

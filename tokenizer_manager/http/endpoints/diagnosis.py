@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET
 
-from ....runtime.config.log_config import LogLevel
+from ....runtime.config.server_config import LogLevel
 from ....runtime.errors import RequestError
 from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..exchange import Exchange

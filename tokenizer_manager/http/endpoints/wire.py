@@ -8,9 +8,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....models.spec.model_spec import ModelSpec
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import DisaggregationMode
-from ....runtime.config.log_config import LogLevel
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.server_config import LogLevel
 from ..schema.field_types import Messages, OnePrompt, Salt, TimeToLive, TokenId
 
 Warnings = list[str] | UnsetType

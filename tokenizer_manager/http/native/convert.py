@@ -14,7 +14,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from ....models.tokenizer.tokenizer import Tokenizer
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.messages import Finish, FinishKind
 from ....runtime.sampling_defaults import SamplingDefaults

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final, NamedTuple
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import EngineConfig
-from ....runtime.config.request_limits import RequestLimits
 from ....runtime.sampling_defaults import SamplingDefaults
 from ....runtime.sampling_params import MAX_TEMPERATURE, SamplingParams
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool

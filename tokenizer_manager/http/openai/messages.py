@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarSpec
 from ....runtime.sampling_params import MAX_COUNT

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ....grammar.backend import GrammarError
 from ....grammar.regex_syntax import RegexError, checked_regex
 from ....grammar.schema.check import check_schema
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec
 from ...conversation.conversation import ChoiceMode, Tool, ToolChoice

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ....grammar.answer_report import Truncated
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ..schema.accounting import Timings, UsageBody
 from ..schema.field_types import (

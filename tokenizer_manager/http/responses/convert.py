@@ -15,8 +15,8 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import EngineConfig
-from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.sampling_defaults import SamplingDefaults
 from ...conversation.conversation import Conversation, History, ReasoningOptions, Tool

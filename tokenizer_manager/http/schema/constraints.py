@@ -26,9 +26,8 @@ from ....grammar.lowering.simple import (
 from ....grammar.lowering.structural_tags import StructuralTags
 from ....grammar.schema.check import check_schema, parse_schema
 from ....models.tokenizer.tokenizer import Tokenizer
-from ....runtime.config.answer_config import AnswerConfig
+from ....runtime.config.answer_config import AnswerConfig, RequestLimits
 from ....runtime.config.engine_config import EngineConfig
-from ....runtime.config.request_limits import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Whitespace
 from ...conversation.conversation import ChoiceMode, Conversation

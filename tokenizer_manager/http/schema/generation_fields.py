@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import msgspec
 
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ....runtime.request_checks import check_number
 from ....runtime.sampling_defaults import SamplingDefaults

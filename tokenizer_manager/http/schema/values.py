@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import msgspec
 
-from ....runtime.config.request_limits import RequestLimits
+from ....runtime.config.answer_config import RequestLimits
 from ....runtime.errors import RequestError
 from ...conversation.conversation import TEXT_SEPARATOR, ReasoningOptions
 

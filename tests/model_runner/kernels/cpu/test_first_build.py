@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.launch.progress.steps import COMPILE_STEP
+from engine.launch.startup_display import COMPILE_STEP
 from engine.model_runner.kernels.cpu import build, first_build
 from engine.model_runner.kernels.cpu.first_build import compile_ahead
 from engine.model_runner.kernels.cpu.isa import best_isa, compiler_options

@@ -19,10 +19,10 @@ from engine.model_runner.memory.kv_pool import KVPool
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.kv_backends.base import PageTarget, PageWriter
 from engine.runtime.messages import SchedulerInput
-from engine.runtime.transport.cluster_key import ClusterKey
+from engine.runtime.transport.cluster_ipc import ClusterKey
 from engine.runtime.transport.ipc import Inbox
 from engine.runtime.transport.kv_transfer import Claim, KVLayout, ToPeer, digest_of
-from engine.runtime.transport.process_identity import ProcessIdentity, own_identity
+from engine.runtime.transport.message_base import ProcessIdentity, own_identity
 from engine.runtime.transport.rank_transfer import worker_name
 from engine.scheduler.transfer.link.decode_link import DecodeLink
 from engine.scheduler.transfer.link.local_pages import LocalReceiver, LocalSender

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from engine.model_runner.memory.page_memory import PageMemory
 from engine.runtime.errors import ConfigError
-from engine.runtime.transport.cluster_key import load_cluster_key
+from engine.runtime.transport.cluster_ipc import load_cluster_key
 from engine.runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
@@ -38,8 +38,7 @@ from engine.runtime.transport.kv_transfer import (
     Welcome,
     WritePages,
 )
-from engine.runtime.transport.message_base import Message
-from engine.runtime.transport.process_identity import own_identity
+from engine.runtime.transport.message_base import Message, own_identity
 from engine.scheduler.transfer.link import decode_link, prefill_link
 from engine.scheduler.transfer.link import peers as lookups
 from engine.scheduler.transfer.link.decode_link import DecodeLink

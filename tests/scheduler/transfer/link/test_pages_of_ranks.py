@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.runtime.errors import RankLostError
 from engine.runtime.kv_backends.base import TransferError
 from engine.runtime.transport.kv_transfer import PageData, WritePages
-from engine.runtime.transport.process_identity import own_identity
+from engine.runtime.transport.message_base import own_identity
 from engine.runtime.transport.rank_transfer import (
     DropPeer,
     OrderDone,

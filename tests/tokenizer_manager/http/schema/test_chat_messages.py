@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.http.openai.messages import template_messages
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.runtime.config.answer_config import AnswerConfig
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import AnswerConfig, RequestLimits
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
 from engine.tokenizer_manager.generation import Constraint

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runtime.config.request_limits import RequestLimits
+from engine.runtime.config.answer_config import RequestLimits
 from engine.runtime.errors import RequestError
 from engine.tokenizer_manager.http.openai.wire import ChatRequest
 from engine.tokenizer_manager.http.schema.field_types import Int

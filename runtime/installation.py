@@ -1,19 +1,24 @@
-"""`source_commit`: the git commit that the running code comes from, found without running git."""
+"""The installed engine: its version, the git commit of its code, and the folder for what it downloads and builds."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from importlib import metadata
 from pathlib import Path
 from typing import Final
+
+from .errors import ConfigError
+
+__version__ = "0.2.0"
+
 
 _PACKAGE: Final = Path(__file__).parent.parent
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}(?:[0-9a-f]{24})?")
 
 
 def source_commit(root: Path = _PACKAGE) -> str:
-    """The commit as 40 hexadecimal digits; "" if it is not known.
+    """The git commit of the running code, as 40 hexadecimal digits, found without git; "" if it is not known.
 
     Args:
         root: folder of the package. A checkout has `.git`, a container image the file `runtime/COMMIT`, and for a
@@ -47,6 +52,8 @@ def _of_checkout(root: Path) -> str:
 def _of_installation(root: Path) -> str:
     if root != _PACKAGE:
         return ""
+    from importlib import metadata  # imported here: it takes 10 ms, and every command reads the version
+
     try:
         text = metadata.distribution(root.name).read_text("direct_url.json") or "{}"
         return str(json.loads(text).get("vcs_info", {}).get("commit_id", ""))
@@ -60,3 +67,22 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return ""
+
+
+def cache_dir() -> Path:
+    """The cache of this user: $ENGINE_CACHE_DIR, else $XDG_CACHE_HOME/engine, else ~/.cache/engine; it need not exist.
+
+    It is safe to delete.
+
+    Raises:
+        ConfigError: there is no home folder, and neither variable is set.
+    """
+    if own := os.environ.get("ENGINE_CACHE_DIR"):
+        return Path(own).expanduser().absolute()
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):  # the XDG specification says to ignore relative paths
+        return Path(xdg) / "engine"
+    try:
+        return Path.home() / ".cache" / "engine"
+    except RuntimeError:
+        raise ConfigError("there is no home folder for the cache; set ENGINE_CACHE_DIR to a folder") from None

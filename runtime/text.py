@@ -1,4 +1,4 @@
-"""Text from outside that may not be Unicode: bytes that are not UTF-8, and halves of surrogate pairs.
+"""Text from outside that may not be Unicode: bytes that are not UTF-8, and halves of surrogate pairs; `counted`.
 
 Python passes such bytes on as lone surrogates (`surrogateescape`), and a JSON or YAML escape can name one. Neither has
 a UTF-8 form, so it would fail later, in an encoder. An input that decides something is refused with the position of
@@ -71,3 +71,14 @@ def is_unicode(text: str) -> bool:
 def replace_surrogates(text: str) -> str:
     """The text to show: pairs of surrogates are joined, lone ones become U+FFFD."""
     return text if is_unicode(text) else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def counted(number: int | str, noun: str, plural: str = "", *, commas: bool = False) -> str:
+    """The number and the noun in its form; a word instead of a number ("auto") takes the plural.
+
+    Args:
+        plural: if it is not the noun and an `s`.
+        commas: between thousands: `1,024 pages`.
+    """
+    shown = f"{number:,}" if commas and isinstance(number, int) else number
+    return f"{shown} {noun if number == 1 else plural or f'{noun}s'}"

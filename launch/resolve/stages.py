@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from ....models.weight_files.needed_tensors import needed_modules
-from ....models.weight_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
-from ....runtime.config.device_config import parse_pp_layers
-from ....runtime.errors import ConfigError
+from ...models.weight_files.needed_tensors import needed_modules
+from ...models.weight_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
+from ...runtime.config.device_config import parse_pp_layers
+from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from ....models.spec.model_spec import ModelSpec
-    from ....runtime.config.device_config import ParallelConfig
+    from ...models.spec.model_spec import ModelSpec
+    from ...runtime.config.device_config import ParallelConfig
 
 _EMBEDDING: Final = "model.embed_tokens."
 _LAYER: Final = "model.layers."

@@ -1,22 +1,30 @@
-"""`encoder_settings`: the settings that serve an encoder; the first part of `resolve`.
+"""Settings that a kind of model (encoders, state layers) or of engine (`--disaggregation-mode`) needs or refuses.
 
-A text is computed whole, in one step, and is answered by a vector or scores: there are no chunks, no decodes, and no KV
-that outlives a step, hence no prefix cache, no swapping and no drafts. Settings for those are refused if a user gave
-them and their absence would surprise; defaults are changed with a note.
+Settings for what a kind does not have are refused if a user gave them and their absence would surprise; defaults are
+changed with a note.
+
+Encoder: a text is computed in one step and answered by a vector or scores: it has no chunks, no decodes, and no
+KV that outlives a step, hence no prefix cache, no swapping and no drafts.
+
+State layers: such a layer keeps one state of a request, which is exact at the last computed token only. KV that returns
+from the host would need the state at its end, which is not copied.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from ....models.weight_files.weight_memory import num_parameters
-from ....runtime.config.engine_config import EngineConfig, SchedulerConfig
-from ....runtime.errors import ConfigError
+from ...models.spec.model_spec import ModelSpec
+from ...models.weight_files.weight_memory import num_parameters
+from ...runtime.config.engine_config import EngineConfig, SchedulerConfig
+from ...runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ....models.spec.model_spec import ModelSpec
+    from ...models.spec.model_spec import ModelSpec
+    from ...runtime.config.engine_config import EngineConfig
 
 CPU_STEP_TOKENS: Final = 2048
 """Most tokens of a step on the CPU: intermediate results of a small model stay in the caches, and a query that arrives
@@ -142,3 +150,77 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --pp, and start one server for each device",
         ),
     ]
+
+
+def state_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, Mapping[str, str]]:
+    """The configuration with the values that state layers need, and setting -> reason for those that were changed.
+
+    Raises:
+        ConfigError: a setting asks for something that is not implemented for state layers.
+    """
+    assert spec.state is not None
+    scheduler, cache = config.scheduler, config.cache
+    for name, contradicts, why, way_out in (
+        (
+            "preemption_mode is swap",
+            scheduler.preemption_mode == "swap",
+            "states are not copied to the host",
+            "omit --preemption-mode",
+        ),
+        (
+            f"swap_space is {cache.swap_space}",
+            cache.swap_space not in ("auto", 0.0),
+            "states are not copied to the host",
+            "omit --swap-space",
+        ),
+        (
+            "model_impl is transformers",
+            config.model.model_impl == "transformers",
+            "only the engine's own model keeps its states",
+            "omit --model-impl",
+        ),
+    ):
+        if contradicts:
+            raise ConfigError(f"{name}, but {spec.model_type} has layers with a state: {why}; {way_out}")
+    notes = {
+        "preemption_mode": "states are not copied to the host",
+        "swap_space": "states are not copied to the host",
+    }
+    return replace(
+        config,
+        cache=replace(cache, swap_space=0.0),
+        scheduler=replace(scheduler, preemption_mode="recompute"),
+    ), notes
+
+
+def pair_settings(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The configuration; a pair of a prefill and a decode engine in one server is two replicas.
+
+    Raises:
+        ConfigError: something cannot be handed over.
+    """
+    mode, parallel = config.scheduler.disaggregation_mode, config.parallel
+    if mode == "null":
+        return config
+    if spec.state is not None:
+        raise ConfigError(
+            f"disaggregation_mode is {mode}, but layers of this model keep a state besides KV, which is not handed "
+            "over; leave it out"
+        )
+    if spec.encoder is not None:
+        raise ConfigError(
+            f"disaggregation_mode is {mode}, but an encoder generates nothing after its prompt; leave it out"
+        )
+    for name, value, usual in (
+        ("dp", parallel.dp, 1),
+        ("nnodes", parallel.nnodes, 1),
+        ("executor", parallel.executor, "local"),
+    ):
+        if value != usual:
+            raise ConfigError(
+                f"disaggregation_mode is {mode} with {name} {value}, but such an engine has one scheduler, and its "
+                f"ranks are on one machine; leave --{name} out, and start several engines behind a router"
+            )
+    if mode != "both":
+        return config
+    return dataclasses.replace(config, parallel=dataclasses.replace(parallel, dp=2))

@@ -1,1 +1,0 @@
-"""Pipeline stages: how a model's layers are divided, and what each stage takes."""
