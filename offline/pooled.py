@@ -19,7 +19,6 @@ from ..runtime.feasibility import longest_input
 from ..runtime.messages import FinishKind, GenerateRequest
 from ..runtime.request_checks import check_flag, check_integer, check_text, plain, plain_items, wrong_type
 from ..runtime.sampling_params import MAX_COUNT
-from ..tokenizer_manager.admission.feasibility_check import check_pooled_length, truncated
 from ..tokenizer_manager.pooling.embedding import (
     POOLING_SAMPLING,
     Want,
@@ -41,6 +40,7 @@ from ..tokenizer_manager.pooling.scoring import (
     text_inputs,
     uses_pairs,
 )
+from ..tokenizer_manager.preparation import check_pooled_length, truncated
 from .batch import progress_of
 from .prompts import as_prompts, checked_token_ids
 

@@ -18,7 +18,6 @@ from ..runtime.errors import RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.grammar_use import GrammarUse
 from ..runtime.sampling_params import MAX_SEED, SamplingParams
-from ..tokenizer_manager.admission.feasibility_check import resolve_length
 from ..tokenizer_manager.conversation.conversation import Conversation
 from ..tokenizer_manager.conversation.detection import detect_formats
 from ..tokenizer_manager.conversation.planner import AnswerPlan, Planner
@@ -30,6 +29,7 @@ from ..tokenizer_manager.conversation.template_choice import (
 from ..tokenizer_manager.generation import Constraint
 from ..tokenizer_manager.http.openai.tools import ToolSchemas
 from ..tokenizer_manager.http.schema.constraints import check_room
+from ..tokenizer_manager.preparation import resolve_length
 from ..tokenizer_manager.prompt_encoder import second_bos, unknown_to_model
 from .batch import CheckedRequest
 from .prompts import checked_token_ids

@@ -10,20 +10,26 @@ Such an answer is a finished row, which the caller handles like a row of the det
 from __future__ import annotations
 
 import heapq
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from ..runtime.errors import RequestError
 from ..runtime.messages import AbortRequest, Finish, FinishKind, SchedulerInput, TextOutput, Usage
-from .generation import Generation
+from .generation import Choice, Generation, GenerationRequest
+from .prompt_encoder import prompt_name
 from .request_log import LoggedRequest, RequestLog
 from .telemetry.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING_ROWS: Final = 32_768
 """Unread rows of one stream, some 20 MB. `http/connection.py` bounds the time that a client may take to read."""
 _ANSWER_GRACE_S: Final = 5.0
 """How long a running scheduler may take to answer a request timeout itself. A queue timeout is left to it without a
 bound: only the scheduler knows whether the prompt is being computed."""
+_TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
+"""Error code by the status of a request that the scheduler ended at a time limit."""
 _MIN_COMPACTED: Final = 64
 _QUEUE_TIMEOUT_STATUS: Final = 503
 _REQUEST_TIMEOUT_STATUS: Final = 504
@@ -127,6 +133,18 @@ class Aborter:
 def _finished_row(logged: LoggedRequest, finish: Finish) -> TextOutput:
     usage = logged.usage or Usage(prompt_tokens=len(logged.choice.prompt_ids), completion_tokens=0)
     return TextOutput(logged.rid, "", b"", usage, finish)
+
+
+def error_of(finish: Finish, request: GenerationRequest, choice: Choice, rid: str) -> RequestError:
+    """The error for the client of a request that the engine ended with this finish; logs it."""
+    message = finish.message or f"the engine ended the request ({finish.kind.value})"
+    logger.warning("request failed rid=%s status=%d error=%s", rid, finish.status, message)
+    param = None
+    if request.poolings:
+        param = prompt_name(request.prompts, choice.index, request.prompt_param)
+        message = f"{param}: {message}"
+    code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
+    return RequestError(message, param=param, code=code, status=finish.status)
 
 
 class _Due(NamedTuple):

@@ -34,9 +34,9 @@ from ..runtime.messages import (
     SchedulerInput,
     UnloadAdapter,
 )
-from .admission.feasibility_check import check_may_fit
 from .engine_state import EngineState
 from .generation import Prompt
+from .preparation import check_may_fit
 from .prompt_encoder import PromptEncoder
 from .request_log import RequestLog
 

@@ -84,6 +84,12 @@ class EngineState:
         return self._death is not None
 
     @property
+    def is_transferring(self) -> bool:
+        """Whether a prompt is on its way to another engine, or waits for its claim."""
+        transfer = None if self.report is None or self.is_dead else self.report.transfer
+        return transfer is not None and transfer.open + transfer.waiting > 0
+
+    @property
     def lost_reason(self) -> str | None:
         """Why there is no scheduler or no detokenizer at present; None while one replica runs."""
         if self.running:

@@ -16,7 +16,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Final, NamedTuple, assert_never
+from typing import Final, assert_never
 
 from msgspec.structs import replace
 
@@ -37,39 +37,25 @@ from ..runtime.messages import (
 )
 from ..runtime.sampling_params import SamplingParams
 from ..runtime.scheduler_report import SchedulerReport
-from .aborter import Aborter, OrphanReaper
-from .admission.feasibility_check import check_may_fit, check_pooled_length, resolve_length, truncated
-from .admission.overload_control import OverloadControl, OverloadLimits
-from .admission.queue_limiter import QueueLimiter
+from .aborter import Aborter, OrphanReaper, error_of
 from .control import Control
 from .dispatch.dispatcher import Dispatcher
 from .dispatch.handoffs import Handoffs, Pair
 from .dispatch.policies import make_policy
 from .engine_state import EngineState
 from .generation import Generation, GenerationRequest, fan_out
+from .overload.overload_control import OverloadControl, OverloadLimits
+from .overload.queue_limiter import QueueLimiter
 from .pending_grammars import PendingGrammars
-from .prompt_encoder import PromptEncoder, prompt_name
+from .preparation import Preparation, PreparedPrompt
+from .prompt_encoder import PromptEncoder
 from .recovery import Recovery
 from .request_log import LoggedRequest, RequestLog
 from .telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S: Final = 0.1
-_TIMEOUT_CODES: Final = {503: "queue_timeout", 504: "request_timeout"}
-"""Error code by the status of a request that the scheduler ended at a time limit."""
-
-
-class PreparedPrompt(NamedTuple):
-    """A prompt of a request that is checked and not sent.
-
-    Attributes:
-        ids: [prompt_len] int32.
-        sampling: with `max_new_tokens` set.
-    """
-
-    ids: array[int]
-    sampling: SamplingParams
+_POLL_S: Final = 0.1
 
 
 class TokenizerManager:
@@ -120,7 +106,7 @@ class TokenizerManager:
         sends = [send, *other_sends]
         self.engine = EngineState(capacity, watchdog_timeout_s, clock, len(sends))
         self.request_log = log = RequestLog(self._on_end)
-        self._encoder = encoder
+        self._preparation = Preparation(encoder, self.engine)
         self._handoffs = handoffs if handoffs is not None else Handoffs("null")
         policy = make_policy(dispatch_policy, len(sends), capacity.max_total_tokens)
         self._dispatcher = dispatcher = Dispatcher(sends, policy, self.engine, pair)
@@ -175,12 +161,11 @@ class TokenizerManager:
         """
         arrival_s = self._clock() if request.arrival_s is None else request.arrival_s
         self.engine.check_accepting()
-        request.sampling.verify(self.capacity.vocab_size)
-        self._check_replica(request.scheduling.replica)
+        self._preparation.check(request)
         async with self._overload.admit(request, arrival_s):
-            encoded = await self._encode(request)
+            encoded = await self._preparation.encode(request)
             self.engine.check_accepting()  # it may have changed during tokenization
-            encoded, resolved = self._resolve(request, encoded)
+            encoded, resolved = self._preparation.resolve(request, encoded)
             await self._overload.admit_tokens(request, request.n * sum(map(len, encoded)), arrival_s)
             self.engine.check_accepting()
             return self._open(request, encoded, resolved, arrival_s)
@@ -194,10 +179,9 @@ class TokenizerManager:
             EngineDeadError: the engine is dead.
         """
         self.engine.check_accepting()
-        request.sampling.verify(self.capacity.vocab_size)
-        self._check_replica(request.scheduling.replica)
+        self._preparation.check(request)
         self._limiter.check_possible(len(request.prompts) * request.n)
-        encoded, resolved = self._resolve(request, await self._encode(request))
+        encoded, resolved = self._preparation.resolve(request, await self._preparation.encode(request))
         use = self._grammars.checked(request.grammar)
         if use is not None and not use.compiles:
             await self._grammars.compile(request, use, self._clock())
@@ -223,13 +207,6 @@ class TokenizerManager:
             live = [logged for logged in live if logged.generation.scheduling.owner == owner]
         self._deliver_all(self._aborter.abort(live, reason), self._clock())
         return len(live)
-
-    def ttft_s(self, rid: str) -> float | None:
-        """Seconds from the arrival of a live request to its first token; None before that."""
-        logged = self.request_log.get(rid)
-        if logged is None or logged.choice.first_token_s is None:
-            return None
-        return logged.choice.first_token_s - logged.generation.arrival_s
 
     # ------------------------------------------------------------ for the registry of adapters
 
@@ -299,14 +276,8 @@ class TokenizerManager:
     async def wait_idle(self) -> None:
         """Return when no stream is open, and no prompt is on its way to another engine or waits for its claim."""
         await self.request_log.wait_empty()
-        while self._hands_over:
-            await asyncio.sleep(_LOOK_S)  # reports come every second
-
-    @property
-    def _hands_over(self) -> bool:
-        report = self.engine.report
-        rooms = None if report is None or self.engine.is_dead else report.transfer
-        return rooms is not None and rooms.open + rooms.waiting > 0
+        while self.engine.is_transferring:
+            await asyncio.sleep(_POLL_S)  # reports come every half second
 
     def abort_all(self, message: str) -> None:
         """End every open stream with a 503 that says `message`, and abort its requests."""
@@ -325,56 +296,9 @@ class TokenizerManager:
 
     # ------------------------------------------------------------ internals
 
-    def _check_replica(self, number: int | None) -> None:
-        num_replicas = self.engine.num_replicas
-        if number is not None and not 0 <= number < num_replicas:
-            replicas = "1 replica" if num_replicas == 1 else f"{num_replicas} replicas"
-            raise RequestError(
-                f"data_parallel_rank is {number}, but the server has {replicas} (--dp), numbered from 0; "
-                "leave it out, and the server chooses",
-                param="data_parallel_rank",
-                code="invalid_value",
-            )
-
     def _live(self, request_id: str) -> list[LoggedRequest]:
         choices = self.request_log.choices_of(request_id)
         return [logged for choice in choices if (logged := self.request_log.get(choice.rid)) is not None]
-
-    def _resolve(
-        self, request: GenerationRequest, encoded: list[array[int]]
-    ) -> tuple[list[array[int]], list[SamplingParams]]:
-        """The prompts, cut if the request wants that, and the sampling parameters of each, with its length."""
-        names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
-        if not request.poolings:
-            resolved = [
-                resolve_length(
-                    request.sampling,
-                    len(ids),
-                    self.capacity,
-                    prompt_param=name,
-                    length_param=request.length_param,
-                )
-                for name, ids in zip(names, encoded, strict=True)
-            ]
-            return encoded, resolved
-        if request.truncate_len is not None:
-            special = self._encoder.tokenizer.special_ending if request.add_special_tokens else ()
-            limit, num_kept = request.truncate_len, request.num_kept_tokens
-            encoded = [truncated(ids, limit, special, num_kept, self.capacity) for ids in encoded]
-        for name, ids in zip(names, encoded, strict=True):
-            check_pooled_length(len(ids), self.capacity, name)
-        return encoded, [request.sampling] * len(encoded)
-
-    async def _encode(self, request: GenerationRequest) -> list[array[int]]:
-        for i, prompt in enumerate(request.prompts):
-            if isinstance(prompt, str) and request.truncate_len is None:
-                name = prompt_name(request.prompts, i, request.prompt_param)
-                check_may_fit(
-                    prompt, self._encoder.tokenizer, self.capacity, name, answers=not request.poolings
-                )
-        return await self._encoder.encode(
-            request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
-        )
 
     def _open(
         self,
@@ -468,17 +392,7 @@ class TokenizerManager:
         self.request_log.ended(logged, now_s)
         if finish.kind is FinishKind.ERROR or (finish.kind is FinishKind.ABORT and not choice.abort_asked):
             # One failed choice fails the request: OpenAI's answer has no place for an error among choices.
-            message = finish.message or f"the engine ended the request ({finish.kind.value})"
-            logger.warning("request failed rid=%s status=%d error=%s", output.rid, finish.status, message)
-            code = finish.code or _TIMEOUT_CODES.get(finish.status, "generation_failed")
-            param = None
-            request = generation.request
-            if request.poolings:
-                param = prompt_name(request.prompts, choice.index, request.prompt_param)
-                message = f"{param}: {message}"
-            self._aborter.fail(
-                generation, RequestError(message, param=param, code=code, status=finish.status)
-            )
+            self._aborter.fail(generation, error_of(finish, generation.request, choice, output.rid))
             return
         generation.put(choice, output)
 

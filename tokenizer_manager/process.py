@@ -33,7 +33,6 @@ from ..runtime.messages import AbandonRequests, ManagerInput
 from ..runtime.transport.ipc import AsyncInbox, Outbox
 from .adapters.adapter_list import AdapterList
 from .adapters.registry import AdapterRegistry
-from .admission.overload_control import OverloadLimits
 from .all_processes import AllProcesses
 from .conversation.chat_template import ChatTemplate
 from .conversation.detection import detect_formats
@@ -47,6 +46,7 @@ from .http.openai.tools import ToolSchemas
 from .http.server import BACKLOG, HttpServer, bind, check_tls, is_loopback
 from .http.services import Services
 from .manager import TokenizerManager
+from .overload.overload_control import OverloadLimits
 from .prompt_encoder import PromptEncoder
 from .telemetry.metrics import Metrics, read_build_info
 from .telemetry.otlp_traces import make_traces

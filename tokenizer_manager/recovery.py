@@ -17,9 +17,9 @@ from ..runtime.errors import RequestError
 from ..runtime.feasibility import Capacity
 from ..runtime.messages import AbortRequest
 from .aborter import Aborter
-from .admission.queue_limiter import QueueLimiter
 from .dispatch.dispatcher import Dispatcher
 from .engine_state import EngineState
+from .overload.queue_limiter import QueueLimiter
 from .request_log import LoggedRequest, RequestLog
 from .telemetry.metrics import Metrics
 

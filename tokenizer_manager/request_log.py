@@ -131,6 +131,13 @@ class RequestLog:
         """The live request with this current id."""
         return self._requests.get(rid)
 
+    def ttft_s(self, rid: str) -> float | None:
+        """Seconds from the arrival of a live request to its first token; None before that."""
+        logged = self._requests.get(rid)
+        if logged is None or logged.choice.first_token_s is None:
+            return None
+        return logged.choice.first_token_s - logged.generation.arrival_s
+
     @property
     def generations(self) -> Collection[Generation]:
         """The generations with a live request, in order of arrival. A view: copy it to end some of them in a loop."""

@@ -467,7 +467,7 @@ class Tokenized(PromptEncoder):
 def test_nothing_is_tokenized_of_a_request_that_cannot_run(prompts, n, message):
     async def test(setup: Setup) -> None:
         encoder = Tokenized(TOKENIZER, CAPACITY.vocab_size)
-        setup.manager._encoder = encoder
+        setup.manager._preparation._encoder = encoder
         with pytest.raises(RequestError, match=message):
             await setup.manager.start(GenerationRequest(prompts=prompts, sampling=SamplingParams(), n=n))
         assert encoder.num_prompts == 0

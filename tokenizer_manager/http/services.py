@@ -24,8 +24,9 @@ from ..conversation.planner import AnswerPlan, Planner
 from ..conversation.template_choice import why_no_template
 from ..conversation.template_renderer import TemplateRenderer
 from ..generation import Generation, GenerationRequest
-from ..manager import PreparedPrompt, TokenizerManager
+from ..manager import TokenizerManager
 from ..pooling.embedding import check_task
+from ..preparation import PreparedPrompt
 from ..prompt_encoder import PromptEncoder, second_bos
 from ..scheduling_options import Scheduling
 from ..telemetry.metrics import BuildInfo, Metrics

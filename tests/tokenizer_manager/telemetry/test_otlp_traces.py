@@ -66,7 +66,7 @@ def test_a_request_is_a_span_with_one_for_each_part_of_its_life(serve: Serve, co
     request = served.engine.next_request()
     clock.now_s += 2.0
     served.engine.say(row(request, "a", total=1, cached=2))
-    while served.services.manager.ttft_s(request.rid) is None:  # until the row is there
+    while served.services.manager.request_log.ttft_s(request.rid) is None:  # until the row is there
         served.client.get("/health")
     clock.now_s += 3.0
     served.engine.say(row(request, "bc", total=3, cached=2, finish=LENGTH))

@@ -199,7 +199,7 @@ async def live_requests(exchange: Exchange, services: Services) -> None:
     async with exchange.abort_on_disconnect():
         manager = services.manager
         answer = await manager.control.list_requests(MAX_LISTED)
-        listed = [_live_request(each, manager.ttft_s(each.rid)) for each in answer.requests]
+        listed = [_live_request(each, manager.request_log.ttft_s(each.rid)) for each in answer.requests]
         await exchange.send_json(
             LiveRequestsBody(total=answer.total, last_pass=answer.last_pass, data=listed)
         )

@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from ....runtime.sampling_params import SamplingParams
 from ...generation import GenerationRequest
-from ...manager import PreparedPrompt
+from ...preparation import PreparedPrompt
 from ...prompt_encoder import NO_BOS, second_bos
 from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields

@@ -4,7 +4,7 @@ import pytest
 
 from engine.runtime.errors import QueueFullError, RequestError
 from engine.runtime.scheduler_report import SchedulerReport
-from engine.tokenizer_manager.admission.queue_limiter import QueueLimiter
+from engine.tokenizer_manager.overload.queue_limiter import QueueLimiter
 
 
 def check(limiter: QueueLimiter, num_new: int, num_live: int, now_s: float) -> None:

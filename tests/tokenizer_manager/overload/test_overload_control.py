@@ -12,8 +12,8 @@ from engine.runtime.config.engine_config import SchedulerConfig
 from engine.runtime.errors import EngineDeadError, QueueFullError, RequestError
 from engine.runtime.messages import BatchTextOutput, GenerateRequest, TextOutput
 from engine.runtime.sampling_params import SamplingParams
-from engine.tokenizer_manager.admission import overload_control
 from engine.tokenizer_manager.generation import Generation, GenerationRequest
+from engine.tokenizer_manager.overload import overload_control
 from engine.tokenizer_manager.scheduling_options import Scheduling
 from tests.tokenizer_manager.fake_engine import LENGTH, row
 from tests.tokenizer_manager.test_manager import Setup, run

@@ -5,10 +5,7 @@ import pytest
 from engine.runtime.errors import RequestError
 from engine.runtime.feasibility import Capacity
 from engine.runtime.sampling_params import SamplingParams
-from engine.tokenizer_manager.admission.feasibility_check import (
-    check_may_fit,
-    resolve_length,
-)
+from engine.tokenizer_manager.preparation import check_may_fit, resolve_length
 from tests.feasible import fits
 from tests.tokenizer_manager.fake_engine import TOKENIZER
 

@@ -1,28 +1,115 @@
-"""Whether a request can ever run, by the rules of `runtime/feasibility.py`, which the scheduler uses too.
+"""`Preparation`: the prompts of a request as token ids, and whether it can ever run.
 
-`OverloadControl` decides whether there is room for it now.
+The rules are those of `runtime/feasibility.py`, which the scheduler uses too. `OverloadControl` decides whether there
+is room for the request now.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from ...models.tokenizer.tokenizer import Tokenizer
-from ...runtime.errors import RequestError
-from ...runtime.feasibility import (
+from ..models.tokenizer.tokenizer import Tokenizer
+from ..runtime.errors import RequestError
+from ..runtime.feasibility import (
     Capacity,
     longest_input,
     max_new_tokens_for,
     reason_against,
     reason_against_pooling,
 )
-from ...runtime.sampling_params import SamplingParams
+from ..runtime.sampling_params import SamplingParams
+from .engine_state import EngineState
+from .generation import GenerationRequest
+from .prompt_encoder import PromptEncoder, prompt_name
 
 _MAX_UTF8_BYTES: Final = 4
+
+
+class PreparedPrompt(NamedTuple):
+    """A prompt of a request that is checked and not sent.
+
+    Attributes:
+        ids: [prompt_len] int32.
+        sampling: with `max_new_tokens` set.
+    """
+
+    ids: array[int]
+    sampling: SamplingParams
+
+
+class Preparation:
+    """See the module."""
+
+    def __init__(self, encoder: PromptEncoder, engine: EngineState) -> None:
+        """Take the parts; `engine`: its capacity counts, which a restart may change."""
+        self._encoder = encoder
+        self._engine = engine
+
+    def check(self, request: GenerationRequest) -> None:
+        """Check what needs no tokens: the sampling parameters, and the number of the replica.
+
+        Raises:
+            RequestError: one of them is wrong.
+        """
+        request.sampling.verify(self._engine.capacity.vocab_size)
+        number, num_replicas = request.scheduling.replica, self._engine.num_replicas
+        if number is not None and not 0 <= number < num_replicas:
+            replicas = "1 replica" if num_replicas == 1 else f"{num_replicas} replicas"
+            raise RequestError(
+                f"data_parallel_rank is {number}, but the server has {replicas} (--dp), numbered from 0; "
+                "leave it out, and the server chooses",
+                param="data_parallel_rank",
+                code="invalid_value",
+            )
+
+    async def encode(self, request: GenerationRequest) -> list[array[int]]:
+        """The token ids of each prompt, [prompt_len] int32; a text that must be too long is refused before.
+
+        Raises:
+            RequestError: a prompt is refused.
+        """
+        for i, prompt in enumerate(request.prompts):
+            if isinstance(prompt, str) and request.truncate_len is None:
+                name = prompt_name(request.prompts, i, request.prompt_param)
+                check_may_fit(
+                    prompt, self._encoder.tokenizer, self._engine.capacity, name, answers=not request.poolings
+                )
+        return await self._encoder.encode(
+            request.prompts, add_special_tokens=request.add_special_tokens, param=request.prompt_param
+        )
+
+    def resolve(
+        self, request: GenerationRequest, encoded: list[array[int]]
+    ) -> tuple[list[array[int]], list[SamplingParams]]:
+        """The prompts, cut if the request wants that, and the sampling parameters of each, with its length.
+
+        Raises:
+            RequestError: a prompt cannot run.
+        """
+        names = [prompt_name(request.prompts, i, request.prompt_param) for i in range(len(encoded))]
+        if not request.poolings:
+            resolved = [
+                resolve_length(
+                    request.sampling,
+                    len(ids),
+                    self._engine.capacity,
+                    prompt_param=name,
+                    length_param=request.length_param,
+                )
+                for name, ids in zip(names, encoded, strict=True)
+            ]
+            return encoded, resolved
+        if request.truncate_len is not None:
+            special = self._encoder.tokenizer.special_ending if request.add_special_tokens else ()
+            limit, num_kept = request.truncate_len, request.num_kept_tokens
+            encoded = [truncated(ids, limit, special, num_kept, self._engine.capacity) for ids in encoded]
+        for name, ids in zip(names, encoded, strict=True):
+            check_pooled_length(len(ids), self._engine.capacity, name)
+        return encoded, [request.sampling] * len(encoded)
 
 
 def check_may_fit(
