@@ -39,9 +39,9 @@ Key = tuple[str, bool]
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A grammar without a result, which `num_waiting` requests wait for; `task` compiles it, None while it waits.
+    """A grammar without a result: `num_waiting` requests wait for `done`, the result or why there is none.
 
-    `done`: the result, or why there is none.
+    `task` compiles it; None while it waits in the queue.
     """
 
     key: Key
@@ -106,61 +106,53 @@ class CompileQueue:
     # ------------------------------------------------------------ requests
 
     async def _result(self, key: Key, spec: GrammarSpec, deadline_s: float) -> CompileResult:
-        loop = asyncio.get_running_loop()
         result: CompileResult | str | None = self._results.get(key)
-        if result is not None:
-            self._results.move_to_end(key)
+        if result is None:
+            result = await self._wait(self._jobs.get(key) or self._add(key, spec, deadline_s), deadline_s)
         else:
-            job = self._jobs.get(key) or self._add(key, spec, deadline_s)
-            job.num_waiting += 1
-            try:
-                if self._worker is None:  # its start is not time of the request
-                    begin_s = loop.time()
-                    await asyncio.wait({self.start()}, timeout=self._timeout_s)
-                    deadline_s += loop.time() - begin_s
-                async with asyncio.timeout_at(deadline_s):
-                    result = await asyncio.shield(job.done)  # other requests may wait for it, too
-            except TimeoutError:
-                raise self._not_in_time() from None
-            finally:
-                job.num_waiting -= 1
-                if not job.num_waiting and job.task is None and not job.done.done():
-                    del self._jobs[key]
+            self._results.move_to_end(key)
         if isinstance(result, str):
-            raise _unavailable(result)
+            raise _refused_for_now(503, result)
         if result.code:
             raise GrammarError(result.message, result.code)
         return result
 
     def _add(self, key: Key, spec: GrammarSpec, deadline_s: float) -> _Job:
         loop = asyncio.get_running_loop()
+        num_waiting = sum(job.task is None for job in self._jobs.values())
         if self._closed:
-            raise _unavailable("the server is shutting down")
+            raise _refused_for_now(503, "the server is shutting down")
+        if num_waiting >= MAX_QUEUED:
+            why = f"{num_waiting} of them wait, the limit is {MAX_QUEUED}"
+            raise _refused_for_now(429, why, self._timeout_s)
         if loop.time() >= deadline_s:
             raise self._not_in_time()
-        if self._num_waiting >= MAX_QUEUED:
-            raise self._queue_full(f"the limit is {MAX_QUEUED}")
         job = self._jobs[key] = _Job(key, spec, loop.create_future())
         self._dispatch()
         return job
 
-    @property
-    def _num_waiting(self) -> int:
-        return sum(job.task is None for job in self._jobs.values())
+    async def _wait(self, job: _Job, deadline_s: float) -> CompileResult | str:
+        loop = asyncio.get_running_loop()
+        job.num_waiting += 1
+        try:
+            if self._worker is None:  # its start is not time of the request
+                begin_s = loop.time()
+                await asyncio.wait({self.start()}, timeout=self._timeout_s)
+                deadline_s += loop.time() - begin_s
+            async with asyncio.timeout_at(deadline_s):
+                return await asyncio.shield(job.done)  # other requests may wait for it, too
+        except TimeoutError:
+            raise self._not_in_time() from None
+        finally:
+            job.num_waiting -= 1
+            if not job.num_waiting and job.task is None and not job.done.done():
+                del self._jobs[job.key]
 
     def _not_in_time(self) -> RequestError:
         if self._worker is None:
-            return _unavailable("the process that compiles grammars is starting")
-        return self._queue_full(f"this one was not done within {self._timeout_s:g} s")
-
-    def _queue_full(self, why: str) -> RequestError:
-        """429; after the time limit, the compilations of now have ended."""
-        return RequestError(
-            f"{self._num_waiting} new grammars wait to be compiled, {why}; try again later",
-            code="queue_full",
-            status=429,
-            retry_after_s=math.ceil(self._timeout_s),
-        )
+            return _refused_for_now(503, "the process that compiles grammars is starting")
+        why = f"this one was not done beside others within {self._timeout_s:g} s"
+        return _refused_for_now(429, why, self._timeout_s)
 
     # ------------------------------------------------------------ compilations
 
@@ -181,8 +173,9 @@ class CompileQueue:
         try:
             self._worker = await self._start_worker()
         except (OSError, WorkerLostError) as error:  # the next new grammar starts it again
-            logger.error("the process that compiles grammars has not started: %s", error)
-            self._end_all(f"the process that compiles grammars has not started: {error}")
+            reason = f"the process that compiles grammars has not started: {error!s:.300}"
+            logger.error("%s", reason)
+            self._end_all(reason)
             self._starting = None
         self._dispatch()
 
@@ -218,7 +211,11 @@ class CompileQueue:
             self._end(job, reason)
 
 
-def _unavailable(reason: str) -> RequestError:
-    """503: no new grammar can be compiled at present, which is no fault of the request."""
-    text = f"new grammars cannot be compiled now: {reason}; try again later"
-    return RequestError(text, code="grammar_unavailable", status=503, retry_after_s=1)
+def _refused_for_now(status: int, reason: str, retry_after_s: float = 1.0) -> RequestError:
+    """The error of a request whose grammar is not compiled now, which is not the fault of the grammar."""
+    return RequestError(
+        f"new grammars cannot be compiled now: {reason}; try again later",
+        code="queue_full" if status == 429 else "grammar_unavailable",
+        status=status,
+        retry_after_s=math.ceil(retry_after_s),
+    )

@@ -1,8 +1,7 @@
 """The sandbox process, `python -m engine.grammar.compile.sandbox PID SETUP`: compiles grammars, each in a fork.
 
-It loads tokenizer and library once. The kernel ends a fork that has used up its CPU time (SIGPROF) or its memory; the
-next one costs milliseconds. A fork has a low priority, and the lowest one after `SHORT_S`: on a busy machine it waits,
-and the streams of other requests do not.
+It loads tokenizer and library once. The kernel ends a fork that has used up its CPU time (SIGPROF) or its memory. Forks
+have a low priority, and the lowest one after `SHORT_S`: on a busy machine they wait, and the streams of others do not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`CompileWorker`: the sandbox process, as its parent sees it.
 
-The supervisor starts all other processes. This one belongs to the tokenizer manager: it holds no state, and its end is
-no failure of the engine. Its standard input is a control socket. Each message on it carries one end of a new socket,
-on which a `CompileRequest` is answered by a `CompileResult`; each side ends its message by a shutdown.
+The tokenizer manager starts it, not the supervisor: it holds no state, and its end is no failure of the engine. Its
+standard input is a control socket. Each message on it carries one end of a new socket, on which a `CompileRequest` is
+answered by a `CompileResult`; each side ends its message by a shutdown.
 """
 
 from __future__ import annotations
@@ -27,12 +27,9 @@ _ONE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "fa
 
 
 class SandboxSetup(Message, frozen=True):
-    """The data with which the sandbox compiles grammars as the scheduler does, and the limits of a compilation.
+    """The tokenizer and the vocabulary of the logits; the limits of a compilation.
 
     Attributes:
-        source: of the tokenizer.
-        vocab_size: of the logits.
-        eos_token_ids: all tokens that end an answer.
         limit_s: CPU time.
         memory_bytes: in addition to the memory of the process that is ready.
     """
@@ -56,9 +53,7 @@ class CompileResult(Message, frozen=True):
 
     Attributes:
         code, message: of the `GrammarError`; "" if the grammar compiles.
-        compile_s: time to compile it.
-        forced_share: share of the tokens of a short answer that the grammar forces, in [0, 1]; None if it was not
-            measured, or if no short answer is known.
+        forced_share: of the tokens of a short answer, in [0, 1]; None if not measured, or if no short answer is known.
         lost: why there is no result; "" if there is.
     """
 
@@ -78,17 +73,11 @@ class CompileWorker:
 
     def __init__(self, setup: SandboxSetup) -> None:
         """Start the process. It dies with the calling thread, which must therefore be that of the loop."""
+        own_pid, arguments = str(os.getpid()), msgspec.json.encode(setup)
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    f"{__package__}.sandbox",
-                    str(os.getpid()),
-                    msgspec.json.encode(setup),
-                ],
+                [sys.executable, "-P", "-m", f"{__package__}.sandbox", own_pid, arguments],
                 env={**os.environ, **_ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=theirs.fileno(),
                 stdout=2,  # standard output belongs to the command line
@@ -102,14 +91,12 @@ class CompileWorker:
 
         Raises:
             WorkerLostError: it cannot; the text says why.
+            TimeoutError: it was not ready after `START_TIMEOUT_S`.
         """
         worker = cls(setup)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await worker.compile(GrammarSpec(GrammarKind.REGEX, "a"))
-        except TimeoutError:
-            await worker.kill()
-            raise WorkerLostError(f"it was not ready after {START_TIMEOUT_S:.0f} s") from None
         except BaseException:
             await worker.kill()
             raise

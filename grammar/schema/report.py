@@ -64,11 +64,6 @@ class SchemaReport:
             return None
         return json.dumps(self.sample, ensure_ascii=False, separators=(",", ":"))
 
-    @property
-    def pretty_sample(self) -> str | None:
-        """The sample as models usually write JSON: one member a line."""
-        return json.dumps(self.sample, ensure_ascii=False, indent=2) if self.has_sample else None
-
 
 class SchemaError(GrammarError):
     """A schema is refused.

@@ -191,7 +191,7 @@ def test_two_at_once_and_the_queue_is_bounded():
         assert bench.asked == ["0", "1"]
         tasks += [asyncio.create_task(outcome(bench, str(i))) for i in range(2, MAX_QUEUED + 2)]
         await settle()
-        with pytest.raises(RequestError, match=f"{MAX_QUEUED} new grammars wait") as caught:
+        with pytest.raises(RequestError, match=f"{MAX_QUEUED} of them wait") as caught:
             await bench.queue.compile(use("one more"))
         assert (caught.value.status, caught.value.code, caught.value.retry_after_s) == (429, "queue_full", 5)
         same = asyncio.create_task(outcome(bench, "7"))  # one of those that wait already

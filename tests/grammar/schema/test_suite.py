@@ -126,11 +126,12 @@ def test_samples_are_documents_of_the_schema():
     num_samples = 0
     for case in CASES:
         report = checked(case, strict=False)
-        if isinstance(report, GrammarError) or report.compact_sample is None or report.pretty_sample is None:
+        if isinstance(report, GrammarError) or report.compact_sample is None:
             continue
         num_samples += 1
         assert grammar_of(report).accepts(report.compact_sample), (case.description, report.compact_sample)
         pretty = ByteGrammar(GrammarSpec(GrammarKind.JSON_SCHEMA, report.text, Whitespace.PRETTY))
-        assert pretty.accepts(report.pretty_sample), (case.description, report.pretty_sample)
+        text = json.dumps(report.sample, ensure_ascii=False, indent=2)
+        assert pretty.accepts(text), (case.description, text)
 
     assert num_samples > 0.5 * len(CASES)
