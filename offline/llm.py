@@ -49,7 +49,7 @@ Params = SamplingParams | Mapping[str, Any]
 ChatMessage = Mapping[str, Any]
 """`{"role": "user", "content": "..."}`."""
 MAX_TTL_S: Final = 1e9
-"""Of a pin, 30 years."""
+"""The longest pin, 30 years."""
 
 
 class LLM:

@@ -175,7 +175,7 @@ def _use_instead(name: str, known: Iterable[str]) -> str:
 
 
 def checked_constraint(options: CallOptions, config: EngineConfig) -> Constraint | None:
-    """What the answers must match; None for free text.
+    """The constraint on the answers; None for free text.
 
     Raises:
         RequestError: a value has the wrong type, or is no schema or grammar; or there are two constraints.

@@ -85,7 +85,7 @@ class Overruled(Record, frozen=True):
 
 
 class GrammarUsage(Record, frozen=True):
-    """What the grammar of a request has cost so far, and how often it changed the answer.
+    """The cost of a request's grammar so far, and how often it changed the answer.
 
     Attributes:
         compile_s: seconds that compiling it took; 0 if it was compiled already.
@@ -105,7 +105,7 @@ class GrammarUsage(Record, frozen=True):
 
 
 class Usage(Record, frozen=True):
-    """What one request has consumed so far.
+    """The tokens and the time that one request has used so far.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
@@ -133,7 +133,7 @@ def attempt_rid(rid: str, attempt: int) -> str:
 
 
 def base_rid(rid: str) -> str:
-    """The rid of the first attempt, which is the one that the client knows."""
+    """The rid of the first attempt, which is the client's."""
     return rid.partition(_ATTEMPT)[0]
 
 
@@ -287,7 +287,7 @@ class CallDone(Message, frozen=True):
 
 
 class Delivered(Record, frozen=True):
-    """What the client already has of a request that is submitted again after a process was lost.
+    """The part of the answer that the client has, of a request that is submitted again after a process was lost.
 
     Attributes:
         output_ids: [n] int32, not empty: the generated tokens that were delivered, in order.

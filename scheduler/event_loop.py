@@ -30,7 +30,7 @@ from .transfer.link.make_link import KVTransfer, NoKVTransfer
 logger = logging.getLogger(__name__)
 
 PREPARING_POLL_S: Final = 1e-3
-"""While a grammar is compiled or an adapter read, and there is nothing else to do, the loop looks this often whether it
+"""While a grammar is compiled or an adapter read, and there is nothing else to do, the loop polls this often whether it
 is ready."""
 
 

@@ -252,7 +252,7 @@ def merged(answers: Sequence[CallAnswer]) -> CallAnswer:
     """One answer from those of the schedulers, at least one, all of one kind.
 
     Flushed tokens and requests are those of all. A prefix is pinned wherever it is cached, and the longest one counts:
-    the requests that use it go there. A request is explained by the scheduler that knows it; an adapter is loaded if
+    the requests that use it go there. A request is explained by the scheduler that has it; an adapter is loaded if
     all have loaded it.
     """
     first, *others = answers

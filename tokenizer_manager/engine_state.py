@@ -1,4 +1,4 @@
-"""`EngineState`: what the tokenizer manager knows of the replicas of the model, and which calls they permit.
+"""`EngineState`: the state of the model's replicas, and the calls that it permits.
 
 A replica is a scheduler with its detokenizer; there is one without `--dp`. The server is healthy while one of them is.
 """
@@ -70,7 +70,7 @@ class EngineState:
 
     @property
     def capacity(self) -> Capacity:
-        """What every scheduler can hold: a request that fits runs on any replica."""
+        """The capacity of the smallest scheduler: a request that fits runs on any replica."""
         return min((each.capacity for each in self._replicas), key=lambda capacity: capacity.num_pages)
 
     @property

@@ -142,7 +142,7 @@ class TokenizerManager:
 
     @property
     def capacity(self) -> Capacity:
-        """What each of the running schedulers can hold."""
+        """The capacity of the smallest scheduler."""
         return self.engine.capacity
 
     # ------------------------------------------------------------ for the front ends

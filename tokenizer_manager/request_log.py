@@ -186,7 +186,7 @@ class RequestLog:
         """Prepare requests for a new process.
 
         Returns:
-            each with the id that a lost process knows it by; None if it was never sent.
+            each with its id at the lost process; None if it was never sent.
         """
         lost_rids = [(logged, logged.rid if logged.was_sent else None) for logged in requests]
         for logged, _ in lost_rids:

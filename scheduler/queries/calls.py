@@ -281,7 +281,7 @@ def _shared_reason(req: Req, last: PassRecord | None) -> Reason | None:
 
 
 def _figures(last: PassRecord) -> Iterator[tuple[str, int]]:
-    """Of the last pass; budgets without a limit are left out."""
+    """The figures of the last pass; budgets without a limit are left out."""
     yield "step_id", last.step_id
     yield "num_decodes", last.num_decodes
     for when, budget in (("before", last.budget_before), ("after", last.budget_after)):

@@ -43,7 +43,7 @@ class AdapterList:
         Args:
             spec: of the base model.
             config: resolved.
-            adapters: as the supervisor knows them.
+            adapters: the list of the supervisor.
             model_name: of the base model, which no adapter may have.
             first_store_id: ids of further adapters come after it and after those of `adapters`.
         """

@@ -3,7 +3,7 @@
 A request names an adapter; the scheduler gets its fingerprint, the hash of its weights. So a name that is loaded again
 with other weights never meets KV pages of the old ones, and two names of equal weights share pages and memory.
 
-The registry is the only writer of the list of adapters. It tells the list to the supervisor, which gives it to every
+The registry is the only writer of the list of adapters. It sends the list to the supervisor, which gives it to every
 process that is started later: a restarted scheduler reads all adapters again, and a restarted tokenizer manager knows
 their names.
 """
@@ -67,7 +67,7 @@ class AdapterRegistry:
         """Begin with the adapters of the start.
 
         Args:
-            adapters: those that the supervisor knows; nothing else changes the list from now on.
+            adapters: those of the supervisor; nothing else changes the list from now on.
             config: resolved.
             calls: to the scheduler.
             users: the live requests.

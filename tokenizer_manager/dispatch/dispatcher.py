@@ -35,7 +35,7 @@ class Dispatcher:
         Args:
             sends: to the scheduler of each replica; must not block.
             policy: chooses among several replicas.
-            engine: knows which of them run.
+            engine: which of them run.
             pair: with `--disaggregation-mode both`; there are two replicas.
         """
         self._sends = sends
@@ -46,7 +46,7 @@ class Dispatcher:
         self._groups: dict[str, list[int]] = {}  # group of parallel samples -> [its replica, live members]
 
     def send(self, message: SchedulerInput) -> None:
-        """Send a message that is no request to all replicas; a lost one's successor gets it, and knows its ids not."""
+        """Send a message that is no request to all replicas; the successor of a lost one ignores its unknown ids."""
         for send in self._sends:
             send(message)
         if self._pair is not None and (half := self._pair.mirrored(message)) is not None:

@@ -182,7 +182,7 @@ class Pair:
         return prefill, replace(message, handoff=KVHandoff(room, self._peer))
 
     def mirrored(self, message: SchedulerInput) -> SchedulerInput | None:
-        """What the prefill replica must hear about its half; None: nothing."""
+        """The message to the prefill replica about its half of the request; None: there is none."""
         if isinstance(message, AbortRequest | GrammarReady):
             return replace(message, rid=message.rid + _HALF)
         return None

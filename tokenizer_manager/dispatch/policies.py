@@ -7,7 +7,7 @@
 | `shortest-queue` | with the fewest live requests | requests of unequal size |
 | `least-tokens` | with the fewest tokens in its live requests, answers included | very unequal prompts |
 
-Each decides on what the tokenizer manager knows at once, its own counts, so that a burst of requests is spread; the
+Each decides on the counts of the tokenizer manager, which are exact at once, so that a burst is spread; the
 schedulers' reports are up to half a second old.
 """
 
@@ -30,7 +30,7 @@ idles while another has a queue."""
 
 
 class ReplicaLoad:
-    """What was sent to a replica and has not ended.
+    """The requests that were sent to a replica and have not ended.
 
     Attributes:
         num_requests: live ones.

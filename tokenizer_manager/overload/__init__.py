@@ -1,1 +1,1 @@
-"""Which requests are accepted now: the limits of the queue, and who waits, or is refused, beyond them."""
+"""Overload control: the limits on waiting requests, and what happens to requests beyond them."""

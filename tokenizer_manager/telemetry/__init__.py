@@ -1,1 +1,1 @@
-"""What the server tells about itself: metrics, and traces of requests."""
+"""Metrics of the server, and traces of its requests."""

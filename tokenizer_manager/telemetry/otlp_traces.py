@@ -42,7 +42,7 @@ _INSTALL: Final = "install it: pip install 'engine[otel]'"
 
 
 def make_traces(endpoint: str | None, model: str) -> Traces:
-    """What takes the requests that have ended.
+    """The receiver of ended requests.
 
     Args:
         endpoint: URL of a collector; None: that of OpenTelemetry's own variables, or none.

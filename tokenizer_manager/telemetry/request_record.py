@@ -58,7 +58,7 @@ class RequestRecord(NamedTuple):
 
 
 class TracedExchange(Protocol):
-    """What a record is made of: `http.exchange.Exchange`."""
+    """The source of a record: `http.exchange.Exchange`."""
 
     method: str
     path: str
