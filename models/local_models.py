@@ -97,7 +97,7 @@ def _local(
 
 def _precision(snapshot: Path) -> str:
     """The quantization method, or the precision, that config.json states."""
-    from .json_file import read_json
+    from .model_files import read_json
 
     with contextlib.suppress(ConfigError):
         config = read_json(snapshot / CONFIG)

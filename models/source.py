@@ -23,8 +23,7 @@ from .hub.hub_cache import mark_used
 from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
 from .hub.hub_place import cached_place, hub_place, local_repos, near_names
 from .hub.wanted_files import PICKLE_REASON, gguf_models
-from .json_file import read_json
-from .stand_in import damage
+from .model_files import damage, read_json
 
 _HUB_CACHE_FOLDER: Final = re.compile(r"models--(.+)--(.+)")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...models.hf.language_part import find_language_part
-from ...models.json_file import read_json
+from ...models.model_files import read_json
 from ...runtime.errors import ConfigError
 from ...runtime.installation import cache_dir
 from ..weights.dummy import DummyStore

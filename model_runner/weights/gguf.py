@@ -8,7 +8,7 @@ llama.cpp stores some tensors in another layout. They are converted back here, s
 - The value heads of Qwen3.5's delta nets are stored in another order (`GGUFFamily.tiled_values`).
 - State layers have -exp(A_log); some of their vectors have a further axis (`full_shape`).
 - The experts of a layer are one tensor; Hugging Face has one tensor per expert.
-- The matrix from latents to keys and values is two tensors in newer files, see `split_kv`.
+- The matrix from latents to keys and values is two tensors in newer files, see `SplitKV`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from torch import Tensor
 
 from ...models.families.registry import gguf_of
 from ...models.gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from ...models.gguf.split_kv import find_split_kv
-from ...models.gguf_names import A_LOG, full_shape, is_not_read, stored_names
+from ...models.gguf_names import A_LOG, find_split_kv, full_shape, is_not_read, stored_names
 from ...models.spec.quantization import GGUF_FORMS
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows

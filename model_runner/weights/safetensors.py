@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ...models.gguf.ggml_types import dequantize
-from ...models.weight_files.header_entry import HeaderEntry
 from ...models.weight_files.safetensors_header import INDEX_FILE, SAFE_TO_IGNORE, read_headers
-from ...models.weight_files.stacked_experts import BLOCKS, SCALES
+from ...models.weight_files.stored_forms import BLOCKS, SCALES, HeaderEntry
 from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
@@ -26,7 +25,7 @@ from .gguf_layout.mxfp4 import MXFP4, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:
-    from ...models.gguf.ggml_bytes import Bytes
+    from ...models.gguf.ggml_codes import Bytes
     from ...models.spec.model_spec import ModelSpec
 
 _DTYPES: Final = {

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Final
 from ...runtime.adapter_spec import WEIGHTS_FILE, AdapterModule
 from ...runtime.errors import ConfigError
 from ..fields import Fields
-from ..json_file import read_json
-from ..weight_files.header_entry import HeaderEntry
+from ..model_files import read_json
 from ..weight_files.safetensors_header import read_header
-from .base_modules import EMBEDDING, check_shapes
-from .target_modules import Targets, compiled_patterns, pattern_value
+from ..weight_files.stored_forms import HeaderEntry
+from .base_modules import EMBEDDING, Targets, check_shapes, compiled_patterns, pattern_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ..spec.quantization import BLOCK_LEN, GGUF_FORMS
-from .ggml_bytes import Bytes, Floats, f16, nibbles
-from .ggml_codes import CODED_TYPES
+from .ggml_codes import CODED_TYPES, Bytes, Floats, f16, nibbles
 from .ggml_types import GGMLType, fifth_bits, scales_and_mins_6bit
 
 _CHUNK_NUMBERS: Final = 1 << 18

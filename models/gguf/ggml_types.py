@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from ...runtime.errors import ConfigError
-from .ggml_bytes import Bytes, Floats, f16, nibbles
-from .ggml_codes import CODED_TYPES
+from .ggml_codes import CODED_TYPES, Bytes, Floats, f16, nibbles
 
 _CHUNK_ELEMENTS: Final = 1 << 17
 """Elements converted at a time: temporaries stay in the L2 cache, and take about 1 MB besides the result."""

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...runtime.errors import ConfigError
-from ..stand_in import damage
+from ..model_files import damage
 from .ggml_types import GGML_TYPES, GGMLType
 from .ggml_types import dequantize as _dequantize_rows
 from .gguf_split import check_part, check_tensors, further_parts

@@ -22,7 +22,7 @@ from tokenizers.models import BPE
 
 from ...runtime.errors import ConfigError
 from ..fields import Fields
-from ..library_errors import library_errors
+from ..model_files import library_errors
 from .gguf_file import GGUFFile
 from .pre_tokenizers import PRE_TOKENIZERS
 

@@ -18,8 +18,7 @@ from ...runtime.errors import ConfigError
 from ..families.registry import ENCODERS
 from ..fields import Fields
 from ..spec.encoder_spec import MAX_DENSE_LAYERS, DenseSpec, HeadActivation, PoolingSpec
-from .modules_json import MODULES, Module, Modules, part_fields
-from .task import CAUSAL, FoundTask, architecture_of
+from .task import CAUSAL, MODULES, FoundTask, Module, Modules, architecture_of, part_fields
 
 logger = logging.getLogger(__name__)
 

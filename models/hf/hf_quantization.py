@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from ..fields import Fields
-from ..json_file import read_json
+from ..model_files import read_json
 from ..spec.quantization import QuantizationSpec, compiled
 
 SUPPORTED: Final = (

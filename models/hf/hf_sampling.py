@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ...runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults, checked_defaults
-from ..json_file import read_json
+from ..model_files import read_json
 
 FILE_NAME: Final = "generation_config.json"
 _NOT_TAKEN: Final[dict[str, tuple[object, ...]]] = {

@@ -17,8 +17,7 @@ from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..spec.encoder_spec import DenseSpec, HeadActivation, PoolingSpec, ScoreActivation
 from .embedder import read_dense, read_pooling_mode, read_prompts
-from .modules_json import MODULES, Module, Modules, part_fields
-from .task import CAUSAL, FoundTask, architecture_of
+from .task import CAUSAL, MODULES, FoundTask, Module, Modules, architecture_of, part_fields
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +234,7 @@ def _check_label_ids(folder: Path, part: Module) -> None:
     """Check that the token ids of a `LogitScore` module are those of "yes" and "no"."""
     from tokenizers import Tokenizer as CoreTokenizer
 
-    from ..library_errors import library_errors
+    from ..model_files import library_errors
 
     fields = part_fields(folder, part)
     path = folder / "tokenizer.json"

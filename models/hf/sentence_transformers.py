@@ -10,13 +10,12 @@ from typing import Final
 
 from ...runtime.config.model_choice import TaskChoice
 from ..fields import Fields
-from ..json_file import read_json
+from ..model_files import read_json
 from ..spec.encoder_spec import PoolingSpec
 from .embedder import read_embedder
-from .modules_json import transformer_fields
 from .scorer import read_scorer
 from .special_tokens import CONFIG
-from .task import FoundTask
+from .task import FoundTask, transformer_fields
 
 _UNLIMITED: Final = 1 << 31
 """transformers saves 10**30 in a tokenizer without a limit."""

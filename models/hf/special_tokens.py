@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
-from ..json_file import read_json
+from ..model_files import read_json
 
 CONFIG: Final = "tokenizer_config.json"
 MAP: Final = "special_tokens_map.json"

@@ -2,10 +2,17 @@
 
 A folder of sentence-transformers says it in modules.json, any other one with the name of its architecture. The user's
 `--task` decides where a model can do both, and is refused where it cannot.
+
+modules.json lists what is computed, in order: `Transformer`, `Pooling`, then `Dense` and `Normalize`. Files of all
+versions up to 6 are read: they differ in the names of Python modules, which do not matter, and of fields, which
+`embedder` and `scorer` read. A part that the engine does not compute is refused by name: without it the vectors would
+be others.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -13,7 +20,111 @@ from ...runtime.config.model_choice import TaskChoice
 from ...runtime.errors import ConfigError
 from ..families.registry import ENCODERS
 from ..fields import Fields
-from .modules_json import MODULES, Modules, read_modules
+from ..model_files import damage, read_json
+
+MODULES: Final = "modules.json"
+SETTINGS: Final = "config_sentence_transformers.json"
+TRANSFORMER_FILES: Final = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Old versions of sentence-transformers named the settings of its `Transformer` after the model."""
+
+_PACKAGE: Final = "sentence_transformers."
+_WITHOUT_EFFECT: Final = "Dropout"
+_COMPUTED: Final = ("Transformer", "Pooling", "Dense", "Normalize", "LogitScore")
+_SCORER: Final = "CrossEncoder"
+_EMBEDDER: Final = "SentenceTransformer"
+_MAX_BYTES: Final = 1 << 20
+
+
+class Module(NamedTuple):
+    """One part: its class, and its folder relative to the model's, "" for the model's own."""
+
+    kind: str
+    path: str
+
+
+class Modules(NamedTuple):
+    """The parts in order, and the settings of the whole."""
+
+    parts: tuple[Module, ...]
+    settings: Fields
+
+    @property
+    def is_scorer(self) -> bool:
+        """Whether it scores pairs of texts; else it embeds texts."""
+        return self.settings.get("model_type") == _SCORER or self.parts[-1].kind == "LogitScore"
+
+
+def read_modules(folder: Path) -> Modules | None:
+    """The parts of the model in `folder`; None: it is not of sentence-transformers.
+
+    Raises:
+        ConfigError: a file is damaged, or there is a part that the engine does not compute.
+    """
+    path = folder / MODULES
+    if not path.exists():
+        return None
+    parts = tuple(part for part in _read_list(path) if part.kind != _WITHOUT_EFFECT)
+    settings_path = folder / SETTINGS
+    settings = Fields(settings_path, read_json(settings_path) if settings_path.exists() else {})
+    kind = settings.text("model_type", default=_EMBEDDER)
+    if kind not in (_EMBEDDER, _SCORER):
+        raise settings.error("model_type", kind, f"only {_EMBEDDER} and {_SCORER} are supported")
+    if not parts or parts[0].kind != "Transformer":
+        first = parts[0].kind if parts else "nothing"
+        raise ConfigError(f"{path}: the first module is {first}, expected Transformer; use another model")
+    if parts[0].path:
+        raise ConfigError(
+            f"{path}: path of Transformer is {parts[0].path!r}, only the model's own folder is supported; save the "
+            "model again with a new version of sentence-transformers"
+        )
+    return Modules(parts, settings)
+
+
+def part_fields(folder: Path, part: Module) -> Fields:
+    """The settings of a part, which has none if it has no file."""
+    path = folder / part.path / "config.json"
+    return Fields(path, read_json(path) if part.path and path.exists() else {})
+
+
+def transformer_fields(folder: Path) -> Fields:
+    """The settings of the `Transformer`: how texts become tokens."""
+    path = next((folder / name for name in TRANSFORMER_FILES if (folder / name).exists()), None)
+    return Fields(folder / TRANSFORMER_FILES[0], {}) if path is None else Fields(path, read_json(path))
+
+
+def _read_list(path: Path) -> list[Module]:
+    try:
+        data = path.read_bytes()
+        if len(data) > _MAX_BYTES:
+            raise ConfigError(f"{path}: larger than {_MAX_BYTES >> 20} MiB, this cannot be a list of modules")
+        listed = json.loads(data)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(damage(path, f"not valid JSON ({error}); download it again")) from error
+    if not isinstance(listed, list):
+        raise ConfigError(f"{path}: holds a JSON {type(listed).__name__}, expected a list of modules")
+    return [_module(path, number, item) for number, item in enumerate(listed)]
+
+
+def _module(path: Path, number: int, item: object) -> Module:
+    if not isinstance(item, Mapping):
+        raise ConfigError(f"{path}: module {number} is {item!r}, expected an object with type and path")
+    fields = Fields(path, item, f"[{number}].")
+    type_name, folder = fields.text("type"), fields.text("path", default="")
+    kind = type_name.rpartition(".")[2]
+    if not type_name.startswith(_PACKAGE):
+        raise fields.error("type", type_name, "code from a model's files is never run; use another model")
+    if kind not in (*_COMPUTED, _WITHOUT_EFFECT):
+        raise fields.error("type", type_name, f"only {', '.join(_COMPUTED)} are supported; use another model")
+    parts = Path(folder).parts
+    if Path(folder).is_absolute() or ".." in parts or not folder.isprintable():
+        raise fields.error("path", folder, "expected a folder inside of the model's")
+    return Module(kind, "" if folder == "." else folder)
+
 
 CAUSAL: Final = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 CLASSIFIER: Final = "ForSequenceClassification"

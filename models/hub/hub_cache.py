@@ -201,6 +201,6 @@ def paths_below(folder: Path) -> list[str]:
 
 
 def _read_index(path: Path) -> dict[str, object]:
-    from ..json_file import read_json
+    from ..model_files import read_json
 
     return read_json(path)

@@ -109,7 +109,7 @@ def _wanted(
     """The needed files. The index of sharded weights is downloaded for that."""
 
     def read_index() -> Mapping[str, Any]:
-        from ..json_file import read_json
+        from ..model_files import read_json
 
         file = listing.file(INDEX)
         assert file is not None

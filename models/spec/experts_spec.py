@@ -86,7 +86,7 @@ class ExpertNames(msgspec.Struct, frozen=True, kw_only=True):
         shared_in_block: else it is beside the block, in the layer.
         shared_gate: the gate of the shared expert in the block.
         gate_up_stack, down_stack: in the block, of files that stack the weights of all experts.
-        stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stacked_experts`.
+        stacks_in_turn: such a stack has gates and ups in turn, as in gpt-oss, see `stored_forms`.
         stacks_transposed: such stacks always have inputs before outputs, as in Llama 4.
     """
 

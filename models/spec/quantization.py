@@ -7,7 +7,7 @@ How each method stores a weight [out, in], by the names of its tensors:
     fp8    weight [out, in] e4m3; weight_scale or weight_scale_inv: one number, one per output, or one per block
     awq    qweight int32 [in, out/8], qzeros int32 [in/group, out/8], scales [in/group, out]
     gptq   qweight int32 [in/8, out], qzeros int32 [in/group, out/8], scales [in/group, out], g_idx int32 [in]
-    gguf   a GGUF file's own formats, those in `GGUF_FORMS`; in a folder, experts in MXFP4 (`stacked_experts`)
+    gguf   a GGUF file's own formats, those in `GGUF_FORMS`; in a folder, experts in MXFP4 (`stored_forms`)
 
 `int8` and `int4` are not checkpoint forms: plain weights are quantized to blocks while they are loaded.
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from ...runtime.errors import ConfigError
 from ..fields import Fields
-from ..json_file import read_json
+from ..model_files import read_json
 
 DEFAULT: Final = "default"
 WITH_TOOLS: Final = "tool_use"

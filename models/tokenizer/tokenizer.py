@@ -21,16 +21,13 @@ from ...runtime.errors import ConfigError, RequestError
 from ..fields import Fields
 from ..gguf.gguf_file import GGUFFile
 from ..gguf.gguf_tokenizer import build_gguf_tokenizer
-from ..hf.modules_json import transformer_fields
 from ..hf.special_tokens import CONFIG, ListedToken, SpecialTokens, read_special_tokens
-from ..json_file import read_json
-from ..library_errors import is_panic, library_errors
+from ..hf.task import transformer_fields
+from ..model_files import is_panic, library_errors, read_json, stand_in
 from ..source import ModelSource
-from ..stand_in import stand_in
 from .chat_templates import DEFAULT, read_chat_templates
 from .pairs import EncodedPair, encode_pairs
-from .token_bound import TokenBound, find_token_bound
-from .token_bytes import BYTE_OF_CHAR, TokenBytes
+from .token_bytes import BYTE_OF_CHAR, TokenBound, TokenBytes, find_token_bound
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,9 @@ from msgspec import structs
 from ...runtime.errors import ConfigError
 from ..families.registry import FAMILIES
 from .encoder_tensors import NAMES, encoder_modules, is_beside_encoder, prefix_of
-from .header_entry import HeaderEntry
 from .needed_tensors import Module, is_unused, needed_modules
 from .safetensors_header import SAFE_TO_IGNORE, SINGLE_FILE, SafetensorsFile, read_headers
-from .stacked_experts import BLOCKS, SCALES
+from .stored_forms import BLOCKS, SCALES, HeaderEntry
 
 if TYPE_CHECKING:
     from ..gguf.gguf_file import GGUFFile
@@ -93,8 +92,7 @@ def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:
         ConfigError: a tensor is missing, of another shape, or of a type that is not read.
     """
     from ..gguf.ggml_types import check_convertible
-    from ..gguf.split_kv import find_split_kv
-    from ..gguf_names import full_shape, is_not_read, stored_names
+    from ..gguf_names import find_split_kv, full_shape, is_not_read, stored_names
 
     stored = {hf: (gguf, expert) for hf, gguf, expert in stored_names(spec)}
     left = {name for name in file.tensors if not is_not_read(spec, name)}

@@ -19,10 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ...runtime.errors import ConfigError
 from ..hf.multimodal_types import MULTIMODAL
-from ..stand_in import damage
-from .header_entry import HeaderEntry
-from .single_blocks import usual_block_name
-from .stacked_experts import unstacked
+from ..model_files import damage
+from .stored_forms import HeaderEntry, unstacked, usual_block_name
 
 if TYPE_CHECKING:
     from ..spec.model_spec import ModelSpec
@@ -141,7 +139,7 @@ def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
 
 
 def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[SafetensorsFile]:
-    """All weight files of a folder; their tensors have the usual names, see `usual_names` and `stacked_experts`.
+    """All weight files of a folder; their tensors have the usual names, see `usual_names` and `stored_forms`.
 
     Args:
         folder: with the files.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.models.json_file import read_json
+from engine.models.model_files import read_json
 from engine.runtime.errors import ConfigError
 
 

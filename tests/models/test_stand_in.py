@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.models.gguf.gguf_file import GGUFFile
-from engine.models.json_file import read_json
+from engine.models.model_files import damage, read_json, stand_in
 from engine.models.source import resolve_source
-from engine.models.stand_in import damage, stand_in
 from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.models.weight_files.safetensors_header import read_header, weight_files
 from engine.runtime.errors import ConfigError

@@ -23,7 +23,7 @@ from ..quantized_weights import BLOCK_SIZE, BlockWeight, stack_blocks
 from .block_rounding import factor_for, int8_scales, round_to_blocks
 
 if TYPE_CHECKING:
-    from ....models.gguf.ggml_bytes import Bytes
+    from ....models.gguf.ggml_codes import Bytes
     from ....models.gguf.ggml_types import GGMLType
 
 ROUNDED_AT_A_TIME: Final = 4096

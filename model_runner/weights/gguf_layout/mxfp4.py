@@ -9,7 +9,7 @@ import numpy as np
 from ....models.gguf.ggml_types import GGML_TYPES
 
 if TYPE_CHECKING:
-    from ....models.gguf.ggml_bytes import Bytes
+    from ....models.gguf.ggml_codes import Bytes
 
 MXFP4: Final = next(one for one in GGML_TYPES.values() if one.name == "MXFP4")
 

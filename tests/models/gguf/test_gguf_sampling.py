@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.models.gguf.gguf_file import GGUFFile
-from engine.models.gguf.gguf_sampling import read_gguf_sampling
+from engine.models.gguf_config import read_gguf_sampling
 from engine.runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 
 MakeGGUF = Callable[..., Path]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.models.hf.modules_json import Module, read_modules, transformer_fields
+from engine.models.hf.task import Module, read_modules, transformer_fields
 from engine.runtime.errors import ConfigError
 
 OLD, NEW = "sentence_transformers.models", "sentence_transformers.sentence_transformer.modules"

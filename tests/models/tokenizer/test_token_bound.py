@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as CoreTokenizer
 
-from engine.models.tokenizer.token_bound import _MAX_NFC_SHRINK, TokenBound, find_token_bound
-from engine.models.tokenizer.token_bytes import BYTE_OF_CHAR
+from engine.models.tokenizer.token_bytes import _MAX_NFC_SHRINK, BYTE_OF_CHAR, TokenBound, find_token_bound
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 RARE = "ĀĄñÀ"  # bytes 00, 04, F1 and C0, as byte-level vocabularies write them

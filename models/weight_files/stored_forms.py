@@ -1,4 +1,6 @@
-"""Experts of a layer that are stored as one tensor: the parts that are the experts' own.
+"""Forms in which a folder's files hold tensors: `HeaderEntry`, stacks of experts, and layers of a single block.
+
+Experts of a layer may be stored as one tensor; `unstacked` finds the parts that are the experts' own:
 
     mlp.experts.gate_up_proj   [E, 2I, H], or transposed: [E, H, 2I]
     mlp.experts.down_proj      [E, H, I], or transposed: [E, I, H]
@@ -10,6 +12,11 @@ in turn, and a bias each, `<stack>_bias`. In MXFP4 these stacks are two tensors 
 
     <stack>_blocks   [E, outputs, inputs / 32, 16] bytes   -> `mlp.experts.3.up_proj.weight_blocks`
     <stack>_scales   [E, outputs, inputs / 32] bytes       -> `mlp.experts.3.up_proj.weight_scales`
+
+Where each layer is a single block, as in Nemotron-H, the block is its `mixer`, whatever it is; everything else names it
+by its kind (`usual_block_name`):
+
+    backbone.layers.3.mixer.q_proj.weight  ->  model.layers.3.self_attn.q_proj.weight
 """
 
 # E experts, I intermediate size of an expert, H hidden size.
@@ -17,6 +24,7 @@ in turn, and a bias each, `<stack>_bias`. In MXFP4 these stacks are two tensors 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -26,7 +34,22 @@ from .needed_tensors import needed_modules
 if TYPE_CHECKING:
     from ..spec.experts_spec import ExpertsSpec
     from ..spec.model_spec import ModelSpec
-    from .header_entry import HeaderEntry
+
+# E experts, I intermediate size of an expert, H hidden size.
+
+
+class HeaderEntry(NamedTuple):
+    """One tensor in the header of a safetensors file, or the part of one that is an expert's own."""
+
+    dtype_name: str  # as in the header
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+    num_bytes: int
+    strides: tuple[int, ...] = ()  # in numbers; empty: contiguous
+
+
+# E experts, I intermediate size of an expert, H hidden size.
+
 
 _ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -132,3 +155,25 @@ def _layout(entry: HeaderEntry, num: int, stack: _Stack, end: str) -> _Layout | 
     across, step = (num_modules * width, width) if stack.in_turn else (width, rows * width)
     strides = (across, *(math.prod(inner[n + 1 :]) for n in range(len(inner))))
     return _Layout((rows, *inner), strides, height * width, step)
+
+
+_BODY: Final = "backbone."
+_RENAMED: Final = {"model.embeddings.": "model.embed_tokens.", "model.norm_f.": "model.norm."}
+_BLOCK: Final = re.compile(r"((?:model\.)?layers\.(\d+)\.)mixer\.(.+)")
+
+
+def usual_block_name(spec: ModelSpec, name: str) -> str:
+    """The name in a model in which the kinds of blocks have names of their own; `name`: of a tensor or module."""
+    if name.startswith(_BODY):
+        name = "model." + name.removeprefix(_BODY)
+    for old, new in _RENAMED.items():
+        if f"{name}.".startswith(old):
+            name = (new + f"{name}.".removeprefix(old)).removesuffix(".")
+    match = _BLOCK.fullmatch(name)
+    if match is None or int(match[2]) >= spec.num_layers:
+        return name
+    layer = int(match[2])
+    kind = "self_attn" if spec.attends(layer) else spec.form.names.mlp
+    if spec.state is not None and spec.state.layers[layer]:
+        kind = spec.state.module
+    return f"{match[1]}{kind}.{match[3]}"

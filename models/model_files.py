@@ -1,15 +1,46 @@
-"""Reads the JSON files in a model folder, which are untrusted."""
+"""Reads files of a model folder, which are untrusted: JSON objects, and what a damaged file really is.
+
+`library_errors` turns a library's exceptions about a damaged file into `ConfigError`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 from ..runtime.errors import ConfigError
-from .stand_in import damage
+
+_LFS: Final = b"version https://git-lfs.github.com/spec/"
+_PAGES: Final = (b"<!doctype html", b"<html")
+_HEAD_BYTES: Final = 256
+
+
+def stand_in(path: Path) -> str | None:
+    """What `path` is, and what to do; None: it looks like neither, or cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except OSError:
+        return None
+    if head.startswith(_LFS):
+        return (
+            "a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file"
+        )
+    if head.lstrip().lower().startswith(_PAGES):
+        return "a web page, not a model file; download the file itself (private models need a token)"
+    return None
+
+
+def damage(path: Path, otherwise: str) -> str:
+    """The message for a file that is not what it must be: `path: <what it is>; <what to do>`."""
+    found = stand_in(path)
+    return f"{path}: {otherwise}" if found is None else f"{path}: it is {found}"
+
 
 logger = logging.getLogger(__name__)
 
@@ -67,3 +98,30 @@ def _parse(data: bytes) -> tuple[object, list[str]]:
         return fields
 
     return json.loads(data, object_pairs_hook=fields_of), doubtful
+
+
+_MAX_QUOTED_CHARS: Final = 300
+"""Of the library's message, which may quote the file."""
+
+
+@contextlib.contextmanager
+def library_errors(before: str, behind: str = "") -> Iterator[None]:
+    """Turn any exception raised inside into a ConfigError: `before`, the library's message, `behind`.
+
+    The tokenizers library raises plain `Exception`. If its Rust code panics (for example on a merge that is shorter
+    than its required prefix) it raises `PanicException`, which cannot be imported and is not an `Exception`.
+
+    Raises:
+        ConfigError: an exception was raised inside.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise ConfigError(f"{before}{str(error)[:_MAX_QUOTED_CHARS]}{behind}") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether a library's Rust code has panicked."""
+    return type(error).__name__ == "PanicException"
