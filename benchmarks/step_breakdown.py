@@ -255,8 +255,8 @@ def scheduler_us(num_running: int, rounds: int = 200) -> float:
 
 def served(model: str, port: int, serve_args: Sequence[str]) -> Iterator[tuple[Case, Parts]]:
     """The time between two tokens, and each process's CPU time for one token, in microseconds."""
-    # Without bursts: the parts of a step and the time between two steps must add up to the time of a token.
-    side = engine_side("engine", port, model, "--decode-burst-ms", "0", *serve_args)
+    # Without multi-step decode: the parts of a step and the time between two steps must add up to the time of a token.
+    side = engine_side("engine", port, model, "--multi-step-ms", "0", *serve_args)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         with running(side, log) as server:

@@ -173,7 +173,7 @@ def assemble(
     stop_rules = StopRules(eos_token_ids, capacity.vocab_size)
     multi_step = MultiStepDecode(
         requests,
-        max_duration_s=limits.decode_burst_ms / 1000,
+        max_duration_s=limits.multi_step_ms / 1000,
         memory=memory,
         caps=caps,
         stop_rules=stop_rules,

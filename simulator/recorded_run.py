@@ -180,7 +180,7 @@ class _Reader:
         )
 
     def _measure(self, batch: ScheduleBatch, record: Settled) -> None:
-        """Record the work of a step; each round of a multi-step decode is a step, since a simulation has no bursts."""
+        """Record the work of a step; each round of a multi-step decode is a step, since a simulation has none."""
         work = work_of(batch, self._run.header.capacity.page_size)
         self._swapped_tokens += work.swapped_tokens
         self._swap_s += record.swap_s

@@ -102,7 +102,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(
             # Its tokens are all filler, so every draft would be accepted. Its host time is zero, so a multi-step
             # decode saves nothing.
-            dataclasses.replace(settings.scheduler, speculative="off", decode_burst_ms=0.0),
+            dataclasses.replace(settings.scheduler, speculative="off", multi_step_ms=0.0),
             settings.cache,
             settings.capacity,
             settings.eos_token_ids,

@@ -111,7 +111,7 @@ class Engine:
             "device": device,
             "dtype": "bfloat16",
         }
-        arguments |= {"seed": 1, "decode_burst_ms": 0.0}  # each step is measured alone
+        arguments |= {"seed": 1, "multi_step_ms": 0.0}  # each step is measured alone
         prepared = prepare(merge(from_arguments({**arguments, **settings})))
         config, self.spec = prepared.config, prepared.spec
         runner = load_model_runner(config, prepared.source, self.spec, capacity_of(config, self.spec))

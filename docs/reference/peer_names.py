@@ -13,7 +13,7 @@ from typing import Final
 
 READ_AT: Final = "SGLang 0.5 and vLLM 0.27"
 
-EARLIER_NAMES: Final = frozenset({"cuda_graph"})
+EARLIER_NAMES: Final = frozenset({"cuda_graph", "decode_burst_ms"})
 """Aliases that are earlier names of our own settings, and no names in another engine."""
 
 

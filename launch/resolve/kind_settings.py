@@ -47,7 +47,7 @@ def encoder_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfi
             raise ConfigError(f"{name}, but {spec.model_type} is an encoder: {why}; {way_out}")
     notes = {
         "chunked_prefill_size": "an encoder computes a text whole",
-        "decode_burst_ms": "an encoder does not decode",
+        "multi_step_ms": "an encoder does not decode",
         "preemption_mode": "an encoder keeps nothing between steps",
         "swap_space": "an encoder's requests are not swapped",
     }
@@ -57,7 +57,7 @@ def encoder_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfi
     scheduler = replace(
         config.scheduler,
         chunked_prefill_size=-1,
-        decode_burst_ms=0.0,
+        multi_step_ms=0.0,
         in_batch_prefix_caching=False,
         preemption_mode="recompute",
     )
@@ -81,7 +81,7 @@ def encoder_step_tokens(config: EngineConfig, spec: ModelSpec, device: str, num_
 def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
     """The setting as the user gave it, whether it contradicts, why, and the way out."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
-    chunk, swap, burst = scheduler.chunked_prefill_size, cache.swap_space, scheduler.decode_burst_ms
+    chunk, swap, multi_step = scheduler.chunked_prefill_size, cache.swap_space, scheduler.multi_step_ms
     return [
         (
             f"chunked_prefill_size is {chunk}",
@@ -108,10 +108,10 @@ def _contradictions(config: EngineConfig) -> list[tuple[str, bool, str, str]]:
             "omit --preemption-mode",
         ),
         (
-            f"decode_burst_ms is {burst}",
-            burst not in ("auto", 0.0),
+            f"multi_step_ms is {multi_step}",
+            multi_step not in ("auto", 0.0),
             "it does not decode",
-            "omit --decode-burst-ms",
+            "omit --multi-step-ms",
         ),
         (
             f"kv_cache_dtype is {cache.kv_cache_dtype}",

@@ -129,7 +129,7 @@ class _Resolver:
                 max_num_batched_tokens=steps.max_num_batched_tokens(chunk, pool.max_running_requests),
                 long_prefill_token_threshold=steps.long_prefill_token_threshold(pool.max_model_len),
                 overlap=steps.overlap(),
-                decode_burst_ms=steps.decode_burst_ms(),
+                multi_step_ms=steps.multi_step_ms(),
             ),
         )
         self.notes.update(steps.notes)

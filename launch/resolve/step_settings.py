@@ -11,7 +11,7 @@ from .pool_size import prompt_tokens
 
 CPU_CHUNK_TOKENS: Final = 512
 CPU_TARGET_STEP_MS: Final = 50.0
-CPU_DECODE_BURST_MS: Final = 40.0
+CPU_MULTI_STEP_MS: Final = 40.0
 CUDA_CHUNK_TOKENS: Final = ((35, 2048), (60, 4096), (100, 8192))  # (GPU with less than GiB, chunk)
 CUDA_LARGE_CHUNK_TOKENS: Final = 16384
 LONG_PREFILL_FRACTION: Final = 0.04  # of the context; vLLM's
@@ -124,9 +124,9 @@ class StepSettings:
             "overlap", False, "on the CPU a launch runs the whole step, so there is nothing to overlap"
         )
 
-    def decode_burst_ms(self) -> float:
+    def multi_step_ms(self) -> float:
         """Longest duration of a multi-step decode; 0: single steps."""
-        asked = self._scheduler.decode_burst_ms
+        asked = self._scheduler.multi_step_ms
         reason = ""
         if self._device != "cpu":
             reason = f"on {self._device} the host plans the next step while the device computes"
@@ -143,10 +143,10 @@ class StepSettings:
         if asked == "auto":
             if reason:
                 return 0.0
-            why = f"text still arrives {1000 / CPU_DECODE_BURST_MS:.0f} times a second"
-            return self._note("decode_burst_ms", CPU_DECODE_BURST_MS, why)
+            why = f"text still arrives {1000 / CPU_MULTI_STEP_MS:.0f} times a second"
+            return self._note("multi_step_ms", CPU_MULTI_STEP_MS, why)
         if asked and reason:
-            raise ConfigError(f"decode_burst_ms is {asked:g}, but {reason}; omit --decode-burst-ms")
+            raise ConfigError(f"multi_step_ms is {asked:g}, but {reason}; omit --multi-step-ms")
         return asked
 
     def _note(self, name: str, value: T, reason: str) -> T:

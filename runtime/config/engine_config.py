@@ -331,10 +331,11 @@ class SchedulerConfig:
         "With --speculative: most draft tokens per request and step; fewer when few are accepted.",
         Alias("num_speculative_tokens"),
     ] = 8
-    decode_burst_ms: Annotated[
+    multi_step_ms: Annotated[
         float | Auto,
         "Time in ms for which decodes may run in a row while no request waits; clients get these "
         "tokens together; 0: one by one.",
+        Alias("decode_burst_ms", in_help=False),
     ] = "auto"
     disaggregation_mode: Annotated[
         DisaggregationMode,
@@ -382,7 +383,7 @@ class SchedulerConfig:
             check_at_least(name, getattr(self, name), 0)
         for name in ("length_ageing", "priority_ageing", "static_batch_wait"):
             check_finite(name, getattr(self, name), 0.0, open_end=False)
-        for name in ("target_step_ms", "decode_burst_ms"):
+        for name in ("target_step_ms", "multi_step_ms"):
             if getattr(self, name) != "auto":
                 check_finite(name, getattr(self, name), 0.0, open_end=False)
         for name in ("queue_timeout", "request_timeout"):

@@ -144,7 +144,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "middleware": "put a proxy before the server",
     "return_tokens_as_token_ids": "use /generate, where logprobs have the ids of tokens",
     "tool_parser_plugin": "use a parser that the engine has, see --tool-call-parser",
-    "stream_interval": "use --decode-burst-ms, in milliseconds",
+    "stream_interval": "use --multi-step-ms, in milliseconds",
     "enable_prompt_tokens_details": f"{_ALWAYS}: usage always has the cached tokens",
     "enable_cache_report": f"{_ALWAYS}: usage always has the cached tokens",
     "enable_force_include_usage": f"{_IN_REQUESTS}: stream_options.include_usage",

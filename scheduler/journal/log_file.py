@@ -53,6 +53,8 @@ RUN_HEAD: Final = struct.Struct("<8sI")
 RECORD_HEAD: Final = struct.Struct("<II")
 MAX_RECORD_BYTES: Final = 64 << 20
 _SCAN_BYTES: Final = 1 << 20
+_RENAMED: Final = {"decode_burst_ms": "multi_step_ms"}
+"""Settings that older logs have under another name."""
 
 
 _Config = TypeVar("_Config", SchedulerConfig, CacheConfig)
@@ -99,6 +101,7 @@ class Header(msgspec.Struct, tag="header", array_like=True):
         return self._config(self.cache | changes, CacheConfig)
 
     def _config(self, settings: dict[str, Any], group: type[_Config]) -> _Config:
+        settings = {_RENAMED.get(name, name): value for name, value in settings.items()}
         unknown = sorted(set(settings) - {field.name for field in dataclasses.fields(group)})
         if unknown:
             raise LogFileError(

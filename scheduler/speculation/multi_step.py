@@ -8,7 +8,7 @@ and does the work between steps once:
     step by step    plan [round] settle send  plan [round] settle send  plan [round] settle send
     multi-step      plan [round] [round] [round] settle send
 
-The client gets its tokens in groups, so a multi-step decode lasts at most `--decode-burst-ms`: with 40 a text still
+The client gets its tokens in groups, so a multi-step decode lasts at most `--multi-step-ms`: with 40 a text still
 grows 25 times a second. Other requests do not wait for it: it ends after the round in which a message arrives (a prompt
 or an abort), and after the round in which an answer ends (`may_continue`). The tokens equal those of single steps,
 because each is sampled at its own position. Grammars advance between rounds, and each round has its own masks. SGLang's

@@ -306,7 +306,7 @@ class ForcedSpeculation:
         self._max_step_tokens = min(
             MAX_DRAFT_STEP_TOKENS, limits.max_num_batched_tokens or MAX_DRAFT_STEP_TOKENS
         )
-        self._has_inner_steps = limits.decode_burst_ms > 0
+        self._has_inner_steps = limits.multi_step_ms > 0
         self._memory = DraftMemory(memory)
         self._caps = caps
         self._grammar_drafts = grammar_drafts

@@ -105,7 +105,7 @@ class StepLimits(NamedTuple):
         look_ahead: how many requests after one that lacks memory are tried; each costs a prefix cache look-up.
         num_lookahead_tokens: slots that each request has ready for draft tokens.
         target_step_ms: time target of a step in which requests decode; 0: none. See `StepTarget`.
-        decode_burst_ms: time limit of a multi-step decode; 0: none. See `MultiStepDecode`.
+        multi_step_ms: time limit of a multi-step decode; 0: none. See `MultiStepDecode`.
     """
 
     chunk_size: int | None
@@ -116,7 +116,7 @@ class StepLimits(NamedTuple):
     look_ahead: int
     num_lookahead_tokens: int
     target_step_ms: float = 0.0
-    decode_burst_ms: float = 0.0
+    multi_step_ms: float = 0.0
 
     def capped(self, max_step_tokens: int | None) -> Self:
         """The limits with at most `max_step_tokens` in a step; prompts are then cut, even if they were not before."""
@@ -147,7 +147,7 @@ class StepLimits(NamedTuple):
             num_lookahead_tokens=config.num_lookahead_tokens,
             # both are "auto" in logs that are older than the setting
             target_step_ms=0.0 if config.target_step_ms == "auto" else config.target_step_ms,
-            decode_burst_ms=0.0 if config.decode_burst_ms == "auto" else config.decode_burst_ms,
+            multi_step_ms=0.0 if config.multi_step_ms == "auto" else config.multi_step_ms,
         )
 
 

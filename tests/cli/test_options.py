@@ -128,6 +128,7 @@ SERVE_FLAGS = """
 --model
 --model-impl
 --model-path
+--multi-step-ms
 --nnodes
 --no-allow-runtime-lora
 --no-async-scheduling

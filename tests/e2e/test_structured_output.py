@@ -220,7 +220,7 @@ ARGUMENTS: Final = ("--dtype", "float32", "--page-size", "4", "--max-total-token
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Iterator[list[str]]:
     """The answers of a plain server, one request at a time."""
-    with EngineServe(str(model), *ARGUMENTS, "--no-overlap", "--decode-burst-ms", "0") as engine:
+    with EngineServe(str(model), *ARGUMENTS, "--no-overlap", "--multi-step-ms", "0") as engine:
         engine.wait_until_ready()
         yield [contents(engine, [fields])[0] for fields in REQUESTS]
 

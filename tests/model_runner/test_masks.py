@@ -84,7 +84,7 @@ def test_each_token_is_allowed_and_the_same_in_all_kinds_of_steps(make_tiny_driv
             assert all(token in grammar.allowed(tokens[:k]) for k, token in enumerate(tokens))
     kinds: dict[str, dict[str, Any]] = {
         "forced tokens": {},
-        "multi-step": {"decode_burst_ms": 1e9},
+        "multi-step": {"multi_step_ms": 1e9},
         "n-gram": {"speculative": "ngram"},
         "retractions": {"chaos": "retract=0.3:20"},
     }

@@ -64,7 +64,7 @@ def test_everything_an_llm_decided_is_replayed(tiny_model, path):
 def test_bursts_give_the_text_of_single_steps_and_are_replayed(tiny_model, path):
     prompts, texts = ["one", "two prompts", "three"], []
     for burst_ms in (0, 1e6):
-        with LLM(str(tiny_model), **SETTINGS, decode_burst_ms=burst_ms, decision_log=str(path)) as llm:
+        with LLM(str(tiny_model), **SETTINGS, multi_step_ms=burst_ms, decision_log=str(path)) as llm:
             greedy, seeded = GREEDY, SamplingParams(max_new_tokens=25, seed=3, ignore_eos=True)
             outputs = [*llm.generate(prompts, greedy), *llm.generate(prompts, seeded)]
             texts.append([output.text for output in outputs])

@@ -231,7 +231,7 @@ def test_a_stop_string_frees_the_request_in_the_scheduler(overlap):
 
 def test_a_stop_string_within_a_burst_ends_the_text_there():
     runner = MultiStepRunner(lambda number: None)
-    engine, rows = make_engine(runner=runner, decode_burst_ms=1e6), row_queue()
+    engine, rows = make_engine(runner=runner, multi_step_ms=1e6), row_queue()
     engine.submit(request("a", max_new_tokens=50, stop=("ef",)), rows)
     seen = read(rows)
     assert "".join(row.text for row in seen) == "abcd"
@@ -250,7 +250,7 @@ def test_who_comes_ends_a_burst():
         if len(lengths) == 3:
             engine.abort("a", "enough")
 
-    engine, rows = make_engine(runner=MultiStepRunner(between), decode_burst_ms=1e6), row_queue()
+    engine, rows = make_engine(runner=MultiStepRunner(between), multi_step_ms=1e6), row_queue()
     engine.submit(request("a", max_new_tokens=40), rows)
     (*_, last) = read(rows)
     assert (last.finish.kind, last.finish.message) == (FinishKind.ABORT, "enough")

@@ -120,7 +120,7 @@ def tiny_nemotron(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="module")
 def expected(tiny_lfm2: Path) -> list[str]:
     """The texts, each request alone and without a cache."""
-    with LLM(str(tiny_lfm2), **SETTINGS, radix_cache=False, decode_burst_ms=0) as llm:
+    with LLM(str(tiny_lfm2), **SETTINGS, radix_cache=False, multi_step_ms=0) as llm:
         return [llm.generate([prompt], PARAMS)[0].text for prompt in PROMPTS]
 
 
@@ -130,7 +130,7 @@ def expected(tiny_lfm2: Path) -> list[str]:
     [
         {},
         {"chunked_prefill_size": 4},
-        {"chunked_prefill_size": 32, "decode_burst_ms": 1000.0},
+        {"chunked_prefill_size": 32, "multi_step_ms": 1000.0},
         {"overlap": True, "max_total_tokens": 256},
         {"chaos": "oom=0.3:6,retract=0.2:8"},
         {"chaos": "retract=0.3:8", "overlap": True},

@@ -163,7 +163,7 @@ def test_messages_are_taken_between_steps(world, overlap):
 
 
 def test_a_message_ends_a_burst(make_scheduler):
-    harness = make_scheduler(decode_burst_ms=1e6)
+    harness = make_scheduler(multi_step_ms=1e6)
     world = World(harness)
     world.submit("long", max_new_tokens=60)
     world.steps(3)

@@ -44,13 +44,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         target_step_ms=st.sampled_from([0.0, 0.1, 15.0]),
         max_prefill_steps_in_a_row=st.integers(1, 3),
         schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
-        decode_burst_ms=st.sampled_from([0.0, 25.0, 1e9]),
+        multi_step_ms=st.sampled_from([0.0, 25.0, 1e9]),
         max_loras_per_batch=st.sampled_from([1, 2, 8]),
         news=st.randoms(use_true_random=False),
     )
-    def make(self, overlap: int, decode_burst_ms: float, news: random.Random, **config: Any) -> None:
-        burst_ms = 0.0 if overlap else decode_burst_ms
-        self.harness = Harness(max_model_len=120, overlap=overlap, decode_burst_ms=burst_ms, **config)
+    def make(self, overlap: int, multi_step_ms: float, news: random.Random, **config: Any) -> None:
+        burst_ms = 0.0 if overlap else multi_step_ms
+        self.harness = Harness(max_model_len=120, overlap=overlap, multi_step_ms=burst_ms, **config)
         self.harness.has_news = lambda: news.random() < 0.2
 
     @rule(

@@ -55,7 +55,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "prefill_decode_interval": draw(one_of(0, 0, 3)),
         "max_prefill_steps_in_a_row": draw(st.integers(1, 3)),
         "chunked_prefill_size": draw(one_of(-1, 1, 8, 24, 64)),
-        "decode_burst_ms": 0.0 if overlap else draw(one_of(0.0, 25.0, 1e9)),
+        "multi_step_ms": 0.0 if overlap else draw(one_of(0.0, 25.0, 1e9)),
         "target_step_ms": draw(one_of(0.0, 0.0, 0.1, 12.0, 1e9)),
         "max_prefill_tokens": draw(one_of(1, 5, 32, 200)),
         "max_num_batched_tokens": draw(one_of(None, None, 1, 4, 16)),

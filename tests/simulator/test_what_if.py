@@ -143,7 +143,7 @@ def test_the_recorded_run_is_read_back_as_it_was(path, make_replica):
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_each_round_of_a_burst_is_a_step(path, num_rounds):
     """One request of 20 + 13 tokens; a round takes 10 ms, and what lies between two steps 2 ms."""
-    config = SchedulerConfig(decode_burst_ms=10.0 * num_rounds, chunked_prefill_size=16)
+    config = SchedulerConfig(multi_step_ms=10.0 * num_rounds, chunked_prefill_size=16)
     cache, capacity = CacheConfig(page_size=4, max_total_tokens=512), Capacity(256, 128, 4, 4, VOCAB_SIZE)
     scheduler = Scheduler(config, cache, capacity, frozenset())
     settings = EngineConfig(scheduler=config, cache=cache, log=LogConfig(decision_log=str(path)))

@@ -217,7 +217,7 @@ FIT_FAULTS = [
     ({"max_total_tokens": 10**12}, {}, "takes .* but memory holds", "lower --max-total-tokens"),
     ({"device": "cuda"}, {}, "no NVIDIA driver or GPU is visible", "use --device cpu"),
     ({"tp": 3}, {}, "tp is 3", ""),
-    ({"overlap": True, "decode_burst_ms": 25.0}, {}, "overlap is on", "omit --decode-burst-ms"),
+    ({"overlap": True, "multi_step_ms": 25.0}, {}, "overlap is on", "omit --multi-step-ms"),
 ]
 
 

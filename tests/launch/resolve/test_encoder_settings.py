@@ -65,7 +65,7 @@ def test_texts_are_whole_and_nothing_outlives_a_step():
     assert ours.scheduler.chunked_prefill_size == -1
     assert not ours.cache.radix_cache and not ours.scheduler.in_batch_prefix_caching
     assert ours.cache.swap_space == 0.0 and ours.scheduler.preemption_mode == "recompute"
-    assert ours.scheduler.decode_burst_ms == 0.0 and ours.scheduler.target_step_ms == 0.0
+    assert ours.scheduler.multi_step_ms == 0.0 and ours.scheduler.target_step_ms == 0.0
     assert ours.model.max_model_len == 512 and ours.model.dtype == "bfloat16" == ours.cache.kv_cache_dtype
     assert {"radix_cache", "chunked_prefill_size", "swap_space", "max_total_tokens"} <= set(resolved.notes)
 
@@ -122,7 +122,7 @@ def test_own_values_are_kept():
         ),
         ({"swap_space": 1.0}, "swap_space is 1.0"),
         ({"preemption_mode": "swap"}, "preemption_mode is swap"),
-        ({"decode_burst_ms": 40.0}, "decode_burst_ms is 40.0"),
+        ({"multi_step_ms": 40.0}, "multi_step_ms is 40.0"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype is int8"),
         ({"model_impl": "transformers"}, "only decoders run in transformers"),
         ({"quantization": "int8"}, "quantization is int8"),

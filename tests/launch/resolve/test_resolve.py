@@ -117,15 +117,15 @@ def test_a_gpu_has_no_target_for_its_steps_unless_asked():
     ("asked", "expected"),
     [
         ({}, 40.0),
-        ({"decode_burst_ms": 0.0}, 0.0),
-        ({"decode_burst_ms": 15.0}, 15.0),
+        ({"multi_step_ms": 0.0}, 0.0),
+        ({"multi_step_ms": 15.0}, 15.0),
         ({"overlap": True}, 0.0),
     ],
 )
 def test_decodes_come_in_bursts_on_the_cpu(asked, expected):
     resolved = resolve(EngineConfig(scheduler=SchedulerConfig(**asked)), SPEC, HOST)
-    assert resolved.config.scheduler.decode_burst_ms == expected
-    assert ("decode_burst_ms" in resolved.notes) == (not asked)
+    assert resolved.config.scheduler.multi_step_ms == expected
+    assert ("multi_step_ms" in resolved.notes) == (not asked)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_decodes_come_in_bursts_on_the_cpu(asked, expected):
     ],
 )
 def test_bursts_that_could_not_be_made_are_refused(settings, machine, reason):
-    asked = config(decode_burst_ms=20.0, **settings)
-    with pytest.raises(ConfigError, match=f"decode_burst_ms is 20, {reason}.*omit --decode-burst-ms"):
+    asked = config(multi_step_ms=20.0, **settings)
+    with pytest.raises(ConfigError, match=f"multi_step_ms is 20, {reason}.*omit --multi-step-ms"):
         resolve(asked, SPEC, machine)
     elsewhere = config(**settings)
-    assert resolve(elsewhere, SPEC, machine).config.scheduler.decode_burst_ms == 0.0
+    assert resolve(elsewhere, SPEC, machine).config.scheduler.multi_step_ms == 0.0
 
 
 def test_the_default_model_on_a_plain_machine():
@@ -171,7 +171,7 @@ def test_the_default_model_on_a_plain_machine():
         "max_running_requests",
         "chunked_prefill_size",
         "target_step_ms",
-        "decode_burst_ms",
+        "multi_step_ms",
         "overlap",
         "model_impl",
         "record_steps",

@@ -186,8 +186,8 @@ def test_settings_that_contradict_each_other_are_refused(parallel, told):
         ({"pp": 2, "pp_layers": "1,1"}, "pp_layers is '1,1', which is 2 layers, but the model has 30"),
         ({"pp": 2, "speculative": "ngram"}, "pp is 2 with speculative ngram"),
         (
-            {"pp": 2, "decode_burst_ms": 5.0},
-            "decode_burst_ms is 5, but pp is 2, and several steps are in flight",
+            {"pp": 2, "multi_step_ms": 5.0},
+            "multi_step_ms is 5, but pp is 2, and several steps are in flight",
         ),
         ({"pp": 2, "enable_lora": True}, "pp is 2 with lora, but adapters are not divided into stages"),
     ],
@@ -230,4 +230,4 @@ def test_threads_are_shared_and_steps_in_flight_are_as_many_as_stages():
 
     assert found.model.num_threads == HOST.num_cores // 2
     assert capacity_of(found, LLAMA).num_stages == 2
-    assert found.scheduler.decode_burst_ms == 0
+    assert found.scheduler.multi_step_ms == 0

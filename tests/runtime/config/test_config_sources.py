@@ -212,6 +212,7 @@ def test_python_arguments_are_checked_like_all_others():
         ("max_cpu_loras", 9, "max_loaded_loras", 9),
         ("max_loras", 3, "max_loras_per_batch", 3),
         ("kv_events_config", "tcp://*:5557", "kv_events", "tcp://*:5557"),
+        ("decode_burst_ms", 25.0, "multi_step_ms", 25.0),
     ],
 )
 def test_names_of_other_engines_are_taken_everywhere(yaml_file, key, value, setting, means):

@@ -301,6 +301,15 @@ def test_a_setting_of_another_type_is_named(name, value):
         header.scheduler_config()
 
 
+def test_a_setting_that_was_renamed_is_read_under_its_new_name():
+    header = sample_header()
+    del header.scheduler["multi_step_ms"]
+    header.scheduler["decode_burst_ms"] = 25.0
+
+    assert header.scheduler_config().multi_step_ms == 25.0
+    assert header.scheduler_config(multi_step_ms=0.0).multi_step_ms == 0.0
+
+
 def test_a_setting_that_came_later_has_its_default():
     header = sample_header()
     del header.scheduler["phases"]

@@ -148,7 +148,7 @@ CONFIGS = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["cost", "recompute", "swap"]),
         "chunked_prefill_size": st.sampled_from([-1, 8, 24]),
         "target_step_ms": st.sampled_from([0.0, 3.0, 30.0]),
-        "decode_burst_ms": st.sampled_from([0.0, 30.0, 1e9]),
+        "multi_step_ms": st.sampled_from([0.0, 30.0, 1e9]),
         "max_loras_per_batch": st.sampled_from([1, 8]),
         "max_num_partial_prefills": st.sampled_from([1, 3]),
         "schedule_conservativeness": st.sampled_from([0.01, 0.3, 1.0]),
@@ -171,7 +171,7 @@ def test_every_decision_is_made_again(tmp_path, config, seed):
     path = tmp_path / "decisions.log"
     path.unlink(missing_ok=True)
     if config["overlap"]:
-        config |= {"speculative": "off", "decode_burst_ms": 0.0}
+        config |= {"speculative": "off", "multi_step_ms": 0.0}
     harness = record(path, kind=Unchecked, max_model_len=120, **config)
     noise = random.Random(seed)  # chunks depend on measured times, which only the log remembers
     harness.runner.step_s = lambda plan: noise.lognormvariate(-5, 1) + 1e-3 * plan.total_num_scheduled_tokens
@@ -188,8 +188,8 @@ def test_every_decision_is_made_again(tmp_path, config, seed):
 
 
 @pytest.mark.parametrize("speculative", ["off", "ngram"])
-@pytest.mark.parametrize("decode_burst_ms", [0.0, 40.0])
-def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, decode_burst_ms):
+@pytest.mark.parametrize("multi_step_ms", [0.0, 40.0])
+def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, multi_step_ms):
     """A replay has no grammars: which tokens they force, which drafts they refuse and where they end is in the log."""
     harness = record(
         path,
@@ -198,7 +198,7 @@ def test_drafts_and_ends_of_grammars_are_those_of_the_run(path, speculative, dec
         max_running_requests=16,
         overlap=0,
         speculative=speculative,
-        decode_burst_ms=decode_burst_ms,
+        multi_step_ms=multi_step_ms,
     )
     circle = [11, 12, 13, 14] * 4
     for seed in range(8):

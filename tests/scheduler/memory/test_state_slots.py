@@ -159,7 +159,7 @@ def test_a_retracted_request_starts_again_from_its_last_checkpoint(make_harness)
 
 def test_rounds_that_do_not_run_leave_no_checkpoint(make_harness):
     """A burst plans a state at its third round and ends after the first one: the slot must not be taken for a state."""
-    harness = make_harness(checkpoint_pages=1, decode_burst_ms=1e9)
+    harness = make_harness(checkpoint_pages=1, multi_step_ms=1e9)
     harness.has_news = lambda: harness.rng.random() < 0.7
     rids = [harness.submit(prompt=prompt_of(9, seed=seed), max_new_tokens=60) for seed in range(3)]
     harness.run_until_idle()
@@ -263,15 +263,15 @@ class StateMachine(SchedulerMachine):
         schedule_policy=st.sampled_from(["fcfs", "lpm"]),
         chunked_prefill_size=st.sampled_from([-1, 1, 8, 24]),
         schedule_conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
-        decode_burst_ms=st.sampled_from([0.0, 25.0, 1e9]),
+        multi_step_ms=st.sampled_from([0.0, 25.0, 1e9]),
         chaos=st.sampled_from([None, None, "retract=0.2:50"]),
         memory=st.sampled_from([None, None, 2]),
         news=st.randoms(use_true_random=False),
     )
-    def make(self, overlap: int, decode_burst_ms: float, news: random.Random, **config: Any) -> None:
+    def make(self, overlap: int, multi_step_ms: float, news: random.Random, **config: Any) -> None:
         if config["memory"] and not overlap:  # outputs run into circles, which are drafted
             config |= {"speculative": "ngram", "speculative_num_draft_tokens": 3}
-        super().make(overlap, decode_burst_ms, news, **config)
+        super().make(overlap, multi_step_ms, news, **config)
 
 
 TestStateMachine = StateMachine.TestCase

@@ -106,7 +106,7 @@ def test_each_round_of_a_burst_takes_that_time(make_scheduler, monkeypatch):
     slept_s: list[float] = []
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", slept_s.append)
-    harness = make_scheduler(num_pages=128, decode_burst_ms=500.0)
+    harness = make_scheduler(num_pages=128, multi_step_ms=500.0)
     harness.runner = with_chaos(harness.runner, SchedulerConfig(chaos="slow=0.125"), page_size=4)
     harness.submit(max_new_tokens=6)
     for _ in range(3):

@@ -105,14 +105,14 @@ def test_drafts_retract_no_request(num_pages):
 def test_few_drafts_do_not_displace_inner_steps():
     """One forced run of one token among five requests; without multi-step decodes it is worth a draft."""
     grammars = [ToyGrammar(seed=2, forced=((9, 10),)), None, None, None, None]
-    steps, _ = run(*grammars, decode_burst_ms=45.0)
+    steps, _ = run(*grammars, multi_step_ms=45.0)
     assert not drafts_of(steps) and max(batch.plan.num_rounds for batch in steps) == 4
-    steps, _ = run(*grammars, decode_burst_ms=0.0)
+    steps, _ = run(*grammars, multi_step_ms=0.0)
     assert drafts_of(steps) == [1]
 
 
 def test_enough_drafts_do():
-    steps, _ = run(FORCED, None, None, None, decode_burst_ms=45.0)
+    steps, _ = run(FORCED, None, None, None, multi_step_ms=45.0)
     assert drafts_of(steps)
     assert any(batch.plan.num_rounds > 1 for batch in steps)
     assert not any(batch.num_drafts and batch.plan.num_rounds > 1 for batch in steps)

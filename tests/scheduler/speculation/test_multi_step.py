@@ -27,7 +27,7 @@ ROUND_MS = 10  # of the FakeRunner
 @pytest.fixture
 def make_harness() -> Any:
     def make(*, rounds: float = 4.5, **settings: Any) -> Harness:
-        return Harness(**{"decode_burst_ms": rounds * ROUND_MS, "num_pages": 200, **settings})
+        return Harness(**{"multi_step_ms": rounds * ROUND_MS, "num_pages": 200, **settings})
 
     return make
 
