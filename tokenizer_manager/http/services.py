@@ -1,4 +1,7 @@
-"""`Services`: the parts that the handlers use; made once by `process.py`."""
+"""The parts that handlers use, made once by `process.py`: each takes the smallest of three that has what it needs.
+
+`ServerFacts` are values; `Engine` answers from the model; `Services` has the parts of the whole server, too.
+"""
 
 from __future__ import annotations
 
@@ -54,18 +57,10 @@ _MAX_SHOWN_ADAPTERS: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Services:
-    """One engine, as its HTTP side sees it.
+class ServerFacts:
+    """What is served, and how it is set.
 
     Attributes:
-        manager: runs generations.
-        adapters: the LoRA adapters by name.
-        all_processes: sends orders to every process.
-        authorizer: checks API keys.
-        encoder: tokenizes.
-        renderer: renders chats; None for a model without a chat template.
-        planner: plans their answers.
-        metrics: of `/metrics`.
         config: resolved settings.
         spec: facts about the model.
         source: its files.
@@ -74,19 +69,8 @@ class Services:
         any_model_name: requests may name any model (`--served-model-name '*'`).
         created_s: Unix time when serving began.
         build: the version that runs.
-        traces: takes requests that have ended.
-        body_budget: bounds the bodies that are being received.
-        body_reader: parses them.
     """
 
-    manager: TokenizerManager
-    adapters: AdapterRegistry
-    all_processes: AllProcesses
-    authorizer: Authorizer
-    encoder: PromptEncoder
-    renderer: TemplateRenderer | None
-    planner: Planner
-    metrics: Metrics
     config: EngineConfig
     spec: ModelSpec
     source: ModelSource
@@ -95,14 +79,6 @@ class Services:
     created_s: int
     build: BuildInfo
     any_model_name: bool = False
-    traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
-    body_budget: BodyBudget = field(default_factory=BodyBudget)
-    body_reader: BodyReader = field(default_factory=BodyReader)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.encoder.tokenizer
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
@@ -118,6 +94,34 @@ class Services:
     def fingerprint(self) -> str:
         """OpenAI's `system_fingerprint`: changes when the same seed may give a different text."""
         return f"engine-{self.version}-{self.config.model.dtype}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine(ServerFacts):
+    """The served model, as an endpoint that answers from it sees it.
+
+    Attributes:
+        manager: runs generations.
+        adapters: the LoRA adapters by name.
+        encoder: tokenizes.
+        renderer: renders chats; None for a model without a chat template.
+        planner: plans their answers.
+        body_budget: bounds the bodies that are being received.
+        body_reader: parses them.
+    """
+
+    manager: TokenizerManager
+    adapters: AdapterRegistry
+    encoder: PromptEncoder
+    renderer: TemplateRenderer | None
+    planner: Planner
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
+    body_reader: BodyReader = field(default_factory=BodyReader)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self.encoder.tokenizer
 
     async def read_object(self, exchange: Exchange, *, optional: bool = False) -> Body:
         """The request's JSON object.
@@ -150,14 +154,6 @@ class Services:
                 build,
                 exchange.abort_on_disconnect(),
             )
-
-    def close(self) -> None:
-        """Let the threads of its parts end."""
-        self.traces.close()
-        self.encoder.close()
-        self.body_reader.close()
-        if self.renderer is not None:
-            self.renderer.close()
 
     async def start(self, exchange: Exchange, request: GenerationRequest) -> Generation:
         """Render and plan a chat, and start a request. Call it where a disconnect cancels; enter the result's `with`.
@@ -322,6 +318,31 @@ class Services:
         limits = [scheduler.queue_timeout, scheduler.request_timeout]
         limits += [scheduling.queue_timeout_s, scheduling.timeout_s]
         return min((limit for limit in limits if limit is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services(Engine):
+    """One server: the engine, and the parts that only `App` and the operators' endpoints use.
+
+    Attributes:
+        all_processes: sends orders to every process.
+        authorizer: checks API keys.
+        metrics: of `/metrics`.
+        traces: takes requests that have ended.
+    """
+
+    all_processes: AllProcesses
+    authorizer: Authorizer
+    metrics: Metrics
+    traces: Traces = NoTraces()  # noqa: RUF009  (immutable)
+
+    def close(self) -> None:
+        """Let the threads of its parts end."""
+        self.traces.close()
+        self.encoder.close()
+        self.body_reader.close()
+        if self.renderer is not None:
+            self.renderer.close()
 
 
 def _as_it_is(body: Body) -> Body:

@@ -16,7 +16,7 @@ from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
-from ..services import Services
+from ..services import Engine
 from .convert import MessageStream, read_count, read_messages, user_of
 from .wire import CountBody, MessageBody, MessagesRequest, MessageUsage, OutputTokensDetails, StopReason
 
@@ -24,13 +24,13 @@ _REQUEST_ID: Final = b"request-id"
 """The header in which Anthropic's clients look for `Exchange.request_id`."""
 
 
-async def messages(exchange: Exchange, services: Services) -> None:
+async def messages(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat in the form of the Messages API."""
     exchange.more_headers.append((_REQUEST_ID, exchange.request_id.encode()))
-    body, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    body, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
-            writer = _Writer(services, generation, body)
+        with await engine.start(exchange, request) as generation:
+            writer = _Writer(engine, generation, body)
             if body.stream:
                 await stream(exchange, generation, writer)
             else:
@@ -39,26 +39,24 @@ async def messages(exchange: Exchange, services: Services) -> None:
                 await exchange.send_json(writer.stream.body)
 
 
-async def count_tokens(exchange: Exchange, services: Services) -> None:
+async def count_tokens(exchange: Exchange, engine: Engine) -> None:
     """The number of tokens of the prompt of a message."""
     exchange.more_headers.append((_REQUEST_ID, exchange.request_id.encode()))
-    request = await services.read(exchange, lambda body: _read_count(body, services))
+    request = await engine.read(exchange, lambda body: _read_count(body, engine))
     async with exchange.abort_on_disconnect():
-        num_tokens, warnings = await services.count_prompt(exchange, request)
+        num_tokens, warnings = await engine.count_prompt(exchange, request)
         await exchange.send_json(CountBody(input_tokens=num_tokens, warnings=warnings or UNSET))
 
 
-def _read(
-    body: dict[str, Any], services: Services, caller: Caller
-) -> tuple[MessagesRequest, GenerationRequest]:
-    request, generation = read_messages(body, services.config, services.sampling_defaults)
-    scheduling = services.with_adapter(caller.scheduling(request, user_of(request)), request.model)
+def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[MessagesRequest, GenerationRequest]:
+    request, generation = read_messages(body, engine.config, engine.sampling_defaults)
+    scheduling = engine.with_adapter(caller.scheduling(request, user_of(request)), request.model)
     return request, replace(generation, scheduling=scheduling)
 
 
-def _read_count(body: dict[str, Any], services: Services) -> GenerationRequest:
-    request, generation = read_count(body, services.config)
-    services.check_model(request.model)
+def _read_count(body: dict[str, Any], engine: Engine) -> GenerationRequest:
+    request, generation = read_count(body, engine.config)
+    engine.check_model(request.model)
     return generation
 
 
@@ -69,15 +67,15 @@ class _Writer:
         stream: of the events.
     """
 
-    def __init__(self, services: Services, generation: Generation, request: MessagesRequest) -> None:
-        self._tokenizer = services.tokenizer
+    def __init__(self, engine: Engine, generation: Generation, request: MessagesRequest) -> None:
+        self._tokenizer = engine.tokenizer
         self._generation = generation
         self._stops = request.stop_sequences or []
         self._begun = False
         self.stream = MessageStream(
             MessageBody(
                 id=generation.id.replace("-", "_"),
-                model=request.model or services.served_model,
+                model=request.model or engine.served_model,
                 usage=_usage(generation, self._tokenizer),
                 warnings=generation.request.warnings or UNSET,
             )

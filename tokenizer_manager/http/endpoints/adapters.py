@@ -15,7 +15,7 @@ from ..exchange import Exchange
 from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import MAX_TTL_S, Seconds
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 
 
 class LoadAdapterRequest(msgspec.Struct, kw_only=True):
@@ -58,53 +58,51 @@ _LOAD_POLICY: Final = FieldPolicy(LoadAdapterRequest, {"lora_id": (), "lora_int_
 _UNLOAD_POLICY: Final = FieldPolicy(UnloadAdapterRequest, {"lora_int_id": ()})
 
 
-async def load_adapter(exchange: Exchange, services: Services) -> None:
+async def load_adapter(exchange: Exchange, engine: Engine) -> None:
     """Load a LoRA adapter from below `--lora-root`."""
 
     def read(body: Body) -> tuple[LoadAdapterRequest, list[str]]:
-        warnings = _LOAD_POLICY.check(body, strict=services.config.server.strict)
+        warnings = _LOAD_POLICY.check(body, strict=engine.config.server.strict)
         return convert(body, LoadAdapterRequest), warnings
 
-    request, warnings = await services.read(exchange, read)
+    request, warnings = await engine.read(exchange, read)
     async with exchange.abort_on_disconnect():
-        added = await services.adapters.load(
+        added = await engine.adapters.load(
             request.lora_name,
             request.lora_path,
             replace=bool(request.load_inplace),
             pinned=bool(request.pinned),
         )
-        await exchange.send_json(
-            _body(services, f"loaded {added.spec.name}, rank {added.spec.rank}", warnings)
-        )
+        await exchange.send_json(_body(engine, f"loaded {added.spec.name}, rank {added.spec.rank}", warnings))
 
 
-async def unload_adapter(exchange: Exchange, services: Services) -> None:
+async def unload_adapter(exchange: Exchange, engine: Engine) -> None:
     """Unload a LoRA adapter when no request uses it any more."""
 
     def read(body: Body) -> tuple[UnloadAdapterRequest, list[str]]:
-        warnings = _UNLOAD_POLICY.check(body, strict=services.config.server.strict)
+        warnings = _UNLOAD_POLICY.check(body, strict=engine.config.server.strict)
         request = convert(body, UnloadAdapterRequest)
         if request.timeout is not None:
             check_number("timeout", request.timeout, 0.0, MAX_TTL_S, low_open=True, unit="seconds")
         return request, warnings
 
-    request, warnings = await services.read(exchange, read)
+    request, warnings = await engine.read(exchange, read)
     async with exchange.abort_on_disconnect():
-        if not services.config.adapters.allow_runtime_lora:
+        if not engine.config.adapters.allow_runtime_lora:
             raise RequestError(
                 "this server unloads no adapters while it runs; start it with --allow-runtime-lora and --lora-root",
                 code="adapters_fixed",
                 status=403,
             )
         timeout_s = UNLOAD_TIMEOUT_S if request.timeout is None else request.timeout
-        await services.adapters.unload(request.lora_name, force=bool(request.force), timeout_s=timeout_s)
-        await exchange.send_json(_body(services, f"unloaded {request.lora_name}", warnings))
+        await engine.adapters.unload(request.lora_name, force=bool(request.force), timeout_s=timeout_s)
+        await exchange.send_json(_body(engine, f"unloaded {request.lora_name}", warnings))
 
 
-def _body(services: Services, message: str, warnings: list[str]) -> AdaptersBody:
+def _body(engine: Engine, message: str, warnings: list[str]) -> AdaptersBody:
     return AdaptersBody(
         message=message,
-        loaded_adapters=[adapter_body(adapter) for adapter in services.adapters.adapters],
+        loaded_adapters=[adapter_body(adapter) for adapter in engine.adapters.adapters],
         warnings=warnings or UNSET,
     )
 

@@ -16,16 +16,16 @@ from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.field_types import MAX_TTL_S
 from ..schema.generation_fields import prompts_of
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from .tokenizing import rendered_conversation
 from .wire import PinnedBody, PinRequest
 
 _POLICY: Final = FieldPolicy(PinRequest, {})
 
 
-async def pin_prefix(exchange: Exchange, services: Services) -> None:
+async def pin_prefix(exchange: Exchange, engine: Engine) -> None:
     """Pin the cached part of a prefix; the response has the number of pinned tokens, and why it is not all."""
-    made = await services.read(exchange, lambda body: _read(body, services))
+    made = await engine.read(exchange, lambda body: _read(body, engine))
     request, prompt, warnings = made.request, made.prompt, made.warnings
     async with exchange.abort_on_disconnect():
         if made.messages is not None:
@@ -33,17 +33,17 @@ async def pin_prefix(exchange: Exchange, services: Services) -> None:
             conversation = rendered_conversation(
                 request, made.messages, add_generation_prompt=bool(request.add_generation_prompt)
             )
-            prompt = (await services.plan_chat(conversation)).prompt
+            prompt = (await engine.plan_chat(conversation)).prompt
             add_special_tokens, param = bool(request.add_special_tokens), "messages"
         else:
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
-        done = await services.manager.control.pin(
+        done = await engine.manager.control.pin(
             prompt,
             ttl_s=request.ttl,
             extra_key=exchange.caller.namespace(checked_salt(request.cache_salt)),
             add_special_tokens=add_special_tokens,
             param=param,
-            lora_id=services.with_adapter(Scheduling(), request.model).lora_id,
+            lora_id=engine.with_adapter(Scheduling(), request.model).lora_id,
         )
         await exchange.send_json(
             PinnedBody(
@@ -64,11 +64,11 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Checked:
-    strict = services.config.server.strict
+def _read(body: Body, engine: Engine) -> _Checked:
+    strict = engine.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, PinRequest)
-    services.check_model(request.model)
+    engine.check_model(request.model)
     if not (math.isfinite(request.ttl) and 0 <= request.ttl <= MAX_TTL_S):
         raise RequestError(
             f"ttl is {request.ttl:g}, but it must lie in [0, {MAX_TTL_S:g}] seconds; 0 unpins",
@@ -85,10 +85,10 @@ def _read(body: Body, services: Services) -> _Checked:
         )
     if request.messages is not None:
         messages, more_warnings = template_messages(
-            request.messages, strict=strict, limits=services.config.limits
+            request.messages, strict=strict, limits=engine.config.limits
         )
         return _Checked(request, "", messages, first_warnings(warnings + more_warnings))
-    prompts = prompts_of(request.prompt, "prompt", max_prompt_len=services.manager.capacity.max_model_len)
+    prompts = prompts_of(request.prompt, "prompt", max_prompt_len=engine.manager.capacity.max_model_len)
     if len(prompts) > 1:
         raise RequestError(
             f"prompt has {len(prompts)} prompts, but one prefix is pinned at a time; send several requests",

@@ -25,7 +25,7 @@ from ..schema.constraints import GRAMMAR_CODES, constraint_of
 from ..schema.errors import ErrorObject
 from ..schema.field_policy import FieldPolicy, first_warnings
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 
 _MAX_KEYWORDS: Final = 1000
 
@@ -76,11 +76,11 @@ class GrammarCheckBody(msgspec.Struct, kw_only=True):
 _POLICY: Final = FieldPolicy(GrammarCheckRequest, {})
 
 
-async def check_grammar(exchange: Exchange, services: Services) -> None:
+async def check_grammar(exchange: Exchange, engine: Engine) -> None:
     """Check the constraint of a request."""
-    checked = await services.read(exchange, lambda body: _read(body, services))
+    checked = await engine.read(exchange, lambda body: _read(body, engine))
     async with exchange.abort_on_disconnect():
-        await exchange.send_json(await report(checked, services.tokenizer, services.manager.measure_grammar))
+        await exchange.send_json(await report(checked, engine.tokenizer, engine.manager.measure_grammar))
 
 
 Measure = Callable[[GrammarUse], Awaitable[list[CompileResult]]]
@@ -129,11 +129,11 @@ class CheckedGrammar(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> CheckedGrammar:
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine) -> CheckedGrammar:
+    warnings = _POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, GrammarCheckRequest)
-    services.check_model(request.model)
-    return checked_grammar(request, services.config, warnings)
+    engine.check_model(request.model)
+    return checked_grammar(request, engine.config, warnings)
 
 
 def checked_grammar(

@@ -25,7 +25,7 @@ from ..delivery import collect
 from ..exchange import Exchange
 from ..schema.field_policy import FieldPolicy
 from ..schema.values import convert
-from ..services import Services
+from ..services import Engine, ServerFacts, Services
 from .wire import (
     AbortBody,
     AbortedBody,
@@ -51,21 +51,21 @@ MAX_LISTED: Final = 256
 _ABORT_POLICY: Final = FieldPolicy(AbortBody, {})
 
 
-async def health(exchange: Exchange, services: Services) -> None:
+async def health(exchange: Exchange, engine: Engine) -> None:
     """200 if requests sent now are expected to work; cheap, no generation."""
-    _check_healthy(services)
+    _check_healthy(engine)
     await exchange.send_json(HealthBody())
 
 
-async def ping(exchange: Exchange, services: Services) -> None:
+async def ping(exchange: Exchange, engine: Engine) -> None:
     """As `health`; a route of its own, since the OpenAPI document names each operation once."""
-    await health(exchange, services)
+    await health(exchange, engine)
 
 
-async def health_generate(exchange: Exchange, services: Services) -> None:
+async def health_generate(exchange: Exchange, engine: Engine) -> None:
     """200 if one token could be generated, or one vector made."""
-    _check_healthy(services)
-    pooling = probe_of(services.spec)
+    _check_healthy(engine)
+    pooling = probe_of(engine.spec)
     request = GenerationRequest(
         prompts=[[0]],
         sampling=POOLING_SAMPLING,
@@ -76,7 +76,7 @@ async def health_generate(exchange: Exchange, services: Services) -> None:
     )
     try:
         async with exchange.abort_on_disconnect(), asyncio.timeout(_HEALTH_GENERATE_TIMEOUT_S):
-            with await services.manager.start(request) as generation:
+            with await engine.manager.start(request) as generation:
                 await collect(generation)
             await exchange.send_json(HealthBody())
     except TimeoutError:
@@ -96,9 +96,9 @@ async def metrics(exchange: Exchange, services: Services) -> None:
     await exchange.send_bytes(page.encode(), CONTENT_TYPE.encode())
 
 
-async def version(exchange: Exchange, services: Services) -> None:
+async def version(exchange: Exchange, facts: ServerFacts) -> None:
     """The version that runs, and what it computes with."""
-    await exchange.send_json(services.build)
+    await exchange.send_json(facts.build)
 
 
 async def server_info(exchange: Exchange, services: Services) -> None:
@@ -164,18 +164,18 @@ async def old_server_info(exchange: Exchange, services: Services) -> None:
     await server_info(exchange, services)
 
 
-async def models(exchange: Exchange, services: Services) -> None:
+async def models(exchange: Exchange, engine: Engine) -> None:
     """The model, and its LoRA adapters."""
-    adapters = [_adapter_model(services, adapter) for adapter in services.adapters.adapters]
-    await exchange.send_json(ModelsBody(data=[_model(services), *adapters]))
+    adapters = [_adapter_model(engine, adapter) for adapter in engine.adapters.adapters]
+    await exchange.send_json(ModelsBody(data=[_model(engine), *adapters]))
 
 
-async def model(exchange: Exchange, services: Services) -> None:
+async def model(exchange: Exchange, engine: Engine) -> None:
     """One model by name. A name may have slashes, so the whole path after `/v1/models/` is the name."""
     name = exchange.path.removeprefix(f"{MODELS_PATH}/")
-    services.check_model(name)
-    adapter = services.adapters.find(name)
-    await exchange.send_json(_model(services) if adapter is None else _adapter_model(services, adapter))
+    engine.check_model(name)
+    adapter = engine.adapters.find(name)
+    await exchange.send_json(_model(engine) if adapter is None else _adapter_model(engine, adapter))
 
 
 async def why(exchange: Exchange, services: Services) -> None:
@@ -225,38 +225,38 @@ async def abort_request(exchange: Exchange, services: Services) -> None:
     await exchange.send_json(AbortedBody(aborted=num_aborted, warnings=warnings or UNSET))
 
 
-async def flush_cache(exchange: Exchange, services: Services) -> None:
+async def flush_cache(exchange: Exchange, engine: Engine) -> None:
     """Empty the prefix cache."""
-    done = await services.manager.control.flush_cache()
+    done = await engine.manager.control.flush_cache()
     await exchange.send_json(FlushedBody(done.flushed_tokens, done.kept_tokens))
 
 
-async def old_flush_cache(exchange: Exchange, services: Services) -> None:
+async def old_flush_cache(exchange: Exchange, engine: Engine) -> None:
     """As `flush_cache`."""
-    await flush_cache(exchange, services)
+    await flush_cache(exchange, engine)
 
 
-def _model(services: Services) -> ModelBody:
-    pooling = services.spec.pooling
+def _model(engine: Engine) -> ModelBody:
+    pooling = engine.spec.pooling
     return ModelBody(
-        owned_by=_owner(services.config),
-        id=services.served_model,
-        created=services.created_s,
-        max_model_len=services.manager.capacity.max_model_len,
+        owned_by=_owner(engine.config),
+        id=engine.served_model,
+        created=engine.created_s,
+        max_model_len=engine.manager.capacity.max_model_len,
         task="generate" if pooling is None else pooling.task,
         embedding_size=UNSET if pooling is None or pooling.task != "embed" else pooling.size,
-        sampling_defaults=_sampling_defaults(services) if pooling is None else UNSET,
+        sampling_defaults=_sampling_defaults(engine) if pooling is None else UNSET,
     )
 
 
-def _adapter_model(services: Services, adapter: LoadedAdapter) -> ModelBody:
+def _adapter_model(engine: Engine, adapter: LoadedAdapter) -> ModelBody:
     return msgspec.structs.replace(
-        _model(services), id=adapter.spec.name, root=adapter.spec.path, parent=services.served_model
+        _model(engine), id=adapter.spec.name, root=adapter.spec.path, parent=engine.served_model
     )
 
 
-def _sampling_defaults(services: Services) -> SamplingDefaultsBody:
-    defaults = services.sampling_defaults
+def _sampling_defaults(facts: ServerFacts) -> SamplingDefaultsBody:
+    defaults = facts.sampling_defaults
     params = defaults.params()
     return SamplingDefaultsBody(
         **{name: getattr(params, name) for name in NAMES},
@@ -292,8 +292,8 @@ def _unknown_request(request_id: str) -> RequestError:
     )
 
 
-def _check_healthy(services: Services) -> None:
-    reason = services.manager.engine.unhealthy_reason()
+def _check_healthy(engine: Engine) -> None:
+    reason = engine.manager.engine.unhealthy_reason()
     if reason is not None:
         raise _unhealthy(reason)
 

@@ -15,20 +15,20 @@ from ..openai.messages import checked_template_variables, template_messages
 from ..openai.tools import tools_of
 from ..schema.field_policy import FieldPolicy
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from .wire import DetokenizeRequest, PinRequest, TextBody, TokenizeRequest, TokensBody
 
 _TOKENIZE_POLICY: Final = FieldPolicy(TokenizeRequest, {})
 _DETOKENIZE_POLICY: Final = FieldPolicy(DetokenizeRequest, {})
 
 
-async def tokenize(exchange: Exchange, services: Services) -> None:
+async def tokenize(exchange: Exchange, engine: Engine) -> None:
     """Token ids of a prompt or of a rendered chat, with the tokenized text."""
-    made = await services.read(exchange, lambda body: _read(body, services))
+    made = await engine.read(exchange, lambda body: _read(body, engine))
     request = made.request
     async with exchange.abort_on_disconnect():
         if made.messages is not None:
-            plan = await services.plan_chat(
+            plan = await engine.plan_chat(
                 rendered_conversation(
                     request, made.messages, add_generation_prompt=request.add_generation_prompt is not False
                 )
@@ -38,15 +38,15 @@ async def tokenize(exchange: Exchange, services: Services) -> None:
         else:
             text = request.prompt or ""
             add_special_tokens, param = request.add_special_tokens is not False, "prompt"
-        [ids] = await services.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
-        warnings = made.warnings + _left_out_warnings(await services.encoder.left_out(text, ids))
+        [ids] = await engine.encoder.encode([text], add_special_tokens=add_special_tokens, param=param)
+        warnings = made.warnings + _left_out_warnings(await engine.encoder.left_out(text, ids))
         if add_special_tokens:
-            warnings += second_bos(services.tokenizer, [text], [ids], param, NO_BOS)
+            warnings += second_bos(engine.tokenizer, [text], [ids], param, NO_BOS)
         await exchange.send_json(
             _EncodedTokensBody(
-                tokens=msgspec.Raw(await services.encoder.json_of(ids)),
+                tokens=msgspec.Raw(await engine.encoder.json_of(ids)),
                 count=len(ids),
-                max_model_len=services.manager.capacity.max_model_len,
+                max_model_len=engine.manager.capacity.max_model_len,
                 prompt=text,
                 warnings=warnings or UNSET,
             )
@@ -81,11 +81,11 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Checked:
-    strict = services.config.server.strict
+def _read(body: Body, engine: Engine) -> _Checked:
+    strict = engine.config.server.strict
     warnings = _TOKENIZE_POLICY.check(body, strict=strict)
     request = convert(body, TokenizeRequest)
-    services.check_model(request.model)
+    engine.check_model(request.model)
     if request.prompt is not None and not request.messages:  # an empty list asks for nothing
         request.messages = None
     if (request.prompt is None) == (request.messages is None):
@@ -96,26 +96,24 @@ def _read(body: Body, services: Services) -> _Checked:
         )
     if request.messages is None:
         return _Checked(request, None, warnings)
-    messages, more_warnings = template_messages(
-        request.messages, strict=strict, limits=services.config.limits
-    )
+    messages, more_warnings = template_messages(request.messages, strict=strict, limits=engine.config.limits)
     return _Checked(request, messages, warnings + more_warnings)
 
 
-async def detokenize(exchange: Exchange, services: Services) -> None:
+async def detokenize(exchange: Exchange, engine: Engine) -> None:
     """Text of token ids."""
-    body = await services.read_object(exchange)
-    warnings = _DETOKENIZE_POLICY.check(body, strict=services.config.server.strict)
+    body = await engine.read_object(exchange)
+    warnings = _DETOKENIZE_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, DetokenizeRequest)
-    services.check_model(request.model)
-    limit = services.manager.capacity.max_model_len
+    engine.check_model(request.model)
+    limit = engine.manager.capacity.max_model_len
     if len(request.tokens) > limit:
         raise RequestError(
             f"tokens has {len(request.tokens)} ids, but a text of this model has at most {limit}; send fewer at once",
             param="tokens",
             code="invalid_value",
         )
-    text = await services.encoder.decode(
+    text = await engine.encoder.decode(
         request.tokens, skip_special_tokens=bool(request.skip_special_tokens), param="tokens"
     )
     await exchange.send_json(TextBody(text=text, prompt=text, warnings=warnings or UNSET))

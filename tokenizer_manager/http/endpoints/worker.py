@@ -15,7 +15,7 @@ from ....runtime.errors import ConfigError
 from ....runtime.feasibility import Capacity
 from ....runtime.scheduler_report import SchedulerReport
 from ..exchange import Exchange
-from ..services import Services
+from ..services import Engine
 
 
 class ModelInfoBody(msgspec.Struct, kw_only=True):
@@ -84,45 +84,45 @@ class OldLoadBody(msgspec.Struct, kw_only=True):
     num_tokens: int
 
 
-async def model_info(exchange: Exchange, services: Services) -> None:
+async def model_info(exchange: Exchange, engine: Engine) -> None:
     """The model, and the folder of its tokenizer."""
-    spec = services.spec
+    spec = engine.spec
     await exchange.send_json(
         ModelInfoBody(
-            model_path=services.source.path,
-            tokenizer_path=await tokenizer_path(services),
-            served_model_name=services.served_model,
+            model_path=engine.source.path,
+            tokenizer_path=await tokenizer_path(engine),
+            served_model_name=engine.served_model,
             is_generation=spec.pooling is None,
             model_type=spec.model_type,
-            max_context_length=services.manager.capacity.max_model_len,
+            max_context_length=engine.manager.capacity.max_model_len,
         )
     )
 
 
-async def old_model_info(exchange: Exchange, services: Services) -> None:
+async def old_model_info(exchange: Exchange, engine: Engine) -> None:
     """As `model_info`; a route of its own, since the OpenAPI document names each operation once."""
-    await model_info(exchange, services)
+    await model_info(exchange, engine)
 
 
-async def loads(exchange: Exchange, services: Services) -> None:
+async def loads(exchange: Exchange, engine: Engine) -> None:
     """Requests and tokens, running and waiting."""
-    each = all_loads(services)
+    each = all_loads(engine)
     await exchange.send_json(
         LoadsBody(
             timestamp=datetime.now(UTC).isoformat(),
-            version=services.version,
+            version=engine.version,
             dp_rank_count=len(each),
             loads=each,
         )
     )
 
 
-async def short_loads(exchange: Exchange, services: Services) -> None:
+async def short_loads(exchange: Exchange, engine: Engine) -> None:
     """As `loads`."""
-    await loads(exchange, services)
+    await loads(exchange, engine)
 
 
-async def old_load(exchange: Exchange, services: Services) -> None:
+async def old_load(exchange: Exchange, engine: Engine) -> None:
     """Requests and tokens, for older routers."""
     await exchange.send_json(
         [
@@ -132,15 +132,15 @@ async def old_load(exchange: Exchange, services: Services) -> None:
                 num_waiting_reqs=load.num_waiting_reqs,
                 num_tokens=load.num_used_tokens,
             )
-            for load in all_loads(services)
+            for load in all_loads(engine)
         ]
     )
 
 
-def all_loads(services: Services) -> list[LoadBody]:
+def all_loads(engine: Engine) -> list[LoadBody]:
     """Of each replica, from its scheduler's latest report; all zero before the first one."""
-    reports = services.manager.engine.reports
-    return [_load_of(rank, report, services.manager.capacity) for rank, report in enumerate(reports)]
+    reports = engine.manager.engine.reports
+    return [_load_of(rank, report, engine.manager.capacity) for rank, report in enumerate(reports)]
 
 
 def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> LoadBody:
@@ -168,10 +168,10 @@ def _load_of(rank: int, report: SchedulerReport | None, capacity: Capacity) -> L
     )
 
 
-async def tokenizer_path(services: Services) -> str:
+async def tokenizer_path(engine: Engine) -> str:
     """The folder of the tokenizer, see `TokenizerExport`; empty if it cannot be written."""
     try:
-        return str(await asyncio.to_thread(services.tokenizer_export.folder))
+        return str(await asyncio.to_thread(engine.tokenizer_export.folder))
     except (OSError, ConfigError):
         return ""
 

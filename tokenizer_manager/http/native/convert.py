@@ -32,7 +32,7 @@ from ..schema.errors import renamed_fields
 from ..schema.field_policy import SAMPLING_NOT_YET, FieldPolicy
 from ..schema.generation_fields import at_least_one, prompts_of
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from ..token_logprobs import TokenLogprob
 from .wire import GenerateBody, LogprobRow, MetaInfo, NativeRequest, NativeSampling
 
@@ -64,16 +64,16 @@ _OUR_NAMES: Final = {
 """Usual name of a field -> its path in `NativeRequest`."""
 
 
-async def generate(exchange: Exchange, services: Services) -> None:
+async def generate(exchange: Exchange, engine: Engine) -> None:
     """Generate from texts or token ids."""
-    body, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    body, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
-            warnings = request.warnings + services.second_bos(generation, NO_BOS)
+        with await engine.start(exchange, request) as generation:
+            warnings = request.warnings + engine.second_bos(generation, NO_BOS)
             if body.stream:
                 incremental = bool(body.incremental)
                 writer = _NativeStream(
-                    services.tokenizer, generation, incremental=incremental, warnings=warnings
+                    engine.tokenizer, generation, incremental=incremental, warnings=warnings
                 )
                 await stream(exchange, generation, writer)
                 return
@@ -81,7 +81,7 @@ async def generate(exchange: Exchange, services: Services) -> None:
             for choice, answer in best_answers(generation, await collect(generation)):
                 if not body.return_logprob:
                     answer.logprobs = []  # were for ranking
-                answers.append(_body(services.tokenizer, generation, choice, answer))
+                answers.append(_body(engine.tokenizer, generation, choice, answer))
             answers[0].warnings = warnings or UNSET
             await exchange.send_json(answers if _is_batch(body) or len(answers) > 1 else answers[0])
 
@@ -92,8 +92,8 @@ def _is_batch(body: NativeRequest) -> bool:
     return isinstance(value, list) and isinstance(value[0], str | list)
 
 
-def _read(body: Body, services: Services, caller: Caller) -> tuple[NativeRequest, GenerationRequest]:
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine, caller: Caller) -> tuple[NativeRequest, GenerationRequest]:
+    warnings = _POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, NativeRequest)
     if request.rid is not None:
         warnings.append(
@@ -111,28 +111,28 @@ def _read(body: Body, services: Services, caller: Caller) -> tuple[NativeRequest
         request,
         sampling,
         caller,
-        services.config.limits,
-        services.sampling_defaults,
-        services.manager.capacity.max_model_len,
+        engine.config.limits,
+        engine.sampling_defaults,
+        engine.manager.capacity.max_model_len,
     )
-    generation = _with_adapters(generation, request, services)
+    generation = _with_adapters(generation, request, engine)
     constraint = constraint_of(
         sampling,
-        services.config.answers,
-        services.config.limits,
-        strict_server=services.config.server.strict,
+        engine.config.answers,
+        engine.config.limits,
+        strict_server=engine.config.server.strict,
         at="sampling_params",
     )
     if constraint is not None:
         max_new_tokens = generation.sampling.max_new_tokens
-        check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", services.tokenizer)
+        check_room(constraint, max_new_tokens, "sampling_params.max_new_tokens", engine.tokenizer)
         warnings += constraint.warnings
         generation = replace(generation, grammar=constraint.use, grammar_param=constraint.param)
     return request, replace(generation, names=_OUR_NAMES, warnings=warnings)
 
 
 def _with_adapters(
-    generation: GenerationRequest, request: NativeRequest, services: Services
+    generation: GenerationRequest, request: NativeRequest, engine: Engine
 ) -> GenerationRequest:
     """The request with the adapter that it names, or with one for each prompt.
 
@@ -141,7 +141,7 @@ def _with_adapters(
     """
     paths = request.lora_path or None  # as for other neutral values, an empty list is no adapter
     if not isinstance(paths, list):
-        scheduling = services.with_adapter(generation.scheduling, None, paths)
+        scheduling = engine.with_adapter(generation.scheduling, None, paths)
         return msgspec.structs.replace(generation, scheduling=scheduling)
     if len(paths) != len(generation.prompts):
         raise RequestError(
@@ -150,7 +150,7 @@ def _with_adapters(
             param="lora_path",
             code="invalid_value",
         )
-    lora_ids = [services.with_adapter(generation.scheduling, None, path).lora_id for path in paths]
+    lora_ids = [engine.with_adapter(generation.scheduling, None, path).lora_id for path in paths]
     return msgspec.structs.replace(generation, lora_ids=lora_ids)
 
 

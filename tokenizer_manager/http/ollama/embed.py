@@ -18,7 +18,7 @@ from ..schema.field_policy import FieldPolicy
 from ..schema.field_types import Count, Prompts
 from ..schema.generation_fields import prompts_of
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 
 _NS_PER_S: Final = 1_000_000_000
 
@@ -86,47 +86,47 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-async def ollama_embed(exchange: Exchange, services: Services) -> None:
+async def ollama_embed(exchange: Exchange, engine: Engine) -> None:
     """Vectors of texts; longer ones are cut unless `truncate` is false, as in Ollama."""
-    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
-    started_s = services.manager.now_s()
+    made = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
+    started_s = engine.manager.now_s()
     async with exchange.abort_on_disconnect():
-        answer = await run_pooled(exchange, services, made.generation)
+        answer = await run_pooled(exchange, engine, made.generation)
         body = _WrittenBody(
             model=made.model,
             embeddings=await json_in_parts(answer.vectors, lambda _, vector: array("f", vector).tolist()),
-            total_duration=int((services.manager.now_s() - started_s) * _NS_PER_S),
+            total_duration=int((engine.manager.now_s() - started_s) * _NS_PER_S),
             prompt_eval_count=answer.usage.prompt_tokens,
             warnings=made.warnings or UNSET,
         )
         await exchange.send_json(body)
 
 
-async def ollama_embeddings(exchange: Exchange, services: Services) -> None:
+async def ollama_embeddings(exchange: Exchange, engine: Engine) -> None:
     """The vector of one prompt."""
-    made = await services.read(exchange, lambda body: _read_old(body, services, exchange.caller))
+    made = await engine.read(exchange, lambda body: _read_old(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        answer = await run_pooled(exchange, services, made.generation)
+        answer = await run_pooled(exchange, engine, made.generation)
         await exchange.send_json(OllamaOldEmbedBody(array("f", answer.vectors[0]).tolist()))
 
 
-def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine, caller: Caller) -> _Checked:
+    warnings = _POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, OllamaEmbedRequest)
     truncate = request.truncate is not False
     return _checked(
-        services, caller, request.model, request.input, "input", request.dimensions, truncate, warnings
+        engine, caller, request.model, request.input, "input", request.dimensions, truncate, warnings
     )
 
 
-def _read_old(body: Body, services: Services, caller: Caller) -> _Checked:
-    warnings = _OLD_POLICY.check(body, strict=services.config.server.strict)
+def _read_old(body: Body, engine: Engine, caller: Caller) -> _Checked:
+    warnings = _OLD_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, OllamaOldEmbedRequest)
-    return _checked(services, caller, request.model, request.prompt, "prompt", None, True, warnings)
+    return _checked(engine, caller, request.model, request.prompt, "prompt", None, True, warnings)
 
 
 def _checked(
-    services: Services,
+    engine: Engine,
     caller: Caller,
     model: str | None,
     value: object,
@@ -135,22 +135,20 @@ def _checked(
     truncate: bool,
     warnings: list[str],
 ) -> _Checked:
-    services.check_model(model)
-    check_task(services.spec, "embed")
-    pooling = services.spec.pooling
+    engine.check_model(model)
+    check_task(engine.spec, "embed")
+    pooling = engine.spec.pooling
     assert pooling is not None
     fields = PoolingFields(model=model, truncate=truncate)
-    prompts = prompts_of(
-        value, param, services.config.limits, max_prompt_len=most_token_ids(fields, services)
-    )
+    prompts = prompts_of(value, param, engine.config.limits, max_prompt_len=most_token_ids(fields, engine))
     params = embedding_params(pooling, dimensions=dimensions)
     generation = pooled_request(
         fields,
-        services,
+        engine,
         caller,
         with_prompt(prompts, prompt_text(pooling)),
         [params] * len(prompts),
         param=param,
         id_prefix="ollama",
     )
-    return _Checked(generation, model or services.served_model, warnings)
+    return _Checked(generation, model or engine.served_model, warnings)

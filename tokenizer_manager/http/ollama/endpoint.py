@@ -13,7 +13,7 @@ from ..delivery import collect_deltas, stream
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import timings_of, usage_of
-from ..services import Services
+from ..services import Engine
 from .convert import CONTENT_TYPE, Durations, OllamaStream, read_chat, read_generate
 from .wire import OllamaFields
 
@@ -21,32 +21,32 @@ _DONE_REASONS: Final = {"tool_calls": "stop"}
 _NS_PER_MS: Final = 1_000_000
 
 
-async def ollama_chat(exchange: Exchange, services: Services) -> None:
+async def ollama_chat(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat in the form of Ollama's API."""
-    await _answer(exchange, services, read_chat, chat=True)
+    await _answer(exchange, engine, read_chat, chat=True)
 
 
-async def ollama_generate(exchange: Exchange, services: Services) -> None:
+async def ollama_generate(exchange: Exchange, engine: Engine) -> None:
     """Answer a prompt in the form of Ollama's API."""
-    await _answer(exchange, services, read_generate, chat=False)
+    await _answer(exchange, engine, read_generate, chat=False)
 
 
 async def _answer(
     exchange: Exchange,
-    services: Services,
+    engine: Engine,
     reader: Callable[..., tuple[OllamaFields, GenerationRequest]],
     *,
     chat: bool,
 ) -> None:
-    body, request = await services.read(exchange, lambda body: _read(reader, body, services, exchange.caller))
-    lines = OllamaStream(body.model or services.served_model, chat=chat)
+    body, request = await engine.read(exchange, lambda body: _read(reader, body, engine, exchange.caller))
+    lines = OllamaStream(body.model or engine.served_model, chat=chat)
     if request.conversation is not None and not request.conversation.messages:
         # An empty chat loads the model, which is loaded.
         await exchange.send_json(lines.whole([], "load", None, request.warnings))
         return
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
-            warnings = generation.request.warnings + services.second_bos(
+        with await engine.start(exchange, request) as generation:
+            warnings = generation.request.warnings + engine.second_bos(
                 generation, "leave it out of the prompt"
             )
             if body.stream is not False:
@@ -59,14 +59,12 @@ async def _answer(
 def _read(
     reader: Callable[..., tuple[OllamaFields, GenerationRequest]],
     body: dict[str, Any],
-    services: Services,
+    engine: Engine,
     caller: Caller,
 ) -> tuple[OllamaFields, GenerationRequest]:
-    max_model_len = services.manager.capacity.max_model_len
-    request, generation = reader(
-        body, services.config, services.sampling_defaults, max_model_len=max_model_len
-    )
-    scheduling = services.with_adapter(caller.scheduling(request), request.model)
+    max_model_len = engine.manager.capacity.max_model_len
+    request, generation = reader(body, engine.config, engine.sampling_defaults, max_model_len=max_model_len)
+    scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)
 
 

@@ -14,7 +14,7 @@ from ....models.weight_files.weight_memory import num_parameters, weight_bytes
 from ....runtime.errors import RequestError
 from ..exchange import Exchange
 from ..schema.values import convert
-from ..services import Services
+from ..services import Engine, ServerFacts
 from .wire import (
     SHOW_POLICY,
     ModelDetails,
@@ -37,33 +37,33 @@ _OPTIONS: Final = {"repetition_penalty": "repeat_penalty"}
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-async def greeting(exchange: Exchange, services: Services) -> None:
+async def greeting(exchange: Exchange, engine: Engine) -> None:
     """Says that a server is there."""
     await exchange.send_bytes(_GREETING, b"text/plain; charset=utf-8")
 
 
-async def tags(exchange: Exchange, services: Services) -> None:
+async def tags(exchange: Exchange, engine: Engine) -> None:
     """The list of models, which has one."""
-    name = services.served_model
+    name = engine.served_model
     await exchange.send_json(
         TagsBody(
             [
                 TaggedModel(
                     name=name,
                     model=name,
-                    modified_at=_modified_at(services),
-                    size=_size(services),
-                    digest=_digest(services),
-                    details=_details(services),
+                    modified_at=_modified_at(engine),
+                    size=_size(engine),
+                    digest=_digest(engine),
+                    details=_details(engine),
                 )
             ]
         )
     )
 
 
-async def running(exchange: Exchange, services: Services) -> None:
+async def running(exchange: Exchange, engine: Engine) -> None:
     """The loaded models."""
-    name, size = services.served_model, _size(services)
+    name, size = engine.served_model, _size(engine)
     await exchange.send_json(
         RunningBody(
             [
@@ -71,87 +71,87 @@ async def running(exchange: Exchange, services: Services) -> None:
                     name=name,
                     model=name,
                     size=size,
-                    size_vram=0 if services.config.model.device == "cpu" else size,
-                    digest=_digest(services),
-                    details=_details(services),
+                    size_vram=0 if engine.config.model.device == "cpu" else size,
+                    digest=_digest(engine),
+                    details=_details(engine),
                     expires_at=_NEVER,
-                    context_length=services.manager.capacity.max_model_len,
+                    context_length=engine.manager.capacity.max_model_len,
                 )
             ]
         )
     )
 
 
-async def show(exchange: Exchange, services: Services) -> None:
+async def show(exchange: Exchange, engine: Engine) -> None:
     """Facts about the model, and what it can do."""
-    body = await services.read_object(exchange)
-    warnings = SHOW_POLICY.check(body, strict=services.config.server.strict)
+    body = await engine.read_object(exchange)
+    warnings = SHOW_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, OllamaShowRequest)
-    services.check_model(request.model or request.name)
-    spec = services.spec
+    engine.check_model(request.model or request.name)
+    spec = engine.spec
     family = spec.model_type
     await exchange.send_json(
         ShowBody(
-            modelfile=f"FROM {services.served_model}\n",
-            parameters=_parameters(services),
-            template="" if services.renderer is None else services.renderer.template.source,
-            details=_details(services),
+            modelfile=f"FROM {engine.served_model}\n",
+            parameters=_parameters(engine),
+            template="" if engine.renderer is None else engine.renderer.template.source,
+            details=_details(engine),
             model_info={
                 "general.architecture": family,
-                "general.basename": services.served_model,
+                "general.basename": engine.served_model,
                 "general.parameter_count": num_parameters(spec),
-                f"{family}.context_length": services.manager.capacity.max_model_len,
+                f"{family}.context_length": engine.manager.capacity.max_model_len,
                 f"{family}.embedding_length": spec.hidden_size,
                 f"{family}.block_count": spec.num_layers,
                 f"{family}.attention.head_count": spec.num_heads,
                 f"{family}.attention.head_count_kv": spec.num_kv_heads,
             },
-            capabilities=_capabilities(services),
-            modified_at=_modified_at(services),
+            capabilities=_capabilities(engine),
+            modified_at=_modified_at(engine),
             warnings=warnings or UNSET,
         )
     )
 
 
-async def ollama_version(exchange: Exchange, services: Services) -> None:
+async def ollama_version(exchange: Exchange, engine: Engine) -> None:
     """The version of Ollama's API; that of the engine is in `/version`."""
     await exchange.send_json(VersionBody(_VERSION))
 
 
-def unavailable(path: str, why: str) -> Callable[[Exchange, Services], Awaitable[None]]:
+def unavailable(path: str, why: str) -> Callable[[Exchange, Engine], Awaitable[None]]:
     """A handler that answers 501."""
 
-    async def answer(exchange: Exchange, services: Services) -> None:
+    async def answer(exchange: Exchange, engine: Engine) -> None:
         raise RequestError(f"{path} is not available here: {why}", code="not_implemented", status=501)
 
     answer.__name__ = "ollama" + path.replace("/", "_")
     return answer
 
 
-def _parameters(services: Services) -> str:
+def _parameters(facts: ServerFacts) -> str:
     """The sampling defaults of the model's files under Ollama's names, one a line."""
-    values = services.sampling_defaults.values()
+    values = facts.sampling_defaults.values()
     return "\n".join(f"{_OPTIONS.get(name, name):<24} {value:g}" for name, value in values.items())
 
 
-def _capabilities(services: Services) -> list[str]:
-    formats = services.planner.formats
+def _capabilities(engine: Engine) -> list[str]:
+    formats = engine.planner.formats
     return [
         "completion",
-        *(["tools"] if services.renderer is not None and formats.tools is not None else []),
+        *(["tools"] if engine.renderer is not None and formats.tools is not None else []),
         *(["thinking"] if formats.reasoning is not None else []),
     ]
 
 
-def _details(services: Services) -> ModelDetails:
-    spec = services.spec
+def _details(facts: ServerFacts) -> ModelDetails:
+    spec = facts.spec
     quantization = spec.quantization
-    level = str(services.config.model.dtype) if quantization is None else quantization.method
+    level = str(facts.config.model.dtype) if quantization is None else quantization.method
     types = {} if quantization is None else quantization.types
     if types:  # of a GGUF file: the format of most modules
         level = Counter(types.values()).most_common(1)[0][0]
     return ModelDetails(
-        format="gguf" if types or str(services.config.model.model).endswith(".gguf") else "safetensors",
+        format="gguf" if types or str(facts.config.model.model).endswith(".gguf") else "safetensors",
         family=spec.model_type,
         families=[spec.model_type],
         parameter_size=_short(num_parameters(spec)),
@@ -163,15 +163,15 @@ def _short(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1_000_000_000 else f"{count / 1e6:.0f}M"
 
 
-def _size(services: Services) -> int:
+def _size(facts: ServerFacts) -> int:
     """Bytes of the weights: quantized, or in the serving dtype."""
-    return weight_bytes(services.spec, _BYTES.get(str(services.config.model.dtype), 2))
+    return weight_bytes(facts.spec, _BYTES.get(str(facts.config.model.dtype), 2))
 
 
-def _digest(services: Services) -> str:
+def _digest(facts: ServerFacts) -> str:
     """Tells models apart; it is no digest of the weights."""
-    return hashlib.sha256(f"{services.served_model} {services.spec!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{facts.served_model} {facts.spec!r}".encode()).hexdigest()
 
 
-def _modified_at(services: Services) -> str:
-    return datetime.fromtimestamp(services.created_s, UTC).isoformat().replace("+00:00", "Z")
+def _modified_at(facts: ServerFacts) -> str:
+    return datetime.fromtimestamp(facts.created_s, UTC).isoformat().replace("+00:00", "Z")

@@ -17,7 +17,7 @@ from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import CHAT_NO_EFFECT, CHAT_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from ..token_logprobs import AnswerPlacement, PlacedLogprob, int32s, unpack
 from .chunks import ChunkWriter, whole_body
 from .messages import chat_conversation, template_messages
@@ -44,46 +44,44 @@ _POLICY: Final = FieldPolicy(
 )
 
 
-async def chat_completions(exchange: Exchange, services: Services) -> None:
+async def chat_completions(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat."""
-    body, request = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
+    body, request = await engine.read(exchange, lambda body: read_chat(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
+        with await engine.start(exchange, request) as generation:
             warnings = generation.request.warnings
             old_form = bool(body.functions)
-            field = services.config.answers.reasoning_field
-            placements = [_placement(services.tokenizer, generation.request) for _ in generation.choices]
+            field = engine.config.answers.reasoning_field
+            placements = [_placement(engine.tokenizer, generation.request) for _ in generation.choices]
             options = body.events()
             if options is not None:
-                chunks = ChunkWriter(ChatChunk, services, generation, options, warnings)
-                writer = _ChatStream(services.tokenizer, chunks, placements, field, old_form=old_form)
+                chunks = ChunkWriter(ChatChunk, engine, generation, options, warnings)
+                writer = _ChatStream(engine.tokenizer, chunks, placements, field, old_form=old_form)
                 await stream(exchange, generation, writer)
                 return
             answers = await collect(generation)
             choices = [
-                _choice(
-                    services.tokenizer, choice, answer, placements[choice.index], field, old_form=old_form
-                )
+                _choice(engine.tokenizer, choice, answer, placements[choice.index], field, old_form=old_form)
                 for choice, answer in zip(generation.choices, answers, strict=True)
             ]
-            await exchange.send_json(whole_body(ChatCompletion, services, generation, choices, warnings))
+            await exchange.send_json(whole_body(ChatCompletion, engine, generation, choices, warnings))
 
 
-def read_chat(body: Body, services: Services, caller: Caller) -> tuple[ChatRequest, GenerationRequest]:
+def read_chat(body: Body, engine: Engine, caller: Caller) -> tuple[ChatRequest, GenerationRequest]:
     """Check the body of a chat.
 
     Raises:
         RequestError: it is refused.
     """
-    strict = services.config.server.strict
+    strict = engine.config.server.strict
     warnings = _POLICY.check(body, strict=strict)
     request = convert(body, ChatRequest)
-    services.check_model(request.model)
+    engine.check_model(request.model)
     request.events()
-    limits = services.config.limits
+    limits = engine.config.limits
     messages, more_warnings = template_messages(request.messages, strict=strict, limits=limits)
     warnings += more_warnings
-    constraint = constraint_of(request, services.config.answers, limits, strict_server=strict)
+    constraint = constraint_of(request, engine.config.answers, limits, strict_server=strict)
     if constraint is not None:
         warnings += constraint.warnings
     spec = None if constraint is None else constraint.use.spec
@@ -93,7 +91,7 @@ def read_chat(body: Body, services: Services, caller: Caller) -> tuple[ChatReque
     with renamed_fields(names):
         sampling = request.sampling(
             limits,
-            services.sampling_defaults,
+            engine.sampling_defaults,
             max_new_tokens=max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
@@ -105,7 +103,7 @@ def read_chat(body: Body, services: Services, caller: Caller) -> tuple[ChatReque
         sampling=sampling,
         n=request.num_choices(limits),
         id_prefix="chatcmpl",
-        scheduling=services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        scheduling=engine.with_adapter(caller.scheduling(request), request.model, request.lora_path),
         prompt_param="messages",
         length_param=length_param,
         names=names,

@@ -11,13 +11,13 @@ from ...generation import Generation
 from ..framing import DONE, event
 from ..schema.accounting import UsageBody, timings_of, usage_of
 from ..schema.generation_fields import StreamOptions
-from ..services import Services
+from ..services import Engine
 from .wire import C, OpenAIBody
 
 
 def whole_body(
     kind: type[OpenAIBody[C]],
-    services: Services,
+    engine: Engine,
     generation: Generation,
     choices: list[C],
     warnings: list[str],
@@ -26,10 +26,10 @@ def whole_body(
     return kind(
         id=generation.id,
         created=int(time.time()),
-        model=generation.scheduling.served_as or services.served_model,
-        system_fingerprint=services.fingerprint,
+        model=generation.scheduling.served_as or engine.served_model,
+        system_fingerprint=engine.fingerprint,
         choices=choices,
-        usage=usage_of(generation, generation.reasoning_tokens(), services.tokenizer),
+        usage=usage_of(generation, generation.reasoning_tokens(), engine.tokenizer),
         timings=timings_of(generation),
         warnings=warnings or UNSET,
         kv_transfer_params=generation.kv_transfer_params or UNSET,
@@ -46,7 +46,7 @@ class ChunkWriter(Generic[C]):
     def __init__(
         self,
         kind: type[OpenAIBody[C]],
-        services: Services,
+        engine: Engine,
         generation: Generation,
         options: StreamOptions,
         warnings: list[str],
@@ -55,13 +55,13 @@ class ChunkWriter(Generic[C]):
 
         Args:
             kind: of the events.
-            services: of the server.
+            engine: of the server.
             generation: that is streamed.
             options: of the stream.
             warnings: for the first event.
         """
         self._kind = kind
-        self._services = services
+        self._engine = engine
         self._generation = generation
         self._options = options
         self._warnings = warnings
@@ -94,9 +94,7 @@ class ChunkWriter(Generic[C]):
         return event(chunk) + DONE
 
     def _usage(self, unsent: int | None = None) -> UsageBody:
-        usage = usage_of(
-            self._generation, self._generation.reasoning_tokens(unsent), self._services.tokenizer
-        )
+        usage = usage_of(self._generation, self._generation.reasoning_tokens(unsent), self._engine.tokenizer)
         if unsent is not None:
             num_unsent = self._generation.choices[unsent].usage.completion_tokens
             usage.completion_tokens -= num_unsent
@@ -107,8 +105,8 @@ class ChunkWriter(Generic[C]):
         chunk = self._kind(
             id=self._generation.id,
             created=self._created,
-            model=self._generation.scheduling.served_as or self._services.served_model,
-            system_fingerprint=self._services.fingerprint,
+            model=self._generation.scheduling.served_as or self._engine.served_model,
+            system_fingerprint=self._engine.fingerprint,
             choices=choices,
         )
         if self._options.continuous_usage_stats and self._options.include_usage is not False:

@@ -22,7 +22,7 @@ from ..schema.errors import OPENAI_NAMES, renamed_fields
 from ..schema.field_policy import COMPLETION_NOT_YET, FieldPolicy
 from ..schema.generation_fields import StreamOptions, at_least_one, prompts_of
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from ..token_logprobs import AnswerPlacement, TokenLogprob, prompt_offsets
 from .chunks import ChunkWriter, whole_body
 from .wire import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
@@ -35,39 +35,37 @@ _POLICY: Final = FieldPolicy(
 )
 
 
-async def completions(exchange: Exchange, services: Services) -> None:
+async def completions(exchange: Exchange, engine: Engine) -> None:
     """Continue prompts."""
-    body, request = await services.read(
-        exchange, lambda body: read_completion(body, services, exchange.caller)
-    )
+    body, request = await engine.read(exchange, lambda body: read_completion(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
-            warnings = request.warnings + services.second_bos(generation, NO_BOS)
-            writer = _ChoiceWriter(services.tokenizer, generation, body)
+        with await engine.start(exchange, request) as generation:
+            warnings = request.warnings + engine.second_bos(generation, NO_BOS)
+            writer = _ChoiceWriter(engine.tokenizer, generation, body)
             options = body.events()
             if options is not None:
-                chunks = ChunkWriter(Completion, services, generation, options, warnings)
+                chunks = ChunkWriter(Completion, engine, generation, options, warnings)
                 await stream(exchange, generation, _CompletionStream(writer, chunks))
             else:
                 choices = writer.choices(best_answers(generation, await collect(generation)))
-                await exchange.send_json(whole_body(Completion, services, generation, choices, warnings))
+                await exchange.send_json(whole_body(Completion, engine, generation, choices, warnings))
 
 
 def read_completion(
-    body: Body, services: Services, caller: Caller
+    body: Body, engine: Engine, caller: Caller
 ) -> tuple[CompletionRequest, GenerationRequest]:
     """Check the body of a completion.
 
     Raises:
         RequestError: it is refused.
     """
-    warnings = _POLICY.check(body, strict=services.config.server.strict)
+    warnings = _POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, CompletionRequest)
-    services.check_model(request.model)
+    engine.check_model(request.model)
     options = request.events()
-    limits = services.config.limits
+    limits = engine.config.limits
     prompts = prompts_of(
-        request.prompt, "prompt", limits, max_prompt_len=services.manager.capacity.max_model_len
+        request.prompt, "prompt", limits, max_prompt_len=engine.manager.capacity.max_model_len
     )
     max_new_tokens = at_least_one(request.max_tokens, "max_tokens")
     n = request.num_choices(limits)
@@ -76,7 +74,7 @@ def read_completion(
     with renamed_fields(names):
         sampling = request.sampling(
             limits,
-            services.sampling_defaults,
+            engine.sampling_defaults,
             max_new_tokens=DEFAULT_MAX_TOKENS if max_new_tokens is None else max_new_tokens,
             min_new_tokens=request.min_tokens,
             keep_stop=request.include_stop_str_in_output,
@@ -84,10 +82,10 @@ def read_completion(
             prompt_logprobs=request.logprobs if request.echo else None,
         )
     constraint = constraint_of(
-        request, services.config.answers, limits, strict_server=services.config.server.strict
+        request, engine.config.answers, limits, strict_server=engine.config.server.strict
     )
     if constraint is not None:
-        check_room(constraint, sampling.max_new_tokens, "max_tokens", services.tokenizer)
+        check_room(constraint, sampling.max_new_tokens, "max_tokens", engine.tokenizer)
         warnings += constraint.warnings
     return request, GenerationRequest(
         prompts=prompts,
@@ -95,7 +93,7 @@ def read_completion(
         n=generated,
         num_returned=n,
         id_prefix="cmpl",
-        scheduling=services.with_adapter(caller.scheduling(request), request.model, request.lora_path),
+        scheduling=engine.with_adapter(caller.scheduling(request), request.model, request.lora_path),
         add_special_tokens=request.add_special_tokens is not False,
         grammar=None if constraint is None else constraint.use,
         grammar_param="" if constraint is None else constraint.param,

@@ -14,7 +14,7 @@ from ....runtime.sampling_params import MAX_COUNT
 from ...conversation.chat_template import RESERVED_NAMES
 from ...conversation.conversation import ChoiceMode, Conversation, ReasoningOptions, Tool, ToolChoice
 from ..schema.field_policy import FieldPolicy, first_warnings
-from ..schema.values import Body, check_is_no_media, check_limit, convert, show, without_nulls
+from ..schema.values import EFFORTS, Body, check_is_no_media, check_limit, convert, show, without_nulls
 from .tools import choice_of, function_choice_of, function_of, tools_of
 from .wire import ChatRequest
 
@@ -205,9 +205,6 @@ def _joined(parts: list[dict[str, Any]], at: str, strict: bool) -> tuple[str, li
         warnings += _PART_POLICY.check(part, strict=strict, at=where)
         texts.append(convert(part, TextPart, where).text)
     return "\n".join(texts), first_warnings(warnings)
-
-
-EFFORTS: Final = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 def chat_conversation(

@@ -20,7 +20,7 @@ from ..exchange import Exchange
 from ..schema.constraint_fields import ConstraintFields
 from ..schema.field_policy import first_warnings
 from ..schema.generation_fields import GenerationFields
-from ..services import Services
+from ..services import Engine
 from .chat import read_chat
 from .completions import read_completion
 from .wire import RenderedBody
@@ -54,43 +54,41 @@ class _EncodedBody(msgspec.Struct, kw_only=True):
 assert _EncodedBody.__struct_fields__ == RenderedBody.__struct_fields__
 
 
-async def render_chat(exchange: Exchange, services: Services) -> None:
+async def render_chat(exchange: Exchange, engine: Engine) -> None:
     """The prompt of a chat."""
-    fields, request = await services.read(exchange, lambda body: read_chat(body, services, exchange.caller))
+    fields, request = await engine.read(exchange, lambda body: read_chat(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        request, [prompt] = await services.prepare(exchange, request)
+        request, [prompt] = await engine.prepare(exchange, request)
         assert request.conversation is not None and request.plan is not None
         warnings = request.warnings
         has_tools = bool(request.conversation.tools)
         has_fields = request.grammar is None or (request.plan.reasoning is None and not has_tools)
         if not has_fields:
             warnings = first_warnings([*warnings, _GRAMMAR_IS_LEFT_OUT])
-        body = await _body(services, fields, request, 0, prompt, fields if has_fields else None)
+        body = await _body(engine, fields, request, 0, prompt, fields if has_fields else None)
         body.warnings = warnings or UNSET
         await exchange.send_json(body)
 
 
-async def render_completions(exchange: Exchange, services: Services) -> None:
+async def render_completions(exchange: Exchange, engine: Engine) -> None:
     """The prompts of completions, in their order; warnings are in the first."""
-    fields, request = await services.read(
-        exchange, lambda body: read_completion(body, services, exchange.caller)
-    )
+    fields, request = await engine.read(exchange, lambda body: read_completion(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        request, prompts = await services.prepare(exchange, request)
+        request, prompts = await engine.prepare(exchange, request)
         bodies = [
-            await _body(services, fields, request, index, prompt, fields)
+            await _body(engine, fields, request, index, prompt, fields)
             for index, prompt in enumerate(prompts)
         ]
         warnings = request.warnings
         if request.add_special_tokens:
             encoded = [prompt.ids for prompt in prompts]
-            warnings = warnings + second_bos(services.tokenizer, request.prompts, encoded, "prompt", NO_BOS)
+            warnings = warnings + second_bos(engine.tokenizer, request.prompts, encoded, "prompt", NO_BOS)
         bodies[0].warnings = warnings or UNSET
         await exchange.send_json(bodies)
 
 
 async def _body(
-    services: Services,
+    engine: Engine,
     fields: GenerationFields,
     request: GenerationRequest,
     index: int,
@@ -100,9 +98,9 @@ async def _body(
     """The answer for prompt `index` of a request; `constraint`: the fields that say what the answer is."""
     text, scheduling, sampling = request.prompts[index], request.scheduling, prompt.sampling
     return _EncodedBody(
-        token_ids=msgspec.Raw(await services.encoder.json_of(prompt.ids)),
+        token_ids=msgspec.Raw(await engine.encoder.json_of(prompt.ids)),
         prompt=text if isinstance(text, str) else UNSET,
-        model=scheduling.served_as or services.served_model,
+        model=scheduling.served_as or engine.served_model,
         sampling_params=_sampling_params(sampling, request, constraint),
         stream=bool(fields.stream),
         priority=scheduling.priority,

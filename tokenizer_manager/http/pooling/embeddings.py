@@ -16,16 +16,16 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.generation_fields import prompts_of
 from ..schema.values import Body, convert
-from ..services import Services
+from ..services import Engine
 from .run import json_in_parts, most_token_ids, pooled_request, run_pooled
 from .wire import EMBEDDINGS_POLICY, Embedding, EmbeddingsBody, EmbeddingsRequest, PoolingUsage
 
 
-async def embeddings(exchange: Exchange, services: Services) -> None:
+async def embeddings(exchange: Exchange, engine: Engine) -> None:
     """Vectors of texts."""
-    made = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    made = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        answer = await run_pooled(exchange, services, made.generation)
+        answer = await run_pooled(exchange, engine, made.generation)
         data = await json_in_parts(answer.vectors, _base64 if made.as_base64 else _floats)
         body = _WrittenBody(
             id=answer.id,
@@ -61,22 +61,22 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services, caller: Caller) -> _Checked:
-    warnings = EMBEDDINGS_POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine, caller: Caller) -> _Checked:
+    warnings = EMBEDDINGS_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, EmbeddingsRequest)
-    services.check_model(request.model)
-    check_task(services.spec, "embed")
-    pooling = services.spec.pooling
+    engine.check_model(request.model)
+    check_task(engine.spec, "embed")
+    pooling = engine.spec.pooling
     assert pooling is not None
     prompts = prompts_of(
-        request.input, "input", services.config.limits, max_prompt_len=most_token_ids(request, services)
+        request.input, "input", engine.config.limits, max_prompt_len=most_token_ids(request, engine)
     )
     text = prompt_text(pooling, prompt_name=request.prompt_name, input_type=request.input_type)
     asked = "prompt_name" if request.prompt_name else "input_type" if request.input_type else ""
     params = embedding_params(pooling, dimensions=request.dimensions, normalize=request.normalize)
     generation = pooled_request(
         request,
-        services,
+        engine,
         caller,
         with_prompt(prompts, text, asked),
         [params] * len(prompts),

@@ -12,19 +12,19 @@ from ....runtime.sampling_params import MAX_COUNT
 from ...pooling.embedding import check_ranking
 from ..exchange import Exchange
 from ..schema.values import Body, check_limit, convert, show
-from ..services import Services
+from ..services import Engine
 from .run import score_pairs
 from .wire import RERANK_POLICY, Ranked, RankedText, RerankBody, RerankRequest
 
 
-async def rerank(exchange: Exchange, services: Services) -> None:
+async def rerank(exchange: Exchange, engine: Engine) -> None:
     """Documents by their relevance to a query."""
-    made = await services.read(exchange, lambda body: _read(body, services))
+    made = await engine.read(exchange, lambda body: _read(body, engine))
     request, documents = made.request, made.documents
     async with exchange.abort_on_disconnect():
         scored = await score_pairs(
             exchange,
-            services,
+            engine,
             request,
             [(request.query, document) for document in documents],
             param="documents",
@@ -55,13 +55,13 @@ class _Checked(NamedTuple):
     warnings: list[str]
 
 
-def _read(body: Body, services: Services) -> _Checked:
-    warnings = RERANK_POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine) -> _Checked:
+    warnings = RERANK_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, RerankRequest)
-    services.check_model(request.model)
-    check_ranking(services.spec, "/v1/score")
+    engine.check_model(request.model)
+    check_ranking(engine.spec, "/v1/score")
     check_limit(
-        "documents", len(request.documents), "documents", services.config.limits.max_prompts, "max_prompts"
+        "documents", len(request.documents), "documents", engine.config.limits.max_prompts, "max_prompts"
     )
     if not request.documents:
         raise RequestError("documents is empty; send at least one", param="documents", code="invalid_value")

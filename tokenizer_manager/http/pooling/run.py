@@ -23,7 +23,7 @@ from ...pooling.scoring import Pair, ScoredInputs, joined_inputs, scores_of, tex
 from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import usage_of
-from ..services import Services
+from ..services import Engine
 from .wire import PoolingFields, PoolingUsage
 
 
@@ -45,7 +45,7 @@ class PooledAnswer(NamedTuple):
 
 def pooled_request(
     fields: PoolingFields,
-    services: Services,
+    engine: Engine,
     caller: Caller,
     prompts: Sequence[Prompt],
     poolings: Sequence[PoolingParams],
@@ -72,7 +72,7 @@ def pooled_request(
         prompts=prompts,
         sampling=POOLING_SAMPLING,
         id_prefix=id_prefix,
-        scheduling=services.with_adapter(caller.scheduling(fields), fields.model, fields.lora_path),
+        scheduling=engine.with_adapter(caller.scheduling(fields), fields.model, fields.lora_path),
         add_special_tokens=add_special_tokens,
         prompt_param=param,
         poolings=poolings,
@@ -81,18 +81,18 @@ def pooled_request(
     )
 
 
-def most_token_ids(fields: PoolingFields, services: Services) -> int:
+def most_token_ids(fields: PoolingFields, engine: Engine) -> int:
     """Token ids that an input may have: any number if the request wants longer ones to be cut."""
-    return services.manager.capacity.max_model_len if fields.truncate_len() is None else MAX_COUNT
+    return engine.manager.capacity.max_model_len if fields.truncate_len() is None else MAX_COUNT
 
 
-async def run_pooled(exchange: Exchange, services: Services, request: GenerationRequest) -> PooledAnswer:
+async def run_pooled(exchange: Exchange, engine: Engine, request: GenerationRequest) -> PooledAnswer:
     """Start a request and wait for its results; call it where a disconnect cancels.
 
     Raises:
         EngineError: a prompt failed, or the request is refused.
     """
-    generation = await services.start(exchange, request)
+    generation = await engine.start(exchange, request)
     vectors = [b""] * len(generation.choices)
     with generation:
         async for rows in generation:
@@ -102,7 +102,7 @@ async def run_pooled(exchange: Exchange, services: Services, request: Generation
                 if finish is not None and finish.kind is FinishKind.ABORT:
                     raise RequestError("the request was aborted; send it again", code="aborted", status=409)
                 vectors[row.choice.index] = row.output.vector
-    model = request.scheduling.served_as or services.served_model
+    model = request.scheduling.served_as or engine.served_model
     return PooledAnswer(generation.id, model, vectors, _usage(generation))
 
 
@@ -165,7 +165,7 @@ class ScoredPairs(NamedTuple):
 
 async def score_pairs(
     exchange: Exchange,
-    services: Services,
+    engine: Engine,
     fields: PoolingFields,
     pairs: Sequence[Pair],
     *,
@@ -183,19 +183,19 @@ async def score_pairs(
     Raises:
         EngineError: a pair failed, or the request is refused.
     """
-    check_task(services.spec, "score")
-    pooling = services.spec.pooling
+    check_task(engine.spec, "score")
+    pooling = engine.spec.pooling
     assert pooling is not None
     check_instruction(pooling, instruction)
     if uses_pairs(pooling):
-        limit, max_len = fields.truncate_len(), longest_input(services.manager.capacity)
+        limit, max_len = fields.truncate_len(), longest_input(engine.manager.capacity)
         most = None if limit is None else max_len if limit < 0 else min(limit, max_len)
-        inputs = joined_inputs(pooling, await services.encoder.encode_pairs(pairs, most))
+        inputs = joined_inputs(pooling, await engine.encoder.encode_pairs(pairs, most))
     else:
-        inputs = text_inputs(pooling, services.tokenizer, pairs, instruction)
+        inputs = text_inputs(pooling, engine.tokenizer, pairs, instruction)
     request = pooled_request(
         fields,
-        services,
+        engine,
         exchange.caller,
         inputs.prompts,
         inputs.poolings,
@@ -205,7 +205,7 @@ async def score_pairs(
         num_kept_tokens=inputs.num_kept_tokens,
     )
     try:
-        answer = await run_pooled(exchange, services, request)
+        answer = await run_pooled(exchange, engine, request)
     except RequestError as error:
         raise inputs.located(error, param) from None
     scores = await scores_in_parts(pooling, inputs, answer.vectors)

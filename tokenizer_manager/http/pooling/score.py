@@ -15,7 +15,7 @@ from ...pooling.scoring import Pair, label_id, label_inputs, label_scores
 from ..exchange import Exchange
 from ..schema.generation_fields import prompts_of
 from ..schema.values import Body, check_limit, convert, show
-from ..services import Services
+from ..services import Engine
 from .run import most_token_ids, pooled_request, run_pooled, score_pairs
 from .wire import SCORE_POLICY, Score, ScoreBody, ScoreRequest
 
@@ -26,11 +26,11 @@ _OF_PAIRS: Final = (*_OF_TEXTS, *_OF_QUERIES, "instruction")
 _OF_ITEMS: Final = ("label_token_ids", "labels", "apply_softmax", "item_first")
 
 
-async def score(exchange: Exchange, services: Services) -> None:
+async def score(exchange: Exchange, engine: Engine) -> None:
     """Scores of pairs, or of labels."""
-    made = await services.read(exchange, lambda body: _read(body, services))
+    made = await engine.read(exchange, lambda body: _read(body, engine))
     async with exchange.abort_on_disconnect():
-        await exchange.send_json(await (_of_items if made.items else _of_pairs)(exchange, services, made))
+        await exchange.send_json(await (_of_items if made.items else _of_pairs)(exchange, engine, made))
 
 
 class _Checked(NamedTuple):
@@ -44,10 +44,10 @@ class _Checked(NamedTuple):
     label_ids: Sequence[int] = ()
 
 
-async def _of_pairs(exchange: Exchange, services: Services, made: _Checked) -> ScoreBody:
+async def _of_pairs(exchange: Exchange, engine: Engine, made: _Checked) -> ScoreBody:
     scored = await score_pairs(
         exchange,
-        services,
+        engine,
         made.request,
         made.pairs,
         param=made.param,
@@ -67,18 +67,18 @@ async def _of_pairs(exchange: Exchange, services: Services, made: _Checked) -> S
     )
 
 
-async def _of_items(exchange: Exchange, services: Services, made: _Checked) -> ScoreBody:
+async def _of_items(exchange: Exchange, engine: Engine, made: _Checked) -> ScoreBody:
     inputs = label_inputs(made.items, made.label_ids)
     request = pooled_request(
         made.request,
-        services,
+        engine,
         exchange.caller,
         inputs.prompts,
         inputs.poolings,
         param="items",
         id_prefix="score",
     )
-    answer = await run_pooled(exchange, services, request)
+    answer = await run_pooled(exchange, engine, request)
     return ScoreBody(
         id=answer.id,
         object="scoring",
@@ -90,14 +90,14 @@ async def _of_items(exchange: Exchange, services: Services, made: _Checked) -> S
     )
 
 
-def _read(body: Body, services: Services) -> _Checked:
-    warnings = SCORE_POLICY.check(body, strict=services.config.server.strict)
+def _read(body: Body, engine: Engine) -> _Checked:
+    warnings = SCORE_POLICY.check(body, strict=engine.config.server.strict)
     request = convert(body, ScoreRequest)
-    services.check_model(request.model)
+    engine.check_model(request.model)
     if request.items is not None or request.query is not None:
         _check_unused(request, _OF_PAIRS, "query and items")
-        return _read_items(request, services, warnings)
-    check_task(services.spec, "score")
+        return _read_items(request, engine, warnings)
+    check_task(engine.spec, "score")
     _check_unused(request, _OF_ITEMS, "pairs of texts")
     if request.text_1 is not None or request.text_2 is not None:
         _check_unused(request, _OF_QUERIES, "text_1 and text_2")
@@ -105,7 +105,7 @@ def _read(body: Body, services: Services) -> _Checked:
     else:
         names, values = _OF_QUERIES, (request.queries, request.documents)
     first, second = (_texts(value, name) for value, name in zip(values, names, strict=True))
-    check_limit(names[1], len(second), "texts", services.config.limits.max_prompts, "max_prompts")
+    check_limit(names[1], len(second), "texts", engine.config.limits.max_prompts, "max_prompts")
     if len(first) == 1:
         first *= len(second)
     if len(first) != len(second):
@@ -118,9 +118,9 @@ def _read(body: Body, services: Services) -> _Checked:
     return _Checked(request, warnings, list(zip(first, second, strict=True)), names[1])
 
 
-def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) -> _Checked:
-    check_task(services.spec, "labels")
-    limits, max_len = services.config.limits, most_token_ids(request, services)
+def _read_items(request: ScoreRequest, engine: Engine, warnings: list[str]) -> _Checked:
+    check_task(engine.spec, "labels")
+    limits, max_len = engine.config.limits, most_token_ids(request, engine)
     query, *others = prompts_of(request.query, "query", limits, max_prompt_len=max_len)
     if others:
         raise RequestError(
@@ -130,7 +130,7 @@ def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) 
         )
     items = prompts_of(request.items, "items", limits, max_prompt_len=max_len)
     label_ids = [*(request.label_token_ids or ())]
-    label_ids += [label_id(services.tokenizer, text, "labels") for text in request.labels or ()]
+    label_ids += [label_id(engine.tokenizer, text, "labels") for text in request.labels or ()]
     if not label_ids:
         raise RequestError(
             "label_token_ids is missing; send the tokens to judge, or their texts as labels",
@@ -139,9 +139,9 @@ def _read_items(request: ScoreRequest, services: Services, warnings: list[str]) 
         )
     check_limit("label_token_ids", len(label_ids), "labels", limits.max_logit_bias, "max_logit_bias")
     for token_id in label_ids:
-        if not 0 <= token_id < services.spec.vocab_size:
+        if not 0 <= token_id < engine.spec.vocab_size:
             raise RequestError(
-                f"label_token_ids has {token_id}, but ids lie in [0, {services.spec.vocab_size})",
+                f"label_token_ids has {token_id}, but ids lie in [0, {engine.spec.vocab_size})",
                 param="label_token_ids",
                 code="invalid_value",
             )

@@ -18,7 +18,7 @@ from ..exchange import Exchange
 from ..guards.auth import Caller
 from ..schema.accounting import truncated_of, usage_of
 from ..schema.errors import ErrorReply
-from ..services import Services
+from ..services import Engine
 from .convert import ResponseStream, namespaces_of, read_responses
 from .wire import (
     InputDetails,
@@ -33,12 +33,12 @@ from .wire import (
 _ABORTED: Final = ResponseError("server_error", "the request was aborted")
 
 
-async def responses(exchange: Exchange, services: Services) -> None:
+async def responses(exchange: Exchange, engine: Engine) -> None:
     """Answer a chat in the form of the Responses API."""
-    body, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    body, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        with await services.start(exchange, request) as generation:
-            writer = _Writer(services, generation, body)
+        with await engine.start(exchange, request) as generation:
+            writer = _Writer(engine, generation, body)
             if body.stream:
                 exchange.failure_event = writer.fail
                 await stream(exchange, generation, writer)
@@ -48,20 +48,18 @@ async def responses(exchange: Exchange, services: Services) -> None:
                 await exchange.send_json(writer.stream.body)
 
 
-async def response_input_tokens(exchange: Exchange, services: Services) -> None:
+async def response_input_tokens(exchange: Exchange, engine: Engine) -> None:
     """The number of tokens of the prompt of a response."""
-    _, request = await services.read(exchange, lambda body: _read(body, services, exchange.caller))
+    _, request = await engine.read(exchange, lambda body: _read(body, engine, exchange.caller))
     async with exchange.abort_on_disconnect():
-        num_tokens, warnings = await services.count_prompt(exchange, request)
+        num_tokens, warnings = await engine.count_prompt(exchange, request)
         await exchange.send_json(InputTokensBody(input_tokens=num_tokens, warnings=warnings or UNSET))
 
 
-def _read(
-    body: dict[str, Any], services: Services, caller: Caller
-) -> tuple[ResponsesRequest, GenerationRequest]:
-    request, generation = read_responses(body, services.config, services.sampling_defaults)
-    services.check_model(request.model)
-    scheduling = services.with_adapter(caller.scheduling(request), request.model)
+def _read(body: dict[str, Any], engine: Engine, caller: Caller) -> tuple[ResponsesRequest, GenerationRequest]:
+    request, generation = read_responses(body, engine.config, engine.sampling_defaults)
+    engine.check_model(request.model)
+    scheduling = engine.with_adapter(caller.scheduling(request), request.model)
     return request, replace(generation, scheduling=scheduling)
 
 
@@ -72,13 +70,13 @@ class _Writer:
         stream: of the events.
     """
 
-    def __init__(self, services: Services, generation: Generation, request: ResponsesRequest) -> None:
+    def __init__(self, engine: Engine, generation: Generation, request: ResponsesRequest) -> None:
         assert generation.request.conversation is not None
-        self._tokenizer = services.tokenizer
+        self._tokenizer = engine.tokenizer
         self._generation = generation
         self._begun = False
         self.stream = ResponseStream(
-            _body(services, generation, request),
+            _body(engine, generation, request),
             lambda prefix: f"{prefix}_{uuid.uuid4().hex}",
             namespaces_of(generation.request.conversation),
         )
@@ -106,7 +104,7 @@ class _Writer:
         return self.stream.fail(ResponseError(code, error.message), usage)
 
 
-def _body(services: Services, generation: Generation, request: ResponsesRequest) -> ResponseBody:
+def _body(engine: Engine, generation: Generation, request: ResponsesRequest) -> ResponseBody:
     """The response at its beginning, with the request's settings."""
     sampling = generation.request.sampling
     reasoning = request.reasoning or {}
@@ -116,7 +114,7 @@ def _body(services: Services, generation: Generation, request: ResponsesRequest)
         created_at=int(time.time()),
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
-        model=generation.scheduling.served_as or services.served_model,
+        model=generation.scheduling.served_as or engine.served_model,
         parallel_tool_calls=request.parallel_tool_calls is not False,
         reasoning={"effort": reasoning.get("effort"), "summary": reasoning.get("summary")},
         temperature=sampling.temperature,
