@@ -14,7 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self
 
-from ..models.hub.download_progress import DownloadState
+from ..models.hub.pull import DownloadState
 
 if TYPE_CHECKING:
     from rich.console import Console

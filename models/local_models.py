@@ -12,7 +12,7 @@ from ..runtime.errors import ConfigError
 from ..runtime.text import counted
 from .hub.built_in.fetch import cached_model
 from .hub.built_in.models import BUILT_IN_MODELS, BuiltInModel
-from .hub.hub_cache import PART_SUFFIX, HubCache, paths_below
+from .hub.hub_cache import HubCache, paths_below
 from .hub.hub_name import DEFAULT_REVISION, HubName
 from .hub.hub_place import local_repos
 from .hub.wanted_files import CONFIG, NoModelError, gguf_models, quantization_of
@@ -116,11 +116,11 @@ def _last_used_s(paths: Iterable[Path]) -> float:
 
 
 def unfinished_bytes() -> int:
-    """Bytes of downloads that were interrupted; pulling the model again continues them."""
+    """Bytes of downloads that were interrupted, or are going on."""
     return sum(
         path.stat().st_size
         for repo in local_repos()
-        for path in (HubCache(repo).folder / "blobs").glob(f"*{PART_SUFFIX}")
+        for path in (HubCache(repo).folder / "blobs").glob("*.incomplete")
     )
 
 

@@ -10,17 +10,18 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from ..runtime.errors import ConfigError
 from .hub.built_in.fetch import cached_model, stamp_of
 from .hub.built_in.models import find_built_in
-from .hub.hub_cache import HubCache, paths_below
+from .hub.hub_cache import HubCache, forget_listing, paths_below
 from .hub.hub_name import HubName, parse_hub_name
 from .hub.hub_place import near_names
-from .hub.listing import forget_listing
 from .hub.wanted_files import choose_gguf, gguf_models
 from .local_models import local_models
+
+_LOCK_S: Final = 0.1
 
 
 class Removed(NamedTuple):
@@ -74,11 +75,11 @@ def remove(model: str, in_use: Mapping[str, int] | None = None) -> Removed:
 
 def _check_idle(cache: HubCache, model: str) -> None:
     """Raises `ConfigError` if a process downloads a file of the repository."""
-    from filelock import FileLock
+    from huggingface_hub.utils import WeakFileLock
 
     for path in (cache.folder.parent / ".locks" / cache.folder.name).glob("*.lock"):
         try:
-            with FileLock(path, timeout=0):
+            with WeakFileLock(path, timeout=_LOCK_S):
                 pass
         except TimeoutError:
             raise ConfigError(f"{model}: is being downloaded; end that first") from None

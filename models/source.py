@@ -18,10 +18,10 @@ from ..runtime.text import check_os_text
 from .gguf.gguf_split import whole_name
 from .hub.built_in.fetch import cached_model, ensure_model
 from .hub.built_in.models import DEFAULT_MODEL, DEFAULT_NAME, BuiltInModel, built_in_names, find_built_in
-from .hub.download_progress import DownloadState, Progress
 from .hub.hub_cache import mark_used
 from .hub.hub_name import BUILT_IN, DEFAULT_REVISION, HubName, parse_hub_name
 from .hub.hub_place import cached_place, hub_place, local_repos, near_names
+from .hub.pull import DownloadState, Progress
 from .hub.wanted_files import PICKLE_REASON, gguf_models
 from .model_files import damage, read_json
 

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal, Self, Unpack, overload
 
 from ..launch.resolve.prepare import Prepared, prepare
 from ..launch.startup_display import StartupDisplay
-from ..models.hub.download_progress import DownloadState, Progress
+from ..models.hub.pull import DownloadState, Progress
 from ..models.tokenizer.tokenizer import load_tokenizer
 from ..runtime.config.config_sources import MergedConfig, from_arguments, merge
 from ..runtime.errors import EngineDeadError, RequestError

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import close_session, constants
 
 LARGE: Final = (".safetensors", ".gguf", ".bin")
 TOKEN: Final = "hf_for_tests"
@@ -117,6 +121,20 @@ class FakeHub:
             "NO_PROXY": "*",
         }
 
+    def serve_this_process(self, hf_home: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process use the hub: huggingface_hub reads its variables when it is imported."""
+        monkeypatch.setattr(constants, "ENDPOINT", self.url)
+        template = f"{self.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hf_home / "hub"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(hf_home / "token"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("ENGINE_CACHE_DIR", str(cache))
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(time, "sleep", lambda _seconds: None)  # between attempts
+        close_session()  # a client has the proxies of when it was made
+
     def num_requests(self, kind: str, name: str = "") -> int:
         """How many requests of a kind, for paths that end with `name`, have arrived."""
         return sum(request.kind == kind and request.path.endswith(name) for request in self.requests)
@@ -194,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, content: bytes, path: str, headers: Mapping[str, str] | None = None) -> None:
         headers = dict(headers or {})
-        if self.fake.wrong[path]:
+        if self.fake.wrong[path] and self.command == "GET":
             self.fake.wrong[path] -= 1
             content = content[:-1] + bytes([content[-1] ^ 1])
         status, start = 200, 0
@@ -203,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
             status, start = 206, int(match[1])
             headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
         body = content[start:]
-        if self.fake.cuts[path]:
+        if self.fake.cuts[path] and self.command == "GET":
             end = self.fake.cuts[path].pop(0)
             self._reply(status, headers | {"Content-Length": str(len(body))}, body[:end], cut=True)
             return

@@ -59,7 +59,6 @@ def list_models(
             ],
         )
     if unfinished := unfinished_bytes():
-        typer.echo(
-            f"Interrupted downloads hold {size_text(unfinished)}; `engine pull NAME` continues one.", err=True
-        )
+        hint = "`engine pull NAME` downloads the rest, `engine rm NAME` frees them"
+        typer.echo(f"Interrupted downloads hold {size_text(unfinished)}; {hint}.", err=True)
     return 0

@@ -1,4 +1,4 @@
-"""`engine pull NAME`: download a model, continue an interrupted download, or fetch a newer revision."""
+"""`engine pull NAME`: download what is missing of a model, or a newer revision."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pull(
 ) -> int:
     """Download a model for later starts, which then need no network.
 
-    Only the files that serving needs are downloaded, and verified. An interrupted download continues where it ended;
+    Only the files that serving needs are downloaded, and verified. After an interruption, whole files stay;
     a model that is there is brought to the newest commit of its revision.
 
     Example: engine pull Qwen/Qwen3-0.6B

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...models.families.registry import FAMILIES
-from ...models.hub.download_progress import Progress
+from ...models.hub.pull import Progress
 from ...models.load_spec import load_spec
 from ...models.source import ModelSource, resolve_source
 from ...models.spec.model_spec import ModelSpec, with_quantization

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...models.hub.download_progress import Progress
+from ...models.hub.pull import Progress
 from ...models.source import ModelSource
 from ...models.spec.model_spec import ModelSpec, with_quantization
 from ...runtime.adapter_spec import LoadedAdapter

@@ -4,26 +4,29 @@
     refs/main                       the commit of a branch or tag
     snapshots/<commit>/<path>       links to blobs
     blobs/<SHA-256 or git's SHA-1>  the contents
-    blobs/<...>.engine.incomplete   the beginning of one, see `file_download`
+    blobs/<...>.incomplete          the beginning of one
 <HF_HOME>/hub/.locks/models--org--repo/<blob>.lock
+
+huggingface_hub writes it, see `pull`; the engine keeps the list of files of each commit in its own cache folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
+from ...runtime.errors import ConfigError
+from ...runtime.installation import cache_dir
 from .hub_name import HubName
-from .listing import RepoFile, load_listing
 from .wanted_files import CONFIG, INDEX, NoModelError, choose_gguf, gguf_models, missing_parts, wanted_files
 
-PART_SUFFIX: Final = ".engine.incomplete"
 _COMMIT_LEN: Final = 40
 
 
@@ -45,8 +48,6 @@ class HubCache:
     def __init__(self, repo: str) -> None:
         self.repo = repo
         self.folder = hub_folder() / f"models--{repo.replace('/', '--')}"
-
-    # ------------------------------------------------------------ what is there
 
     def commit_of(self, revision: str) -> str | None:
         """The commit that a revision had when it was downloaded."""
@@ -70,31 +71,12 @@ class HubCache:
         """The folder of a commit."""
         return self.folder / "snapshots" / commit
 
-    def blob(self, file: RepoFile) -> Path:
-        """The place of a file's content."""
-        return self.folder / "blobs" / file.blob
-
-    def part(self, file: RepoFile) -> Path:
-        """The place of the beginning of a file's content."""
-        return self.folder / "blobs" / f"{file.blob}{PART_SUFFIX}"
-
-    def lock(self, file: RepoFile) -> Path:
-        """The lock that huggingface_hub holds while it downloads the file, too."""
-        return self.folder.parent / ".locks" / self.folder.name / f"{file.blob}.lock"
-
-    def has(self, file: RepoFile) -> bool:
-        """Whether the content is complete. Blobs get their name when they are; the size is one more check."""
+    def has(self, blob: str, size_bytes: int) -> bool:
+        """Whether a content is complete. Blobs get their name when they are; the size is one more check."""
         try:
-            return self.blob(file).stat().st_size == file.size_bytes
+            return (self.folder / "blobs" / blob).stat().st_size == size_bytes
         except OSError:
             return False
-
-    def part_bytes(self, file: RepoFile) -> int:
-        """The size of the beginning that is there."""
-        try:
-            return min(self.part(file).stat().st_size, file.size_bytes)
-        except OSError:
-            return 0
 
     def complete(self, name: HubName, *, need_weights: bool) -> Path | None:
         """The snapshot's folder, or its (first) GGUF file, if all needed files are certain to be there; else None.
@@ -108,8 +90,7 @@ class HubCache:
         if commit is None or not (snapshot := self.snapshot(commit)).is_dir():
             return None
         if listing := load_listing(self.repo, commit):
-            paths = [file.path for file in listing.files]
-            return self._if_all(name, snapshot, paths, need_weights)
+            return self._if_all(name, snapshot, listing, need_weights)
         return self._gguf(name, snapshot) if name.quantization else None
 
     def find(self, name: HubName, *, need_weights: bool) -> Path | None:
@@ -152,22 +133,11 @@ class HubCache:
             return None
         return None if missing_parts(files) else place_of(snapshot, files)
 
-    # ------------------------------------------------------------ what is added
-
-    def link(self, commit: str, file: RepoFile) -> None:
-        """Give a complete file its place in a snapshot."""
-        place = self.snapshot(commit) / file.path
-        if place.exists():
-            return
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            place.unlink()  # a link to a blob that was removed
-        try:
-            place.symlink_to(os.path.relpath(self.blob(file), place.parent))
-        except FileExistsError:
-            return  # another process
-        except OSError:  # a file system without links
-            shutil.copyfile(self.blob(file), place)
+    def remove_parts(self, blobs: Iterable[str]) -> None:
+        """Remove what killed processes have left of contents that are complete now."""
+        for blob in blobs:
+            for part in (self.folder / "blobs").glob(f"{blob}.*incomplete"):
+                part.unlink(missing_ok=True)
 
     def set_revision(self, revision: str, commit: str) -> None:
         """Note the commit of a branch or tag."""
@@ -198,6 +168,50 @@ def mark_used(place: Path) -> None:
 def paths_below(folder: Path) -> list[str]:
     """The files below a folder, with "/"; no links to contents that are gone."""
     return [path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def save_listing(repo: str, commit: str, paths: Iterable[str]) -> None:
+    """Keep the files of a commit, which do not change; without effect if the cache folder cannot be written."""
+    with contextlib.suppress(OSError):
+        path = _listing_path(repo, commit)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, new = tempfile.mkstemp(dir=path.parent, prefix="new-")
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.encode(_Listing([_ListedFile(path) for path in paths])))
+        os.replace(new, path)
+
+
+def load_listing(repo: str, commit: str) -> list[str]:
+    """The files of a commit, of an earlier download by the engine, else by huggingface_hub; none if not known."""
+    from huggingface_hub import get_cached_repo_tree
+
+    with contextlib.suppress(OSError, msgspec.DecodeError, ConfigError):
+        kept = msgspec.json.decode(_listing_path(repo, commit).read_bytes(), type=_Listing)
+        return [file.path for file in kept.files]
+    try:
+        return [file.path for file in get_cached_repo_tree(repo, revision=commit, cache_dir=hub_folder())]
+    except Exception:  # which of its errors differs by version; without a listing the hub is asked
+        return []
+
+
+def forget_listing(repo: str, commit: str) -> None:
+    """Remove a kept listing."""
+    path = _listing_path(repo, commit)
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+
+
+class _ListedFile(msgspec.Struct):
+    path: str
+
+
+class _Listing(msgspec.Struct):
+    files: list[_ListedFile]
+
+
+def _listing_path(repo: str, commit: str) -> Path:
+    return cache_dir() / "listings" / repo.replace("/", "--") / f"{commit}.json"
 
 
 def _read_index(path: Path) -> dict[str, object]:

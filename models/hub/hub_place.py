@@ -12,11 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ...runtime.errors import ConfigError
-from .download_progress import Progress
 from .hub_cache import HubCache, hub_folder, mark_used
-from .hub_client import HubAbsentError, HubUnreachableError
 from .hub_name import BUILT_IN, HubName
-from .pull import Pulled, pull
+from .pull import HubAbsentError, HubUnreachableError, Progress, Pulled, pull
 
 logger = logging.getLogger(__name__)
 

@@ -1,32 +1,85 @@
-"""`pull`: brings a model of the hub, or a newer revision of it, into the cache."""
+"""`pull`: brings a model of the hub, or a newer revision of it, into the cache.
+
+huggingface_hub lists and transfers, with its cache, locks and settings (`HF_HOME`, `HF_TOKEN`, `HF_ENDPOINT`,
+`HF_HUB_OFFLINE`). Chosen here: the files that serving needs, and that a revision appears when all of them are there.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
 from ...runtime.errors import ConfigError
-from .download_progress import DownloadState, Progress
-from .file_download import FileDownload, StoppedError
-from .hub_cache import HubCache, mark_used, place_of
-from .hub_client import HubClient, HubUnreachableError
+from .hub_cache import HubCache, mark_used, place_of, save_listing
 from .hub_name import HubName
-from .listing import Listing, RepoFile, save_listing
-from .meter import Meter
 from .wanted_files import INDEX, wanted_files
 
-Sleep = Callable[[float], None]
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
 _PARALLEL: Final = 4
 _SPARE_BYTES: Final = 64 << 20
 """Disk space that a download leaves."""
+_INTERVAL_S: Final = 0.1
 _JOIN_S: Final = 1.0
-_MAX_HTTP_BYTES: Final = 50_000_000_000  # as in huggingface_hub, which needs hf_xet above it
+
+Event = Literal["begin", "part", "file", "note", "end"]
+
+
+class DownloadState(NamedTuple):
+    """One report of a download.
+
+    Attributes:
+        event: "begin" and "end" of the download, "part" (more bytes), "file" (a file is complete and verified), "note"
+            (a second attempt).
+        model: the model's name.
+        done_bytes: of all files, with what was on the disk before.
+        total_bytes: of all files.
+        file: the file that the report is about; "" for the download as a whole.
+        file_bytes: size of that file.
+        note: the text of a "note".
+    """
+
+    event: Event
+    model: str
+    done_bytes: int
+    total_bytes: int
+    file: str = ""
+    file_bytes: int = 0
+    note: str = ""
+
+
+Progress = Callable[[DownloadState], None]
+"""Called during a download, by one thread at a time, though not always by the caller's."""
+
+
+class HubUnreachableError(ConfigError):
+    """No answer: no network, no such host, a timeout, offline mode."""
+
+
+class HubAbsentError(ConfigError):
+    """There is no such model, or this user may not see it."""
+
+
+class RepoFile(NamedTuple):
+    """One file of a repository.
+
+    Attributes:
+        path: in the repository, with "/".
+        blob: its name in the cache: the SHA-256 of a large file (LFS), else git's SHA-1 of the blob.
+        size_bytes: its size.
+    """
+
+    path: str
+    blob: str
+    size_bytes: int
 
 
 class Pulled(NamedTuple):
@@ -45,97 +98,90 @@ class Pulled(NamedTuple):
     new_bytes: int
 
 
-def pull(
-    name: HubName,
-    *,
-    need_weights: bool = True,
-    progress: Progress | None = None,
-    sleep: Sleep = time.sleep,
-) -> Pulled:
+def pull(name: HubName, *, need_weights: bool = True, progress: Progress | None = None) -> Pulled:
     """Download the files of a model that are needed to serve it and are not in the cache.
 
     Args:
         name: of the model.
         need_weights: False: configuration and tokenizer only.
         progress: receives reports.
-        sleep: waits for seconds, before another attempt.
 
     Raises:
-        HubUnreachableError: no answer; what has arrived stays, and the next call continues.
+        HubUnreachableError: no answer; whole files stay, and the next call continues with the others.
         ConfigError: no such model, no access, no files to serve, a wrong checksum, or too little disk space.
     """
     cache = HubCache(name.repo)
-
-    def on_wait(line: str) -> None:
-        if progress is not None:
-            progress(DownloadState("note", str(name), 0, 0, note=line))
-
-    with HubClient(sleep=sleep, on_wait=on_wait) as client:
-        try:
-            listing = client.listing(name.repo, name.revision)
-            files = _wanted(name, listing, client, cache, need_weights, sleep)
-            blobs = {file.blob: file for file in files}.values()
-            missing = [file for file in blobs if not cache.has(file)]
-            total = sum(file.size_bytes for file in blobs)
-            left = sum(file.size_bytes - cache.part_bytes(file) for file in missing)
-            _check_sizes(str(name), missing)
-            _check_space(str(name), cache.folder, left)
-            if missing:
-                meter = Meter(str(name), total, total - left, progress)
-                _fetch_all(client, cache, listing.commit, missing, meter, sleep)
-                meter.end()
-            for file in files:
-                cache.link(listing.commit, file)
-            cache.set_revision(name.revision, listing.commit)
-        except OSError as error:
-            raise ConfigError(
-                f"{name}: cannot be stored in {cache.folder}: {error.strerror or error}; set HF_HOME to a writable "
-                "folder with enough space"
-            ) from error
-    save_listing(name.repo, listing)
-    place = place_of(cache.snapshot(listing.commit), [file.path for file in files])
+    try:
+        commit, listing = _listing(name)
+        files = _wanted(name, commit, listing, need_weights)
+        blobs = {file.blob: file for file in files}.values()
+        missing = [file for file in blobs if not cache.has(file.blob, file.size_bytes)]
+        total, left = (sum(file.size_bytes for file in each) for each in (blobs, missing))
+        _check_space(str(name), cache.folder, left)
+        download = _Download(name, commit, total, total - left, progress if missing else None)
+        download.fetch(files, missing)
+        cache.remove_parts(file.blob for file in missing)
+        cache.set_revision(name.revision, commit)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise _explained(error, name, cache) from error
+    save_listing(name.repo, commit, listing)
+    place = place_of(cache.snapshot(commit), [file.path for file in files])
     mark_used(place)
-    return Pulled(place, listing.commit, total, left)
+    return Pulled(place, commit, total, left)
+
+
+def _listing(name: HubName) -> tuple[str, dict[str, RepoFile]]:
+    """The commit of a revision, and its files by path."""
+    from huggingface_hub import HfApi, constants
+
+    info = HfApi(endpoint=constants.ENDPOINT).model_info(
+        name.repo, revision=name.revision, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT
+    )
+    try:
+        return str(info.sha), {file.path: file for file in _files_of(info)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name.repo}: the answer has no list of files with sizes and hashes ({error}); HF_ENDPOINT must be a hub"
+        ) from error
+
+
+def _files_of(info: ModelInfo) -> list[RepoFile]:
+    files = []
+    if info.siblings is None:
+        raise ValueError("no siblings")
+    for sibling in info.siblings:
+        path = sibling.rfilename
+        blob, size = (
+            (sibling.lfs.sha256, sibling.lfs.size) if sibling.lfs else (sibling.blob_id, sibling.size)
+        )
+        is_inside = all(part not in ("", ".", "..") for part in path.split("/")) and "\\" not in path
+        if not blob or size is None or not is_inside:
+            raise ValueError(f"file {path!r}")
+        files.append(RepoFile(path, blob, size))
+    return files
 
 
 def _wanted(
-    name: HubName,
-    listing: Listing,
-    client: HubClient,
-    cache: HubCache,
-    need_weights: bool,
-    sleep: Sleep,
+    name: HubName, commit: str, listing: Mapping[str, RepoFile], need_weights: bool
 ) -> list[RepoFile]:
     """The needed files. The index of sharded weights is downloaded for that."""
 
     def read_index() -> Mapping[str, Any]:
         from ..model_files import read_json
 
-        file = listing.file(INDEX)
-        assert file is not None
-        _fetch_all(client, cache, listing.commit, [file], Meter(str(name), file.size_bytes, 0, None), sleep)
-        return read_json(cache.blob(file))
+        file = listing[INDEX]
+        return read_json(_Download(name, commit, file.size_bytes, 0, None).get(file))
 
     paths = wanted_files(
         str(name),
-        [file.path for file in listing.files],
+        list(listing),
         quantization=name.quantization,
         need_weights=need_weights,
         read_index=read_index,
     )
-    by_path = {file.path: file for file in listing.files}
-    return [by_path[path] for path in paths]
-
-
-def _check_sizes(name: str, files: Sequence[RepoFile]) -> None:
-    for file in files:
-        if file.size_bytes > _MAX_HTTP_BYTES:
-            repo = name.partition(":")[0].partition("@")[0]
-            raise ConfigError(
-                f"{name}: {file.path} has {file.size_bytes / 1e9:.0f} GB, and the hub sends files above "
-                f"{_MAX_HTTP_BYTES / 1e9:.0f} GB only by its own protocol; download it with "
-                f"`hf download {repo} {file.path}`, then start again"
-            )
+    return [listing[path] for path in paths]
 
 
 def _check_space(name: str, folder: Path, needed: int) -> None:
@@ -149,49 +195,184 @@ def _check_space(name: str, folder: Path, needed: int) -> None:
         )
 
 
-def _fetch_all(
-    client: HubClient,
-    cache: HubCache,
-    commit: str,
-    files: Sequence[RepoFile],
-    meter: Meter,
-    sleep: Sleep,
-) -> None:
-    """Download several files at the same time, small ones first; the first error ends all.
+class _StoppedError(Exception):
+    """Another file has failed, or the user has pressed Ctrl-C."""
 
-    The threads are daemons: Ctrl-C does not wait for one that is blocked in a read.
-    """
-    todo: queue.SimpleQueue[RepoFile] = queue.SimpleQueue()
-    for file in sorted(files, key=lambda file: file.size_bytes):
-        todo.put(file)
-    stop = threading.Event()
-    errors: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    download = FileDownload(client, cache, commit, meter, stop, sleep)
 
-    def work() -> None:
-        try:
-            while True:
-                download.fetch(todo.get_nowait())
-        except queue.Empty:
-            errors.put(None)
-        except BaseException as error:  # for the thread that waits
-            errors.put(error)
+class _Download:
+    """Brings files of one commit into the cache, verified and linked into the snapshot, and reports about it."""
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(_PARALLEL, len(files)))]
-    for thread in threads:
-        thread.start()
-    try:
-        for _ in threads:
-            error = errors.get()
-            if error is not None and not isinstance(error, StoppedError):
-                raise _explained(error, meter)
-    finally:
-        stop.set()
+    def __init__(
+        self, name: HubName, commit: str, total_bytes: int, done_bytes: int, progress: Progress | None
+    ) -> None:
+        self._repo, self._commit = name.repo, commit
+        self._state = DownloadState("part", str(name), done_bytes, total_bytes)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._reported_s = 0.0
+        self._stop = threading.Event()
+
+    def fetch(self, files: Sequence[RepoFile], missing: Sequence[RepoFile]) -> None:
+        """Download those that are missing, several at the same time, small ones first; the first error ends all."""
+        self._report("begin")
+        todo = iter(sorted(missing, key=lambda file: file.size_bytes))
+        results: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            try:
+                while (file := next(todo, None)) is not None:
+                    self.get(file)
+                results.put(None)
+            except Exception as error:  # for the thread that waits
+                results.put(error)
+
+        # Daemons: Ctrl-C does not wait for one that is blocked in a read.
+        threads = [threading.Thread(target=work, daemon=True) for _ in missing[:_PARALLEL]]
         for thread in threads:
-            thread.join(_JOIN_S)
+            thread.start()
+        try:
+            for _ in threads:
+                if (error := results.get()) is not None:
+                    raise error
+            for file in files:  # contents that another commit or path has
+                self._place(file)
+        finally:
+            self._stop.set()
+            for thread in threads:
+                thread.join(_JOIN_S)
+        self._report("end")
+
+    def get(self, file: RepoFile) -> Path:
+        """Download and verify a file; its place in the snapshot.
+
+        Raises:
+            ConfigError: its content is wrong twice.
+        """
+        for _ in range(2):
+            path = self._place(file)
+            if (found := _digest(path, file)) == file.blob:
+                self._report("file", file)
+                return path
+            path.resolve().unlink()
+            path.unlink()
+            self._advance(file, -file.size_bytes)
+            self._report("note", file, f"{file.path}: wrong checksum, downloading it again")
+        raise ConfigError(
+            f"{self._repo}: {file.path} has the wrong checksum twice ({found}, published {file.blob}); a "
+            "proxy or mirror changes it: check HF_ENDPOINT and HTTPS_PROXY, then pull again"
+        )
+
+    def _place(self, file: RepoFile) -> Path:
+        from huggingface_hub import constants, hf_hub_download
+
+        folder, endpoint = constants.HF_HUB_CACHE, constants.ENDPOINT
+        bar = _bar_class(partial(self._advance, file))
+        return Path(
+            hf_hub_download(
+                self._repo,
+                file.path,
+                revision=self._commit,
+                endpoint=endpoint,
+                cache_dir=folder,
+                tqdm_class=bar,
+            )
+        )
+
+    def _advance(self, file: RepoFile, num_bytes: int) -> None:
+        if self._stop.is_set():
+            raise _StoppedError
+        with self._lock:
+            self._state = self._state._replace(done_bytes=self._state.done_bytes + num_bytes)
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= _INTERVAL_S:
+            self._reported_s = now_s
+            self._report("part", file)
+
+    def _report(self, event: Event, file: RepoFile | None = None, note: str = "") -> None:
+        if self._progress is None:
+            return
+        path, size_bytes = (file.path, file.size_bytes) if file else ("", 0)
+        with self._lock:
+            self._progress(self._state._replace(event=event, file=path, file_bytes=size_bytes, note=note))
 
 
-def _explained(error: BaseException, meter: Meter) -> BaseException:
-    if isinstance(error, HubUnreachableError):
-        return HubUnreachableError(f"{meter.model}: the download stopped: {error}; pull again to continue it")
+def _bar_class(advance: Callable[[int], None]) -> Any:
+    """What huggingface_hub takes for tqdm: it passes the bytes on. Other calls are about the look of a bar."""
+
+    class Bar:
+        def __init__(self, *_args: object, **_fields: object) -> None:
+            return
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_exc_info: object) -> None:
+            return
+
+        def update(self, num_bytes: int) -> None:
+            advance(num_bytes)
+
+        def _ignore(self, *_args: object, **_fields: object) -> None:
+            return
+
+        update_transfer = set_postfix_str = set_transfer_postfix_str = close = _ignore
+
+    return Bar
+
+
+def _digest(path: Path, file: RepoFile) -> str:
+    """SHA-256 of a large file, git's SHA-1 of a small one."""
+    with open(path, "rb") as content:
+        if len(file.blob) == 64:
+            return hashlib.file_digest(content, "sha256").hexdigest()
+        beginning = b"blob %d\0" % file.size_bytes
+        return hashlib.sha1(beginning + content.read(), usedforsecurity=False).hexdigest()
+
+
+def _explained(error: Exception, name: HubName, cache: HubCache) -> Exception:
+    """The error of a download as the user can act on it; a bug stays as it is."""
+    from huggingface_hub import constants, errors, get_token
+
+    endpoint, has_token = constants.ENDPOINT, get_token() is not None
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) and isinstance(cause, Exception):
+        causes.append(cause)
+    if any(isinstance(each, errors.OfflineModeIsEnabled) for each in causes):
+        return HubUnreachableError("HF_HUB_OFFLINE is set")
+    if isinstance(error, errors.GatedRepoError):
+        login = "" if has_token else ", then set HF_TOKEN or run `hf auth login`"
+        who = "the user of HF_TOKEN" if has_token else "you"
+        return ConfigError(
+            f"{name}: access must be granted; accept the terms at {endpoint}/{name.repo} as {who}{login}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return ConfigError(
+            f"{name.repo}: there is no revision {name.revision!r}; give a branch, a tag or a commit"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return HubAbsentError(str(name))
+    if isinstance(error, errors.RemoteEntryNotFoundError):
+        return ConfigError(f"{name}: a file is not in the repository any more; pull again")
+    if isinstance(error, errors.HfHubHTTPError):
+        status, said = error.response.status_code, error.server_message or error.response.reason_phrase
+        token = "" if has_token else ", or with HF_TOKEN, which has higher limits"
+        return ConfigError(f"{name}: {endpoint} answers {status} {said}; try again later{token}")
+    for each in causes:  # huggingface_hub changes its HTTP library between versions
+        if any(
+            kind.__name__ in ("TransportError", "TooManyRedirects", "InvalidURL")
+            for kind in type(each).__mro__
+        ):
+            late = (
+                "no answer in time" if "Timeout" in type(each).__name__ else str(each) or type(each).__name__
+            )
+            return HubUnreachableError(f"{endpoint}: {late}")
+    if isinstance(error, OSError):
+        if "Consistency check failed" in str(error):
+            return HubUnreachableError(
+                f"{name}: the download stopped: the connection ended early; pull again"
+            )
+        return ConfigError(
+            f"{name}: cannot be stored in {cache.folder}: {error.strerror or error}; set HF_HOME to a writable "
+            "folder with enough space"
+        )
     return error

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from filelock import FileLock
-from huggingface_hub import constants
+from huggingface_hub.utils import WeakFileLock
 
 from engine.models.hub.built_in.fetch import write_stamp
 from engine.models.hub.built_in.models import DEFAULT_MODEL, MINILM, BuiltInModel
@@ -28,10 +27,7 @@ FILES = {"config.json": CONFIG, "tokenizer.json": b"{}", "model.safetensors": b"
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub() as fake:
-        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+        fake.serve_this_process(tmp_path, tmp_path / "cache", monkeypatch)
         yield fake
 
 
@@ -205,6 +201,9 @@ def test_a_model_that_is_being_downloaded_stays(hub: FakeHub, tmp_path: Path) ->
     hub.repos["org/tiny"].commit(FILES)
     pull(HubName("org/tiny"))
     (lock, *_) = (tmp_path / "hub/.locks/models--org--tiny").iterdir()
-    with FileLock(lock), pytest.raises(ConfigError, match="org/tiny: is being downloaded; end that first"):
+    with (
+        WeakFileLock(lock),
+        pytest.raises(ConfigError, match="org/tiny: is being downloaded; end that first"),
+    ):
         remove("org/tiny")
     assert names() == ["org/tiny"]

@@ -19,7 +19,7 @@ from engine.launch.startup_display import (
     shows_live,
     size_text,
 )
-from engine.models.hub.download_progress import DownloadState
+from engine.models.hub.pull import DownloadState
 
 MIB = 1 << 20
 STATES = (

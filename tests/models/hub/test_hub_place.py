@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_hub_download, snapshot_download
 
-from engine.models.hub.hub_cache import HubCache
-from engine.models.hub.hub_client import HubUnreachableError
+from engine.models.hub.hub_cache import HubCache, forget_listing
 from engine.models.hub.hub_name import HubName
 from engine.models.hub.hub_place import cached_place, hub_place, near_names
-from engine.models.hub.listing import forget_listing
+from engine.models.hub.pull import HubUnreachableError
 from engine.models.hub.wanted_files import NoModelError
 from engine.models.source import not_fetched, resolve_source
 from engine.runtime.errors import ConfigError
@@ -172,7 +171,7 @@ def test_an_interrupted_pull_leaves_the_old_revision(tiny: FakeHub, monkeypatch:
     tiny.repos["org/tiny"].commit({**FILES, "model.safetensors": b"newer weights"})
     tiny.cuts["model.safetensors"] = [3] + [0] * 6
     with pytest.raises(HubUnreachableError):
-        pull(NAME, sleep=lambda _seconds: None)
+        pull(NAME)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub_place(NAME) == old
     assert HubCache("org/tiny").commit_of("main") == old.name
