@@ -13,6 +13,7 @@ from ...runtime.config.config_fields import config_fields
 from ...runtime.config.config_sources import MergedConfig
 from ...runtime.errors import RequestError
 from ...runtime.text import variable
+from ..exit_codes import ExitCode
 from ..options import (
     CONTEXT_SETTINGS,
     ConfigFileOption,
@@ -21,14 +22,15 @@ from ..options import (
     merge_options,
     takes_config_options,
 )
-from .answer_form import AnswerForm
 from .backend import Backend
 from .conversation import Conversation
 from .in_process import BASE_SETTINGS, InProcessBackend
+from .line_editor import LineEditor
 from .one_shot import ask_once, interactive_terminal, names_a_model, read_question
 from .screen import Screen, wants_color
 from .session import ChatSession
-from .settings import ChatSettings
+from .settings import AnswerForm, ChatSettings
+from .slash_commands import LeaveChat, is_command, message_of, run_command
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -188,7 +190,6 @@ def chat(
 
 def _converse(chat: Conversation, display: StartupDisplay, *, quiet: bool, history: bool) -> int:
     from .line_editor import LineEditor, default_history_path
-    from .repl import run_repl
 
     if not quiet:
         backend = chat.backend
@@ -221,7 +222,7 @@ def _connect(url: str, api_key: str | None, settings: FlagValues, form: AnswerFo
 
 def _attach(api_key: str | None, merged: MergedConfig, form: AnswerForm, *, quiet: bool) -> Backend | None:
     """Attach to a server that runs already; None: load a model."""
-    from .attach import asks_for_a_model, attach
+    from .http import asks_for_a_model, attach
 
     if asks_for_a_model(merged):
         return None
@@ -239,3 +240,38 @@ def _chat_settings(given: dict[str, str | None]) -> ChatSettings:
         if text is not None:
             settings = settings.changed(name, text)
     return settings
+
+
+def run_repl(chat: Conversation, editor: LineEditor) -> int:
+    """Talk until the user leaves.
+
+    Ctrl-C stops an answer and nothing else; at the prompt, twice in a row, it leaves. So do Ctrl-D and `/exit`.
+
+    Returns:
+        The exit code.
+    """
+    interrupted = False
+    while True:
+        try:
+            default, chat.pending = chat.pending or "", None
+            line = editor.read(default)
+        except EOFError:
+            return ExitCode.SUCCESS
+        except KeyboardInterrupt:
+            if interrupted:
+                return ExitCode.INTERRUPTED
+            interrupted = True
+            chat.screen.note("Ctrl-C again leaves; so does Ctrl-D.")
+            continue
+        interrupted = False
+        if not line:
+            continue
+        try:
+            if is_command(line):
+                run_command(chat, line)
+            else:
+                chat.ask(message_of(line))
+        except LeaveChat:
+            return ExitCode.SUCCESS
+        except KeyboardInterrupt:  # between two answers, while a server is asked for a token count
+            chat.screen.note("[stopped]")

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from ...runtime.errors import EngineError, RequestError
-from .answer_view import AnswerView
 from .backend import Backend
 from .receiving import AnswerStats, Stopped, receive
-from .screen import Screen
+from .screen import AnswerView, Screen
 from .session import ChatSession
 
 WARN_CONTEXT_SHARE: Final = 0.8

@@ -1,20 +1,26 @@
-"""`HttpBackend`: a server with an OpenAI-compatible API."""
+"""`HttpBackend`: a server with an OpenAI-compatible API; `attach` finds one of this user on this machine.
+
+A second copy of the weights would take memory and seconds, so `engine chat` attaches, unless a flag, a file or
+a variable says how to load a model.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import httpx
 
+from ...launch.child.socket_dir import running_servers
+from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError, RequestError, ServerError
 from ...runtime.text import replace_surrogates
 from ..unreachable import why_unreachable
-from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
+from .in_process import BASE_SETTINGS
 from .session import Message
-from .settings import ChatSettings
+from .settings import AnswerForm, ChatSettings
 
 _TIMEOUT: Final = httpx.Timeout(10.0, read=None)  # an answer may wait in the server's queue for any time
 _QUICK_TIMEOUT_S: Final = 10.0
@@ -215,3 +221,37 @@ def _error_from(error: object, *, status: int) -> EngineError:
     if 400 <= status < 500:
         return RequestError(message, param=param, code=code, status=status)
     return ServerError(f"the server failed: {message}")
+
+
+def asks_for_a_model(merged: MergedConfig) -> bool:
+    """Whether a setting of the model is given; a seed is one of the answers, too."""
+    own = {name: value.origin for name, value in BASE_SETTINGS.items()}
+    return any(
+        origin not in (DEFAULT_ORIGIN, own.get(name))
+        for name, origin in merged.origins.items()
+        if name != "seed"
+    )
+
+
+def attach(api_key: str | None, form: AnswerForm, note: Callable[[str], None]) -> HttpBackend | None:
+    """Connect to the newest server of this user on this machine that takes the key.
+
+    Args:
+        api_key: bearer token; None: there is none.
+        form: of the answers.
+        note: called with one line about the server that is taken, and about each that is not.
+
+    Returns:
+        None: no server runs, or none takes requests.
+    """
+    servers = [record for record in reversed(running_servers()) if record.url]
+    for record in servers:
+        try:
+            backend = HttpBackend(record.url, api_key=api_key, form=form)
+        except EngineError as error:
+            note(f"the server at {record.url} is not used: {error}")
+            continue
+        others = f", the newest of {len(servers)} servers (--url chooses another one)" if servers[1:] else ""
+        note(f"attached to {backend.model} {backend.where}{others}; --no-attach loads a model here")
+        return backend
+    return None

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Final
 from ...launch.startup_display import StartupDisplay
 from ...runtime.config.config_sources import MergedConfig, from_arguments
 from ...runtime.errors import EngineError, RequestError
-from .answer_form import AnswerForm
 from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
 from .session import Message
-from .settings import ChatSettings
+from .settings import AnswerForm, ChatSettings
 
 if TYPE_CHECKING:
     from ...launch.resolve.prepare import Prepared

@@ -11,10 +11,9 @@ from typing import Any, TextIO
 from ...runtime.errors import ConfigError, EngineError, RequestError
 from ...runtime.text import decode_utf8
 from ..exit_codes import ExitCode
-from .answer_view import AnswerView, call_line
 from .backend import Backend
 from .receiving import AnswerStats, Stopped, receive
-from .screen import Screen
+from .screen import AnswerView, Screen, call_line
 from .session import ChatSession
 
 

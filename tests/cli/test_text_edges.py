@@ -114,7 +114,7 @@ def test_half_of_a_surrogate_pair_in_a_file_is_refused(capsys, tmp_path, option)
     assert "has a text with half of a surrogate pair" in the_error(capsys, "chat", "x", option, str(path))
     path.write_text('{"title": "\\ud83d\\ude00"}')
     if option == "--schema":
-        from engine.cli.chat.answer_form import AnswerForm
+        from engine.cli.chat.settings import AnswerForm
 
         assert AnswerForm.read(path, None).schema == {"title": "😀"}
 

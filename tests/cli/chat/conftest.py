@@ -82,7 +82,7 @@ class Chat:
 @pytest.fixture(autouse=True)
 def no_running_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers of other tests are not found."""
-    monkeypatch.setattr("engine.cli.chat.attach.running_servers", list)
+    monkeypatch.setattr("engine.cli.chat.http.running_servers", list)
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ import json
 
 import pytest
 
-from engine.cli.chat.answer_form import AnswerForm
-from engine.cli.chat.answer_view import AnswerView
 from engine.cli.chat.backend import AnswerChunk, Call
 from engine.cli.chat.http import _chunk_of
-from engine.cli.chat.screen import Screen
+from engine.cli.chat.screen import AnswerView, Screen
+from engine.cli.chat.settings import AnswerForm
 from engine.runtime.errors import ConfigError, RequestError
 
 WEATHER = {"name": "get_weather", "parameters": {"type": "object"}}

@@ -9,8 +9,8 @@ import pytest
 
 from engine.cli import main as cli
 from engine.cli.chat import command
-from engine.cli.chat.answer_form import AnswerForm
-from engine.cli.chat.attach import attach
+from engine.cli.chat.http import attach
+from engine.cli.chat.settings import AnswerForm
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.config.environment import variable_of
 from engine.runtime.errors import ConfigError
@@ -24,7 +24,7 @@ def running(monkeypatch):
 
     def run(*urls):
         records = [ServerRecord(i + 1, "m", "/m", url, float(i)) for i, url in enumerate(urls)]
-        monkeypatch.setattr("engine.cli.chat.attach.running_servers", lambda: records)
+        monkeypatch.setattr("engine.cli.chat.http.running_servers", lambda: records)
 
     return run
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import re
 
-from engine.cli.chat.screen import Screen
+import pytest
+
+from engine.cli.chat.screen import Screen, end_of_blocks
 from engine.runtime.errors import EngineDeadError, RequestError
 
 
@@ -115,32 +118,80 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_model_cannot_write_escape_sequences_to_a_terminal():
-    terminal, file = Terminal(), io.StringIO()
-    Screen.for_conversation(terminal).answer("a\x1b[2Jb\x9bc\td\r\n")
-    Screen.for_conversation(file).answer("a\x1b[2Jb")
-    assert (
-        terminal.getvalue()
-        == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c\td\N{REPLACEMENT CHARACTER}\n"
-    )
-    assert file.getvalue() == "a\x1b[2Jb"
-
-
-def test_a_terminal_gets_wrapped_lines_and_styled_markdown(monkeypatch):
+@pytest.fixture
+def colors(monkeypatch):
+    """A terminal with colors, 20 columns wide."""
     monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("LINES", "10")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def shown(screen: Screen, stream: io.StringIO, text: str) -> str:
+    """What stands on a terminal after an answer that comes by characters: erased lines are gone."""
+    for character in text:
+        screen.answer(character)
+    screen.end_answer()
+    lines, row = [""], 0
+    for piece in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", stream.getvalue()):
+        if piece == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif piece == "\x1b[1A":
+            row -= 1
+        elif piece == "\x1b[2K":
+            lines[row] = ""
+        elif piece != "\r" and not piece.startswith("\x1b[?"):
+            lines[row] += piece
+    return "\n".join(line.rstrip() for line in lines).rstrip()
+
+
+@pytest.mark.usefixtures("colors")
+def test_a_model_cannot_write_escape_sequences_to_a_terminal():
+    terminal, file = Terminal(), io.StringIO()
+    Screen.for_conversation(file).answer("a\x1b[2Jb")
+    assert file.getvalue() == "a\x1b[2Jb"
+    text = shown(Screen.for_conversation(terminal), terminal, "a\x1b[2Jb\x9bc")
+    assert text == "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c"
+
+
+@pytest.mark.usefixtures("colors")
+def test_a_terminal_gets_wrapped_lines_and_styled_markdown():
     text = "one **two** three four five six"
     terminal, plain, file = Terminal(), Terminal(), io.StringIO()
-    screens = [Screen.for_conversation(terminal), Screen.for_conversation(file)]
-    screens.append(Screen.for_conversation(plain, styles_markdown=False))
-    for screen in screens:
-        for character in text:
-            screen.answer(character)
-        screen.end_answer()
-    assert terminal.getvalue() == "one \x1b[1mtwo\x1b[0m three four\nfive six\n"
-    assert plain.getvalue() == "one **two** three\nfour five six\n"
-    assert file.getvalue() == f"{text}\n"
+    assert shown(Screen.for_conversation(terminal), terminal, text) == (
+        "one \x1b[1mtwo\x1b[0m three four\nfive six"
+    )
+    unstyled = Screen.for_conversation(plain, styles_markdown=False)
+    assert shown(unstyled, plain, text) == "one **two** three\nfour five six"
+    assert shown(Screen.for_conversation(file), file, text) == text
+
+
+@pytest.mark.usefixtures("colors")
+def test_blocks_are_printed_once_and_apart_and_a_tall_one_fits_while_it_grows():
+    terminal = Terminal()
+    code = "".join(f"line {number}\n" for number in range(30))
+    text = shown(Screen.for_conversation(terminal), terminal, f"a\n\nb\nc\n\n```\n{code}```\n- d\n\n  e\n")
+    words = re.sub(r"\x1b\[[0-9;]*m", "", text).split()
+    assert words == ["a", "b", "c", *code.split(), "•", "d", "e"]
+    assert text.startswith("a\n\nb c\n\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "blocks"),
+    [
+        ("a", ""),
+        ("a\n\n", ""),
+        ("a\n\nb", "a\n\n"),
+        ("- a\n\n  b", ""),
+        ("- a\n\n  b\n\nc", "- a\n\n  b\n\n"),
+        ("```\na\n\nb\n", ""),
+        ("```\na\n\nb\n```\n", "```\na\n\nb\n```\n"),
+        ("~~~~\n~~~\n~~~~\nx", "~~~~\n~~~\n~~~~\n"),
+    ],
+)
+def test_a_block_ends_before_the_next_one_and_with_its_fence(text, blocks):
+    assert text[: end_of_blocks(text)] == blocks
 
 
 def test_colors_only_on_a_terminal_and_not_under_no_color(monkeypatch):

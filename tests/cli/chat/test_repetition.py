@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.cli.chat.answer_text.repetition import MIN_CHARS, MIN_TIMES, Repetition, find_loop
+from engine.cli.chat.receiving import MIN_CHARS, MIN_TIMES, Repetition, find_loop
 
 
 @pytest.mark.parametrize("unit", ["\n", "a", "The answer is no. ", "x" * 120 + "y"])

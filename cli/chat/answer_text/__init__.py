@@ -1,1 +1,0 @@
-"""The text of an answer on a terminal: Markdown, word wrap, and repetition without end."""
