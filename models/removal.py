@@ -75,7 +75,7 @@ def remove(model: str, in_use: Mapping[str, int] | None = None) -> Removed:
 
 def _check_idle(cache: HubCache, model: str) -> None:
     """Raises `ConfigError` if a process downloads a file of the repository."""
-    from huggingface_hub.utils import WeakFileLock
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # not in its `__all__`
 
     for path in (cache.folder.parent / ".locks" / cache.folder.name).glob("*.lock"):
         try:

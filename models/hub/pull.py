@@ -248,6 +248,7 @@ class _Download:
         Raises:
             ConfigError: its content is wrong twice.
         """
+        found = ""
         for _ in range(2):
             path = self._place(file)
             if (found := _digest(path, file)) == file.blob:

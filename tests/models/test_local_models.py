@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub.utils import WeakFileLock
+from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]  # not in its `__all__`
 
 from engine.models.hub.built_in.fetch import write_stamp
 from engine.models.hub.built_in.models import DEFAULT_MODEL, MINILM, BuiltInModel
