@@ -24,16 +24,16 @@ from .memory.kv_memory import KVMemory, RowMemory
 from .memory.ledger import Ledger
 from .memory.pages import IncomingPages, PageAllocator, PageSupply, SwapPool
 from .memory.req_to_token_pool import ReqToTokenPool
-from .memory.state_slots import CheckpointSlots, NoStateSlots, StateSlots
+from .memory.state_slots import StateSlots
 from .pass_state import StallSentinel
 from .phases import StepPhases, make_phases
 from .policy.base import Load, PolicyParts, SchedulePolicy
 from .policy.make import make_policy
-from .preemption.chaos import make_chaos
+from .preemption.chaos import ChaosRetract
 from .preemption.out_of_memory import OutOfMemory
 from .preemption.preemption import Preemption, make_preemption_mode
 from .prefix_cache.base import NoPrefixCache, PrefixCache
-from .prefix_cache.block_events import BlockEvents, BlockRecorder, NoBlockEvents, block_size_for
+from .prefix_cache.block_events import BlockEvents, BlockRecorder, block_size_for
 from .prefix_cache.eviction import make_eviction
 from .prefix_cache.radix_cache import RadixCache
 from .queries.calls import Calls
@@ -47,10 +47,10 @@ from .results import ResultSettler
 from .speculation.multi_step import MultiStepDecode
 from .speculation.speculation import Speculation, make_speculation
 from .step_size.step_limits import StepCaps, StepLimits
-from .step_size.step_target import make_step_target
+from .step_size.step_target import StepTarget
 from .transfer.decode_role import DecodeRole
 from .transfer.prefill_role import PrefillRole
-from .transfer.role import NoTransfer, TransferRole
+from .transfer.role import TransferRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def assemble(
     host = SwapPool(capacity.num_host_pages)
     max_pinned_pages = int(cache.pin_fraction * capacity.num_pages)
     state_slots = _make_state_slots(capacity)
-    block_events = BlockEvents(block_size_for(page_size)) if records_blocks else NoBlockEvents()
+    block_events = BlockEvents(block_size_for(page_size)) if records_blocks else BlockRecorder()
     prefix_cache = _make_prefix_cache(cache, page_size, max_pinned_pages, state_slots, block_events)
     supply = PageSupply(allocator, prefix_cache)
     incoming = IncomingPages(supply, prefix_cache)
@@ -138,7 +138,7 @@ def assemble(
     )
     estimator = make_estimator(config, page_size)
     shares = cache.radix_cache and config.in_batch_prefix_caching
-    target = make_step_target(limits.target_step_ms)
+    target = StepTarget(limits.target_step_ms / 1000)
     out_of_memory = OutOfMemory(requests, preemption, caps)
     reservations = Reservations(requests, states, estimator, page_size)
     admission = Admission(
@@ -165,7 +165,7 @@ def assemble(
         memory=memory,
         incoming=incoming,
         estimator=estimator,
-        chaos=make_chaos(parse_chaos(config.chaos), config.policy_seed),
+        chaos=ChaosRetract(parse_chaos(config.chaos), config.policy_seed),
         answers=answers,
         policy=policy,
         num_stages=capacity.num_stages,
@@ -266,16 +266,14 @@ def _make_transfer(
                 by_priority=by_priority,
             )
         case "null" | "both":  # of both, each replica has its own mode
-            return NoTransfer()
+            return TransferRole()
 
 
 def _make_state_slots(capacity: Capacity) -> StateSlots | None:
     """None: the model has no state layers."""
     if not capacity.checkpoint_pages:
         return None
-    if not capacity.num_checkpoints:
-        return NoStateSlots()
-    return CheckpointSlots(
+    return StateSlots(
         capacity.num_checkpoints, interval_pages=capacity.checkpoint_pages, page_size=capacity.page_size
     )
 
@@ -296,6 +294,6 @@ def _make_prefix_cache(
         free_checkpoint=None if state_slots is None else state_slots.free,
         blocks=blocks,
     )
-    if isinstance(state_slots, CheckpointSlots):
+    if state_slots is not None:
         state_slots.connect(radix.drop_oldest_checkpoint)
     return radix

@@ -19,7 +19,7 @@ from .memory.kv_memory import RowMemory
 from .memory.pages import IncomingPages
 from .pass_state import PassState
 from .policy.base import SchedulePolicy
-from .preemption.chaos import Chaos
+from .preemption.chaos import ChaosRetract
 from .preemption.preemption import Preemption
 from .requests.outputs import Answers
 from .requests.req import Req
@@ -73,7 +73,7 @@ class Decodes:
         memory: RowMemory,
         incoming: IncomingPages,
         estimator: OutputEstimator,
-        chaos: Chaos,
+        chaos: ChaosRetract,
         answers: Answers,
         policy: SchedulePolicy,
         num_stages: int = 1,

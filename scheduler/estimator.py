@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, assert_never
+from typing import TYPE_CHECKING, Final, assert_never
 
 import numpy as np
 
@@ -24,13 +24,15 @@ CLIP_MAX_NEW_TOKENS: Final = 4096
 """Upper bound on the future tokens that an estimate counts for one request; never a limit on the output."""
 
 
-class OutputEstimator(Protocol):
-    """Learns from the calls below. No clock and no randomness: the same calls give the same estimates everywhere."""
+class OutputEstimator:
+    """The base of all rules; a rule overrides the hooks from which it learns. No clock and no randomness: the same
+    calls give the same estimates everywhere.
 
-    @property
-    def current(self) -> float:
-        """The share of its `max_new_tokens` that a request is expected to generate, 0..1, for the report."""
-        ...
+    Attributes:
+        current: the share of its `max_new_tokens` that a request is expected to generate, 0..1, for the report.
+    """
+
+    current: float
 
     def expected(
         self, to_come: IntArray, generated: IntArray, max_new: IntArray, ignore_eos: BoolArray
@@ -44,30 +46,26 @@ class OutputEstimator(Protocol):
             max_new: [B] each request's `max_new_tokens`.
             ignore_eos: [B] only the limit ends these outputs.
         """
-        ...
+        raise NotImplementedError
 
     def expected_of(self, req: Req) -> int:
         """KV slots to reserve for the output of a waiting request, beyond the tokens it has already generated."""
-        ...
+        raise NotImplementedError
 
     def after_decode(self) -> None:
         """A decode step found pages for all running requests."""
-        ...
 
     def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
         """Memory ran out; the arguments describe the requests that keep running, the last two are sums."""
-        ...
 
     def finished(self, output_len: int, max_new_tokens: int) -> None:
         """A request ended by itself, after `output_len` tokens."""
-        ...
 
     def reset(self) -> None:
         """No request runs or waits."""
-        ...
 
 
-class FullReservation:
+class FullReservation(OutputEstimator):
     """Reserves memory for each request's longest possible output, so no request runs out of memory.
 
     For clients with tight limits, or without tolerance for a pause (mini-sglang works like this). The cost: if answers
@@ -94,28 +92,14 @@ class FullReservation:
     def expected_of(self, req: Req) -> int:
         return req.max_new_tokens - req.output_len
 
-    def after_decode(self) -> None:
-        """Nothing to learn."""
 
-    def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
-        """Nothing to learn: only `--chaos` or a more urgent request causes a retraction."""
-
-    def finished(self, output_len: int, max_new_tokens: int) -> None:
-        """Nothing to learn."""
-
-    def reset(self) -> None:
-        """Nothing was learned."""
-
-
-class GrowOnDemand:
+class GrowOnDemand(OutputEstimator):
     """Reserves nothing for outputs; a page is allocated, or a request retracted, when needed (vLLM V1).
 
     It runs the most requests at the same time and retracts the most. It suits a large pool with short answers, and
     swapping, which makes a retraction cheap. A prompt must still fit as a whole before it starts: otherwise two prompts
     could each hold half of the memory that the other one needs (vLLM's `full_sequence_must_fit`).
     """
-
-    __slots__ = ()
 
     current = 0.0
 
@@ -127,18 +111,6 @@ class GrowOnDemand:
     def expected_of(self, req: Req) -> int:
         return 0
 
-    def after_decode(self) -> None:
-        pass
-
-    def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
-        pass
-
-    def finished(self, output_len: int, max_new_tokens: int) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
 
 INITIAL_RATIO: Final = 0.7
 MIN_RATIO_FACTOR: Final = 0.14
@@ -147,7 +119,7 @@ RETRACT_LOOKAHEAD_STEPS: Final = 20
 """Tokens that each remaining request is assumed to add before memory is short again."""
 
 
-class NewTokenRatio:
+class NewTokenRatio(OutputEstimator):
     """The share of their remaining `max_new_tokens` that running requests are expected to generate, in (0, 1].
 
     Most requests stop long before their limit, so reserving memory for the whole limit would leave most of the pool
@@ -192,9 +164,6 @@ class NewTokenRatio:
         estimate = (generated_tokens + RETRACT_LOOKAHEAD_STEPS * num_remaining) / (max_new_tokens + 1)
         self.current = min(1.0, max(self.current, estimate))
 
-    def finished(self, output_len: int, max_new_tokens: int) -> None:
-        """Nothing to learn from a single request."""
-
     def reset(self) -> None:
         """Return to the initial ratio: the learned one describes requests that are finished."""
         self.current = self._initial
@@ -209,7 +178,7 @@ _POWERS: Final = np.cumprod(np.full(64, GROWTH)) / GROWTH  # larger than any num
 _POWERS_LIST: Final[list[float]] = _POWERS.tolist()
 
 
-class BetaReservation:
+class BetaReservation(OutputEstimator):
     """Reserves β·max_new_tokens per request; β is learned from the requests that finished last.
 
     The rule of the literature on dynamic memory for continuous batching: reserve prompt + β·max_new. When a request has
@@ -252,9 +221,6 @@ class BetaReservation:
         num_growths = bisect_right(_POWERS_LIST, req.output_len / (base * GROW_AT))
         reserved = min(math.ceil(base * _POWERS_LIST[num_growths]), req.max_new_tokens)
         return min(max(reserved - req.output_len, 0), remaining)
-
-    def after_decode(self) -> None:
-        """Nothing to learn from a step; β is learned from finished requests."""
 
     def after_retraction(self, num_remaining: int, generated_tokens: int, max_new_tokens: int) -> None:
         """β was too low: raise it to the share that the remaining requests have generated, plus a margin.

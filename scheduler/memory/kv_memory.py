@@ -35,7 +35,7 @@ from ..requests.req import Req, ReqStatus
 from ..requests.row_states import RowStates
 from .pages import PageSupply, SwapPool
 from .req_to_token_pool import ReqToTokenPool
-from .state_slots import NoStateSlots, StateSlots
+from .state_slots import StateSlots
 
 MAX_LOOKUPS: Final = 16
 """The most prefixes that ordering the queue looks up again in one pass."""
@@ -64,7 +64,7 @@ class KVMemory:
             num_lookahead_tokens: slots that each request has after its next token's slot, for draft tokens.
             state_slots: of a model with state layers; None: it has none.
         """
-        self.state_slots = state_slots if state_slots is not None else NoStateSlots()
+        self.state_slots = state_slots if state_slots is not None else StateSlots()
         self._has_states = state_slots is not None
         self._host = host
         self._lookahead = np.int32(num_lookahead_tokens)

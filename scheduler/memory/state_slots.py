@@ -20,7 +20,7 @@ Checkpoints are taken within pages' borders:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -34,93 +34,10 @@ DropOldest = Callable[[Collection[int]], bool]
 """Frees the oldest checkpoint of the prefix cache that is not in a collection; False: there is none."""
 
 
-class StateSlots(Protocol):
-    """See the module."""
+class StateSlots:
+    """The slots 1..`num_checkpoints`. With none, a model has no state layers, or prefixes are not kept."""
 
-    @property
-    def num_checkpoints(self) -> int:
-        """Slots for checkpoints."""
-        ...
-
-    @property
-    def num_free(self) -> int:
-        """Slots for checkpoints without an owner."""
-        ...
-
-    def plan(
-        self, chunks: Sequence[Chunk], decode_rows: IntArray, num_computed: IntArray, num_rounds: int
-    ) -> bytes:
-        """Plan the checkpoints of a step: `StepPlan.state_saves`.
-
-        Args:
-            chunks: the prompt chunks of the step.
-            decode_rows: [B] the other rows.
-            num_computed: [R] tokens that were computed, or are being computed, before this step.
-            num_rounds: tokens that each of `decode_rows` computes.
-        """
-        ...
-
-    def rows_with_due(self, num_settled: IntArray) -> list[int]:
-        """The rows with a planned checkpoint at a settled token; [R] settled tokens."""
-        ...
-
-    def take_due(self, row: int, num_settled: int) -> list[tuple[int, int]]:
-        """Take a row's planned checkpoints within its first `num_settled` tokens: (position, checkpoint)."""
-        ...
-
-    def free(self, checkpoint: int) -> None:
-        """Take back a slot."""
-        ...
-
-    def drop_planned(self, row: int) -> None:
-        """Free what a row has planned."""
-        ...
-
-    def planned(self) -> list[int]:
-        """The slots that rows have planned; for checks."""
-        ...
-
-    def free_slots(self) -> list[int]:
-        """The free slots; for checks."""
-        ...
-
-
-class NoStateSlots:
-    """No checkpoints: the model has no state layers, or prefixes are not kept."""
-
-    __slots__ = ()
-
-    num_checkpoints = 0
-    num_free = 0
-
-    def plan(
-        self, chunks: Sequence[Chunk], decode_rows: IntArray, num_computed: IntArray, num_rounds: int
-    ) -> bytes:
-        return b""
-
-    def rows_with_due(self, num_settled: IntArray) -> list[int]:
-        return []
-
-    def take_due(self, row: int, num_settled: int) -> list[tuple[int, int]]:
-        return []
-
-    def free(self, checkpoint: int) -> None:
-        raise AssertionError(f"there is no checkpoint {checkpoint}")
-
-    def drop_planned(self, row: int) -> None:
-        pass
-
-    def planned(self) -> list[int]:
-        return []
-
-    def free_slots(self) -> list[int]:
-        return []
-
-
-class CheckpointSlots:
-    """The slots 1..`num_checkpoints`."""
-
-    def __init__(self, num_checkpoints: int, *, interval_pages: int, page_size: int) -> None:
+    def __init__(self, num_checkpoints: int = 0, *, interval_pages: int = 1, page_size: int = 1) -> None:
         """Start with all slots free; `connect` before the first `plan`."""
         self.num_checkpoints: Final = num_checkpoints
         self._interval = interval_pages * page_size
@@ -135,11 +52,22 @@ class CheckpointSlots:
 
     @property
     def num_free(self) -> int:
+        """Slots for checkpoints without an owner."""
         return len(self._free)
 
     def plan(
         self, chunks: Sequence[Chunk], decode_rows: IntArray, num_computed: IntArray, num_rounds: int
     ) -> bytes:
+        """Plan the checkpoints of a step: `StepPlan.state_saves`.
+
+        Args:
+            chunks: the prompt chunks of the step.
+            decode_rows: [B] the other rows.
+            num_computed: [R] tokens that were computed, or are being computed, before this step.
+            num_rounds: tokens that each of `decode_rows` computes.
+        """
+        if not self.num_checkpoints:
+            return b""
         self._drop_unmade(num_computed)
         saves: list[int] = []
         # Not these: the step reads them, and a slot of its own may be written before.
@@ -187,9 +115,11 @@ class CheckpointSlots:
             yield idx, int(next_at[idx])
 
     def rows_with_due(self, num_settled: IntArray) -> list[int]:
+        """The rows with a planned checkpoint at a settled token; [R] settled tokens."""
         return [row for row, planned in self._planned.items() if planned[0][0] <= num_settled[row]]
 
     def take_due(self, row: int, num_settled: int) -> list[tuple[int, int]]:
+        """Take a row's planned checkpoints within its first `num_settled` tokens: (position, checkpoint)."""
         planned = self._planned.get(row, [])
         due = [each for each in planned if each[0] <= num_settled]
         if due:
@@ -201,14 +131,18 @@ class CheckpointSlots:
         return due
 
     def free(self, checkpoint: int) -> None:
+        """Take back a slot."""
         self._free.append(checkpoint)
 
     def drop_planned(self, row: int) -> None:
+        """Free what a row has planned."""
         for _, checkpoint in self._planned.pop(row, ()):
             self.free(checkpoint)
 
     def planned(self) -> list[int]:
+        """The slots that rows have planned; for checks."""
         return [checkpoint for planned in self._planned.values() for _, checkpoint in planned]
 
     def free_slots(self) -> list[int]:
+        """The free slots; for checks."""
         return list(self._free)

@@ -14,7 +14,7 @@ import random
 import signal
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from msgspec import structs
 
@@ -24,41 +24,21 @@ from ...runtime.step_plan import GetMasks, GoOn, Pending, Runner, StepPlan, Step
 from ..requests.req import Req
 
 
-class Chaos(Protocol):
-    """Called once per pass; see `ChaosRetract`."""
-
-    def victim(self, reqs: Sequence[Req]) -> Req | None:
-        """The request to retract in this pass; usually None."""
-        ...
-
-
-class NoChaos:
-    """No faults."""
-
-    __slots__ = ()
-
-    def victim(self, reqs: Sequence[Req]) -> Req | None:
-        return None
-
-
 class ChaosRetract:
     """Retracts one random running request with a probability per pass, up to `max_retractions` times."""
 
-    def __init__(self, spec: ChaosSpec, seed: int) -> None:
+    def __init__(self, spec: ChaosSpec | None, seed: int) -> None:
+        spec = spec or ChaosSpec()
         self._probability = spec.retract_probability
         self._left = spec.max_retractions
         self._random = random.Random(seed)
 
     def victim(self, reqs: Sequence[Req]) -> Req | None:
+        """The request to retract in this pass; usually None. Called once per pass."""
         if not reqs or not self._left or self._random.random() >= self._probability:
             return None
         self._left -= 1
         return self._random.choice(reqs)
-
-
-def make_chaos(spec: ChaosSpec | None, seed: int) -> Chaos:
-    """The implementation that `--chaos` needs."""
-    return ChaosRetract(spec, seed) if spec is not None and spec.max_retractions else NoChaos()
 
 
 class ChaosRunner:

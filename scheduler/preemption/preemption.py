@@ -9,7 +9,7 @@ Sampling noise is keyed by position, so the request's text does not change.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 from ...runtime.config.engine_config import PreemptionModeName
 from ..memory.kv_memory import RowMemory
@@ -23,8 +23,11 @@ ASSUMED_BYTES_PER_S: Final = 10e9
 _EWMA_WEIGHT: Final = 0.2
 
 
-class PreemptionMode(Protocol):
-    """Chooses swap or recompute for one victim."""
+class PreemptionMode:
+    """Swap or recompute for a victim. This base: as the configuration has chosen, always the same."""
+
+    def __init__(self, *, swaps: bool) -> None:
+        self._swaps = swaps
 
     def swaps(self, num_tokens: int, num_pages: int) -> bool:
         """Whether to swap rather than to compute again.
@@ -33,34 +36,16 @@ class PreemptionMode(Protocol):
             num_tokens: tokens computed so far.
             num_pages: pages that they fill.
         """
-        ...
-
-    def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        """A step computed `num_tokens` of prompts and nothing else."""
-        ...
-
-    def measured_swap(self, num_pages: int, seconds: float) -> None:
-        """`num_pages` were copied, in one direction."""
-        ...
-
-
-class Always:
-    """The configuration has chosen: always swap, or always recompute."""
-
-    def __init__(self, *, swaps: bool) -> None:
-        self._swaps = swaps
-
-    def swaps(self, num_tokens: int, num_pages: int) -> bool:
         return self._swaps
 
     def measured_prefill(self, num_tokens: int, seconds: float) -> None:
-        pass
+        """A step computed `num_tokens` of prompts and nothing else."""
 
     def measured_swap(self, num_pages: int, seconds: float) -> None:
-        pass
+        """`num_pages` were copied, in one direction."""
 
 
-class ByCost:
+class ByCost(PreemptionMode):
     """Chooses what takes less time: copying the pages out and back, or computing the tokens again.
 
     Both rates are moving averages, measured while the engine runs: of steps that only compute prompts, and of swaps.
@@ -72,6 +57,7 @@ class ByCost:
     """
 
     def __init__(self, page_bytes: int) -> None:
+        super().__init__(swaps=False)
         self.prefill_s_per_token: float | None = None
         self.swap_s_per_page = page_bytes / ASSUMED_BYTES_PER_S
 
@@ -93,7 +79,7 @@ class ByCost:
 
 def make_preemption_mode(name: PreemptionModeName, page_bytes: int) -> PreemptionMode:
     """From the setting to the object."""
-    return ByCost(page_bytes) if name == "cost" else Always(swaps=name == "swap")
+    return ByCost(page_bytes) if name == "cost" else PreemptionMode(swaps=name == "swap")
 
 
 Cause = Literal["memory", "priority", "device memory", "chaos"]

@@ -10,15 +10,13 @@ next, and siblings may share the beginning of their first blocks. Each block bel
 is one node only. Splits change the owner of blocks and announce nothing.
 
 Prefixes with a cache salt are private: their blocks are not announced.
-
-`NoBlockEvents` records nothing. Only `RadixCache` calls either of them, after it has changed the tree.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ..arrays import TOKEN_ID_BYTES
 from .base import split_namespace
@@ -69,55 +67,26 @@ def block_size_for(page_size: int) -> int:
     return -(-max(page_size, LEAST_BLOCK_TOKENS) // page_size) * page_size
 
 
-class BlockRecorder(Protocol):
-    """See the module."""
+class BlockRecorder:
+    """Notified by `RadixCache` after each change of the tree. This base records nothing."""
 
     def inserted(self, node: RadixNode) -> None:
         """A node was added under its parent."""
-        ...
 
     def split(self, upper: RadixNode, lower: RadixNode) -> None:
         """`lower` was split; `upper` has the beginning of its run."""
-        ...
 
     def truncated(self, node: RadixNode) -> None:
         """The end of a leaf's run was cut off."""
-        ...
 
     def removed(self, node: RadixNode) -> None:
         """A leaf has left the tree."""
-        ...
 
     def cleared(self) -> None:
         """The last page has left the tree."""
-        ...
 
     def take(self) -> Sequence[BlockEvent]:
         """The events since the last call, in order."""
-        ...
-
-
-class NoBlockEvents:
-    """Records nothing."""
-
-    __slots__ = ()
-
-    def inserted(self, node: RadixNode) -> None:
-        pass
-
-    def split(self, upper: RadixNode, lower: RadixNode) -> None:
-        pass
-
-    def truncated(self, node: RadixNode) -> None:
-        pass
-
-    def removed(self, node: RadixNode) -> None:
-        pass
-
-    def cleared(self) -> None:
-        pass
-
-    def take(self) -> Sequence[BlockEvent]:
         return ()
 
 
@@ -145,7 +114,7 @@ class _Run:
         return self.hashes[-1] if self.hashes else self.before
 
 
-class BlockEvents:
+class BlockEvents(BlockRecorder):
     """Records every change of the tree of one `RadixCache`."""
 
     def __init__(self, block_size: int) -> None:

@@ -27,7 +27,7 @@ import numpy as np
 from ..arrays import EMPTY, TOKEN_ID_BYTES, AnyIntArray, IntArray
 from ..records.verdict import CacheMiss
 from .base import Lease, PrefixMatch
-from .block_events import BlockRecorder, NoBlockEvents
+from .block_events import BlockRecorder
 from .eviction import LRU, EvictionPolicy, EvictionQueue
 from .miss_explainer import FLUSHED, EvictionHistory, MissExplainer
 from .pins import Pins
@@ -74,7 +74,7 @@ class RadixCache:
         self._checkpoints = None if free_checkpoint is None else Checkpoints(free_checkpoint)
         self._eviction_history = EvictionHistory(max_evictions_remembered)
         self._explainer = MissExplainer(self._roots, self._eviction_history, page_size)
-        self._blocks: BlockRecorder = blocks if blocks is not None else NoBlockEvents()
+        self._blocks = blocks if blocks is not None else BlockRecorder()
 
     @property
     def shares(self) -> bool:

@@ -51,7 +51,7 @@ prompt tokens a second and 26 GB/s):
 from __future__ import annotations
 
 import math
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from ..batch import ScheduleBatch, work_of
 from ..records.decision_log import StepTime
@@ -135,8 +135,13 @@ _PROMPT_STIFFNESS: Final = (10.0, 1.0, 10.0)  # a step with prompts; a token of 
 _LEAST_SHARE: Final = 0.05  # least share of a step's time that is attributed to its prompts
 
 
-class StepTarget(Protocol):
-    """See the module."""
+class StepTarget:
+    """A time that steps with prompts and decodes should not exceed; 0: steps take as long as their tokens need."""
+
+    def __init__(self, target_s: float) -> None:
+        self.target_s = target_s
+        self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)
+        self._prompts = OnlineFit(_PROMPT_STIFFNESS)
 
     def for_prompts(
         self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
@@ -150,45 +155,6 @@ class StepTarget(Protocol):
             tokens_behind: the same without the longest prompt.
             page_size: tokens that prompts always get.
         """
-        ...
-
-    def explain(self, time: PromptTime) -> StepTime | None:
-        """The figures that a pass decided with; None if time was no limit."""
-        ...
-
-    def measured(self, batch: ScheduleBatch, seconds: float) -> None:
-        """A step took `seconds`, without swaps."""
-        ...
-
-
-class NoTarget:
-    """Steps take as long as their tokens need."""
-
-    __slots__ = ()
-
-    def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
-    ) -> PromptTime:
-        return PromptTime.unlimited()
-
-    def explain(self, time: PromptTime) -> StepTime | None:
-        return None
-
-    def measured(self, batch: ScheduleBatch, seconds: float) -> None:
-        pass
-
-
-class TimeTarget:
-    """A time that steps with prompts and decodes should not exceed."""
-
-    def __init__(self, target_s: float) -> None:
-        self.target_s = target_s
-        self._decodes = OnlineFit(_DECODE_STIFFNESS, solve_interval=_DECODE_SOLVE_INTERVAL)
-        self._prompts = OnlineFit(_PROMPT_STIFFNESS)
-
-    def for_prompts(
-        self, num_decodes: int, kv_tokens: int, waiting_tokens: int, tokens_behind: int, page_size: int
-    ) -> PromptTime:
         fixed_s, token_s, pair_s = self._prompts.coefficients
         if not num_decodes or not (token_s or pair_s):
             return PromptTime.unlimited()
@@ -206,6 +172,7 @@ class TimeTarget:
         )
 
     def explain(self, time: PromptTime) -> StepTime | None:
+        """The figures that a pass decided with; None if time was no limit."""
         if time.is_unlimited:
             return None
         return StepTime(
@@ -213,6 +180,9 @@ class TimeTarget:
         )
 
     def measured(self, batch: ScheduleBatch, seconds: float) -> None:
+        """Learn from a step that took `seconds`, without swaps."""
+        if not self.target_s:
+            return
         num_extends = batch.num_extends
         num_decodes, kv_tokens = len(batch) - num_extends, int(batch.end[num_extends:].sum())
         decodes = (1.0, num_decodes, kv_tokens)
@@ -232,8 +202,3 @@ class TimeTarget:
         """The predicted time that decodes add to a step with prompts."""
         _, row_s, kv_token_s = self._decodes.coefficients
         return row_s * num_decodes + kv_token_s * kv_tokens
-
-
-def make_step_target(target_step_ms: float) -> StepTarget:
-    """From the setting to the object; 0 is none."""
-    return TimeTarget(target_step_ms / 1000) if target_step_ms else NoTarget()

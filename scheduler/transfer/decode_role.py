@@ -28,7 +28,6 @@ from ...runtime.transport.kv_transfer import (
 )
 from ..admission.budget import Reservations
 from ..arrays import TOKEN_ID_BYTES, IntArray
-from ..batch import ScheduleBatch
 from ..grammar.grammar_rules import MATCHED_GRAMMAR, advance
 from ..memory.kv_memory import KVMemory
 from ..memory.pages import IncomingPages
@@ -37,7 +36,7 @@ from ..records.stats import SchedulerStats
 from ..requests.outputs import StopRules, output_row
 from ..requests.req import Req, ReqStatus
 from ..requests.requests import Requests
-from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, prompt_crc
+from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, TransferRole, prompt_crc
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,7 @@ def _by_priority(req: Req) -> tuple[int, int]:
     return -req.priority, req.seq
 
 
-class DecodeRole:
+class DecodeRole(TransferRole):
     """See `TransferRole`. Prompts are claimed in the order of arrival, each when its pages can be had."""
 
     def __init__(
@@ -144,9 +143,6 @@ class DecodeRole:
                 )
         self._claim_waiting(now_s, steps)
         return Changes(steps, rows) if steps or rows else NO_CHANGES
-
-    def settled(self, batch: ScheduleBatch) -> None:
-        pass
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         """A request may end while its prompt is on the way: aborted, or at its time limit."""

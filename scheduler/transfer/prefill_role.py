@@ -32,7 +32,7 @@ from ..batch import ScheduleBatch
 from ..memory.pages import PageSupply
 from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
-from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, prompt_crc
+from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, TransferRole, prompt_crc
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class _Room:
     claim: _Claimed | None = None
 
 
-class PrefillRole:
+class PrefillRole(TransferRole):
     """See `TransferRole`. A room is forgotten when its prompt was sent, and kept as a tombstone."""
 
     def __init__(self, cache: PrefixCache, supply: PageSupply, page_size: int, *, timeout_s: float) -> None:

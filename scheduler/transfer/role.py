@@ -1,8 +1,8 @@
 """`TransferRole`: what a scheduler does for prompts that one engine computes and another one decodes.
 
-One class per `--disaggregation-mode`: `NoTransfer`, `PrefillRole`, `DecodeRole`. Like the scheduler, a role does no I/O
-and uses no clock: messages of the other engine come in through `handle`, commands for the `KVTransfer` go out through
-`take_commands`.
+One class per `--disaggregation-mode`: `TransferRole` itself (null), `PrefillRole`, `DecodeRole`. Like the scheduler, a
+role does no I/O and uses no clock: messages of the other engine come in through `handle`, commands for the `KVTransfer`
+go out through `take_commands`.
 
     prefill engine                          decode engine
     request, computed as any other          request, RECEIVING
@@ -26,7 +26,7 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from ...runtime.messages import TokenOutput
 from ...runtime.transport.kv_transfer import (
@@ -74,90 +74,54 @@ class Changes(NamedTuple):
 NO_CHANGES: Final = Changes()
 
 
-class TransferRole(Protocol):
-    """See the module. The calls that return `Changes` are made between steps."""
+class TransferRole:
+    """See the module. The calls that return `Changes` are made between steps.
+
+    This base is `--disaggregation-mode null`: each request is computed here.
+    """
 
     @property
     def num_open(self) -> int:
         """Transfers that will end without a further request: pages or locks are taken for them."""
-        ...
+        return 0
 
     def reason_against(self, receives: bool) -> str:
         """Why a request with a `KVHandoff` cannot be served in this mode; `receives`: another engine has its prompt."""
-        ...
-
-    def arrived(self, req: Req) -> Sequence[Step]:
-        """A request with a `KVHandoff` was queued; with its grammar, if it has one."""
-        ...
-
-    def plan(self, now_s: float) -> Changes:
-        """A pass begins: claim prompts, and end what has taken too long."""
-        ...
-
-    def settled(self, batch: ScheduleBatch) -> None:
-        """A step is settled; pages of its prompt chunks are cached."""
-        ...
-
-    def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
-        """Rows are sent; requests that have ended are among them."""
-        ...
-
-    def handle(self, message: TransferNews, now_s: float) -> Changes:
-        """Take a message of the `KVTransfer`."""
-        ...
-
-    def take_commands(self) -> list[TransferCommand]:
-        """What the `KVTransfer` shall do, since the last call."""
-        ...
-
-    def wake_s(self) -> float | None:
-        """When `plan` has something to do without a message; None if never."""
-        ...
-
-    def leases(self) -> list[Lease]:
-        """Locks of the prefix cache that transfers hold; for checks."""
-        ...
-
-    def figures(self) -> TransferFigures | None:
-        """For reports; None: there are no transfers in this mode."""
-        ...
-
-
-class NoTransfer:
-    """`--disaggregation-mode null`: each request is computed here."""
-
-    __slots__ = ()
-
-    num_open = 0
-
-    def reason_against(self, receives: bool) -> str:
         return "the request has a handoff, but this engine has no --disaggregation-mode; start it with one"
 
     def arrived(self, req: Req) -> Sequence[Step]:
+        """A request with a `KVHandoff` was queued; with its grammar, if it has one."""
         raise AssertionError(f"{req} has a handoff")
 
     def plan(self, now_s: float) -> Changes:
+        """A pass begins: claim prompts, and end what has taken too long."""
         return NO_CHANGES
 
     def settled(self, batch: ScheduleBatch) -> None:
-        pass
+        """A step is settled; pages of its prompt chunks are cached."""
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
+        """Rows are sent; requests that have ended are among them."""
         return ()
 
     def handle(self, message: TransferNews, now_s: float) -> Changes:
+        """Take a message of the `KVTransfer`."""
         return NO_CHANGES
 
     def take_commands(self) -> list[TransferCommand]:
+        """What the `KVTransfer` shall do, since the last call."""
         return []
 
     def wake_s(self) -> float | None:
+        """When `plan` has something to do without a message; None if never."""
         return None
 
     def leases(self) -> list[Lease]:
+        """Locks of the prefix cache that transfers hold; for checks."""
         return []
 
     def figures(self) -> TransferFigures | None:
+        """For reports; None: there are no transfers in this mode."""
         return None
 
 
