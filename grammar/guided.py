@@ -6,7 +6,7 @@
       |           v
       +-------> FREE <----> TRIGGERED          without one
 
-All markers are matched on bytes, because a marker may begin and end within tokens; see `reasoning` and `markers`.
+All markers are matched on bytes, because a marker may begin and end within tokens; see `markers`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from ..runtime.grammar_use import GrammarUse
 from .backend import CompiledGrammar, MaskRow, Matcher, MatcherErrorCode, Vocabulary
 from .closing import closing_tokens
 from .completing import CompletingMatcher
-from .markers import TriggerSearch, feed_bytes, marker_table, single_bytes
-from .reasoning import BlockOpening, OpenBlock
+from .markers import BlockOpening, OpenBlock, TriggerSearch, feed_bytes, marker_table, single_bytes
 
 
 class Phase(enum.Enum):

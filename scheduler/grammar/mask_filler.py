@@ -17,9 +17,6 @@ from ..memory.req_to_token_pool import ReqToTokenPool
 from ..records.decision_log import RefusedToken
 from ..requests.req import Req
 
-# Shapes: B requests in the batch, S that sample, R rows of logits (S plus the drafts), W words of a mask.
-
-
 Clock = Callable[[], float]
 """The time in seconds."""
 

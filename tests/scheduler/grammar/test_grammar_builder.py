@@ -155,7 +155,7 @@ def test_a_cached_grammar_needs_no_wait(built):
     assert len(built.cache.threads) == 1 and built.finish_of("b").matched == "grammar"
 
 
-def test_one_that_is_not_proved_waits_for_the_proof(built):
+def test_one_that_is_unknown_waits_for_the_sandbox(built):
     built.submit("a", ToyGrammar(length=5), compiles=False, max_new_tokens=20)
     assert not built.pipeline.is_preparing
     assert not built.advance()
@@ -165,7 +165,7 @@ def test_one_that_is_not_proved_waits_for_the_proof(built):
     assert built.finish_of("a").matched == "grammar"
 
 
-def test_a_failed_proof_ends_the_request(built):
+def test_a_grammar_that_the_sandbox_refuses_ends_the_request(built):
     built.submit("a", ToyGrammar(), compiles=False)
     built.ready("a", "minimum 10 is above maximum 5")
     finish = built.finish_of("a")
