@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,3 +29,11 @@ def framed_table(console: Console, **options: Any) -> Table:
     if console.is_terminal:
         return Table(**options)
     return Table(**{**options, "box": None, "min_width": None, "pad_edge": False, "title_style": ""})
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under their header, left-aligned; an empty cell is "-"."""
+    lines = [header, *([cell or "-" for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from benchmarks.peers.server import MODEL_NAME
-from engine.cli.bench.records import BenchRequest
+from engine.cli.bench.load import BenchRequest
 from engine.cli.bench.result_file import RequestRow, read_results
 from engine.cli.bench.workloads.workload import DatasetName, WorkloadSettings, WorkloadTokenizer
 

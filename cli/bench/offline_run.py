@@ -18,7 +18,7 @@ from ...runtime.feasibility import reason_against, reason_against_pooling
 from ...runtime.messages import GenerateRequest, TextOutput
 from ...runtime.pooling import PoolingParams
 from ...runtime.sampling_params import SamplingParams
-from .records import BenchRequest, RequestRecord
+from .load import BenchRequest, RequestRecord
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
 from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 

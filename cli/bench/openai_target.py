@@ -8,16 +8,65 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import aiohttp
 
-from ...runtime.errors import RequestError, ServerError
-from ..unreachable import why_unreachable
-from .records import BenchRequest, RequestRecord
-from .structured import StructuredOutput
+from ...runtime.errors import ConfigError, RequestError, ServerError
+from ..json_input import read_json
+from ..port import why_unreachable
+from .load import BenchRequest, RequestRecord
+
+
+class StructuredOutput:
+    """One schema, for all requests of a run."""
+
+    def __init__(self, schema: dict[str, Any], matches: Callable[[Any], bool]) -> None:
+        """Take the schema, and a function that says whether a JSON value matches it."""
+        self._schema = schema
+        self._matches = matches
+
+    @classmethod
+    def read(cls, path: Path) -> StructuredOutput:
+        """Read the schema in a file.
+
+        Raises:
+            ConfigError: there is none, or no library that checks answers is installed.
+        """
+        schema = read_json(path, f"--structured {path}")
+        if not isinstance(schema, dict):
+            raise ConfigError(f"--structured {path} must hold a JSON Schema, which is an object")
+        return cls(schema, _validator(schema, path))
+
+    def response_format(self) -> dict[str, Any]:
+        """The field of each request."""
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": self._schema}}
+
+    def accepts(self, text: str) -> bool:
+        """Whether an answer is JSON that matches the schema."""
+        try:
+            return self._matches(json.loads(text))
+        except ValueError:
+            return False
+
+
+def _validator(schema: dict[str, Any], path: Path) -> Callable[[Any], bool]:
+    try:
+        import jsonschema_rs
+    except ImportError:
+        raise ConfigError(
+            "--structured counts the valid answers with a JSON Schema library, which is not installed; run: "
+            "pip install jsonschema-rs"
+        ) from None
+    try:
+        matches: Callable[[Any], bool] = jsonschema_rs.validator_for(schema).is_valid
+    except ValueError as error:
+        raise ConfigError(f"--structured {path} is no JSON Schema: {error}") from None
+    return matches
+
 
 Endpoint = Literal["completions", "chat", "embeddings"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from ...runtime.errors import ConfigError
-from .records import RequestRecord
+from .load import RequestRecord
 from .summary import Summary
 
 SCHEMA = "engine-bench/1"

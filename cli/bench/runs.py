@@ -19,8 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ...runtime.errors import ConfigError, EngineError, RequestError
 from ..console import output_console
-from .load import LoadRun, Target, run_load
-from .records import BenchRequest, RequestRecord
+from .load import BenchRequest, LoadRun, RequestRecord, Target, run_load
 from .result_file import RequestRow, Run, git_revision, machine_facts, write_results
 from .summary import parse_goodput, summarize
 from .tables import print_summary

@@ -16,10 +16,9 @@ from ...runtime.config.server_config import ServerConfig
 from ...runtime.errors import ConfigError, ServerError
 from ...runtime.text import variable
 from ..why import DEFAULT_URL
-from .openai_target import Endpoint, OpenAITarget, RequestOptions, check_ready, flush_cache
-from .records import BenchRequest
+from .load import BenchRequest
+from .openai_target import Endpoint, OpenAITarget, RequestOptions, StructuredOutput, check_ready, flush_cache
 from .runs import OutputSettings, SamplingSettings, measure, plain_settings, report
-from .structured import StructuredOutput
 from .workloads.workload import WorkloadSettings, WorkloadTokenizer
 
 

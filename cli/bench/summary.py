@@ -15,8 +15,7 @@ import msgspec
 import numpy as np
 
 from ...runtime.errors import ConfigError
-from .load import LoadRun
-from .records import RequestRecord
+from .load import LoadRun, RequestRecord
 
 STEADY_SHARE = 0.9
 NUM_BLOCKS = 20  # of the steady window, for confidence intervals

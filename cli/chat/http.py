@@ -16,7 +16,7 @@ from ...launch.child.socket_dir import running_servers
 from ...runtime.config.config_sources import DEFAULT_ORIGIN, MergedConfig
 from ...runtime.errors import EngineError, RequestError, ServerError
 from ...runtime.text import replace_surrogates
-from ..unreachable import why_unreachable
+from ..port import why_unreachable
 from .backend import AnswerChunk, AnswerUsage, Call, why_it_cannot_chat
 from .in_process import BASE_SETTINGS
 from .session import Message

@@ -94,12 +94,11 @@ def _check_schema(path: Path, config: EngineConfig, *, as_json: bool) -> int:
 
 def examine(config: EngineConfig, *, with_checksums: bool, display: StartupDisplay) -> Iterator[Check]:
     """Gather the facts, and run the checks."""
-    from .compute import check_compute
+    from .compute import check_compute, gather_torch
     from .machine import check_machine
     from .machine_facts import gather_machine
     from .model import check_model, kept_in_blocks
     from .model_facts import gather_model
-    from .torch_probe import gather_torch
 
     display.step("machine")
     machine = gather_machine(config.server)

@@ -6,7 +6,7 @@ import contextlib
 import os
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final
 
@@ -21,8 +21,7 @@ from ..options import (
     takes_config_options,
 )
 from .backend import Backend, EmbedOptions, PartError
-from .opening import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
-from .progress import progress_of
+from .server import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
 from .texts import Texts, read_texts, skipped_note
 from .writing import FORMATS, FormatName, writer_of
 
@@ -222,3 +221,22 @@ def _remove(output: str) -> None:
     with contextlib.suppress(OSError):
         if stat.S_ISREG(os.stat(output).st_mode):
             os.unlink(output)
+
+
+@contextlib.contextmanager
+def progress_of(total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Yields what is called with the number of texts that have just been finished."""
+    if quiet or not sys.stderr.isatty():
+        yield _ignore
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("texts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda num_texts: progress.advance(task, num_texts)
+
+
+def _ignore(num_texts: int) -> None:
+    return

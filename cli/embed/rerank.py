@@ -19,9 +19,8 @@ from ..options import (
     takes_config_options,
 )
 from .backend import PartError, Scored
-from .command import WITHOUT, NullOption, SkipEmptyOption, TruncateOption
-from .opening import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
-from .progress import progress_of
+from .command import WITHOUT, NullOption, SkipEmptyOption, TruncateOption, progress_of
+from .server import ApiKeyOption, AttachOption, ModelOption, UrlOption, open_backend
 from .texts import Texts, read_texts
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -23,7 +23,7 @@ def list_models(
     """
     from ...launch.startup_display import size_text
     from ...models.local_models import ago, local_models, unfinished_bytes
-    from .table import print_table
+    from ..console import print_table
 
     models = local_models()
     if as_json:

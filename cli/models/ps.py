@@ -26,7 +26,7 @@ def ps(
     from ...launch.child.process_resources import tree_bytes
     from ...launch.child.socket_dir import running_servers
     from ...launch.startup_display import size_text
-    from .table import print_table
+    from ..console import print_table
 
     now_s = time.time()
     rows = [(server, tree_bytes(server.pid)) for server in running_servers()]

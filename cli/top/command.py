@@ -16,8 +16,7 @@ from ...runtime.errors import RequestError
 from ...runtime.text import variable
 from ..options import CONTEXT_SETTINGS, GroupedCommand
 from ..why import DEFAULT_URL
-from .client import Client, Unreachable
-from .snapshot import Rates, Snapshot
+from .snapshot import Client, Rates, Snapshot, Unreachable
 from .view import render
 
 MIN_INTERVAL_S: Final = 0.1

@@ -29,7 +29,7 @@ from benchmarks.peers.results import (
     targets_table,
 )
 from benchmarks.peers.workloads import TARGETS, WORKLOADS, RunError, check_counts, quick
-from engine.cli.bench.records import BenchRequest
+from engine.cli.bench.load import BenchRequest
 from engine.cli.bench.result_file import RequestRow
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
 from engine.models.spec.model_spec import ModelSpec

@@ -14,7 +14,7 @@ import aiohttp
 import httpx
 import pytest
 
-from engine.cli.unreachable import why_unreachable
+from engine.cli.port import why_unreachable
 
 HINT = "start one"
 

@@ -7,6 +7,7 @@ every server; special tokens are left out, because they change what a model does
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 
 from ....runtime.errors import ConfigError
 from ....runtime.text import is_unicode
-from ..records import BenchRequest
+from ..load import BenchRequest
 
 if TYPE_CHECKING:
     from ....simulator.trace_files import TraceOptions
@@ -175,3 +176,28 @@ def trace_requests(
             )
         )
     return requests
+
+
+def arrival_offsets(num_requests: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request is due, ascending, the first at 0.
+
+    Args:
+        num_requests: how many.
+        request_rate: mean requests per second; infinity sends all at once.
+        burstiness: shape of the gamma distribution of the gaps: 1 is Poisson, below 1 burstier, above 1 more even.
+        seed: equal seeds give equal schedules.
+
+    Raises:
+        ConfigError: rate or burstiness not above 0.
+    """
+    if not request_rate > 0:
+        raise ConfigError(
+            f"--request-rate is {request_rate}, but it must be above 0 ('inf' sends all at once)"
+        )
+    if not (math.isfinite(burstiness) and burstiness > 0):
+        raise ConfigError(f"--burstiness is {burstiness}, but it must be above 0; 1 is a Poisson process")
+    if math.isinf(request_rate) or num_requests == 0:
+        return [0.0] * num_requests
+    rng = np.random.default_rng(seed)
+    gaps = rng.gamma(shape=burstiness, scale=1.0 / (request_rate * burstiness), size=num_requests - 1)
+    return [0.0, *np.cumsum(gaps).tolist()]

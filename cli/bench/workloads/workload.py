@@ -15,18 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 import typer
 
 from ....runtime.errors import ConfigError
-from ..records import BenchRequest
-from .arrivals import arrival_offsets
-from .custom_dataset import custom_requests
+from ..load import BenchRequest
 from .datasets import (
     LengthRange,
     TextEncoder,
+    arrival_offsets,
     random_requests,
     shared_prefix_requests,
     sharegpt_requests,
     trace_requests,
 )
-from .texts import text_requests
+from .texts import custom_requests, text_requests
 
 if TYPE_CHECKING:
     from ....models.tokenizer.tokenizer import Tokenizer

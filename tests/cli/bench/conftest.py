@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.cli.bench.load import LoadRun
-from engine.cli.bench.records import RequestRecord
+from engine.cli.bench.load import LoadRun, RequestRecord
 from engine.cli.bench.result_file import RequestRow, Run
 from engine.cli.bench.summary import summarize
 

@@ -11,10 +11,14 @@ import pytest
 from aiohttp import web
 
 from engine import EngineError
-from engine.cli.bench.load import LoadRun, run_load
-from engine.cli.bench.openai_target import OpenAITarget, RequestOptions, check_ready, flush_cache
-from engine.cli.bench.records import BenchRequest
-from engine.cli.bench.structured import StructuredOutput
+from engine.cli.bench.load import BenchRequest, LoadRun, run_load
+from engine.cli.bench.openai_target import (
+    OpenAITarget,
+    RequestOptions,
+    StructuredOutput,
+    check_ready,
+    flush_cache,
+)
 from engine.cli.bench.summary import summarize
 from engine.runtime.errors import ConfigError
 

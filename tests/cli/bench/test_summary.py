@@ -3,7 +3,7 @@
 import pytest
 
 from engine import ConfigError
-from engine.cli.bench.records import RequestRecord
+from engine.cli.bench.load import RequestRecord
 from engine.cli.bench.summary import parse_goodput, summarize
 
 

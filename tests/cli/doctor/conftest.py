@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from engine.cli.doctor.compute import TorchFacts
 from engine.cli.doctor.machine_facts import MachineFacts
-from engine.cli.doctor.torch_probe import TorchFacts
 from engine.launch.resolve.host_facts import HostFacts
 from engine.launch.resolve.nvidia_gpus import GpuFacts
 

@@ -8,7 +8,8 @@ import socket
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.doctor import machine_facts, torch_probe
+from engine.cli.doctor import compute as torch_probe
+from engine.cli.doctor import machine_facts
 from engine.cli.doctor.check import Check, CheckStatus, fail, ok, refused, warn
 from engine.cli.doctor.command import json_text, summary, warn_at_start
 from engine.model_runner.kernels.cpu.isa import ISAS

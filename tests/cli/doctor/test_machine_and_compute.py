@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.cli.doctor.check import CheckStatus
-from engine.cli.doctor.compute import check_compute, covers
+from engine.cli.doctor.compute import TorchFacts, check_compute, covers, gather_torch, read_answer
 from engine.cli.doctor.machine import check_machine
 from engine.cli.doctor.machine_facts import Process, Unmet
-from engine.cli.doctor.torch_probe import TorchFacts, gather_torch, read_answer
 from engine.launch.resolve.host_facts import HostFacts
 from engine.runtime.config.config_sources import from_arguments, merge
 

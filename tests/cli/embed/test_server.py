@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.embed import opening
-from engine.cli.embed.backend import EmbedOptions, PartError
-from engine.cli.embed.in_process import InProcessBackend
+from engine.cli.embed import server as opening
+from engine.cli.embed.backend import EmbedOptions, InProcessBackend, PartError
 from engine.cli.embed.server import ServerBackend
 from engine.launch.child.socket_dir import ServerRecord
 from engine.runtime.errors import ConfigError, RequestError, ServerError

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.top.client import Client, Unreachable
 from engine.cli.top.command import looks
-from engine.cli.top.snapshot import Snapshot
+from engine.cli.top.snapshot import Client, Snapshot, Unreachable
 from engine.runtime.errors import EngineError
 
 from .conftest import URL, answers

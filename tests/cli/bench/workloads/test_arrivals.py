@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from engine import ConfigError
-from engine.cli.bench.workloads.arrivals import arrival_offsets
+from engine.cli.bench.workloads.datasets import arrival_offsets
 
 
 def test_infinite_rate_sends_all_at_once():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine import ConfigError
-from engine.cli.bench.workloads.custom_dataset import custom_requests
+from engine.cli.bench.workloads.texts import custom_requests
 
 from .test_datasets import WordTokenizer
 
