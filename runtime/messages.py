@@ -302,11 +302,11 @@ class KVHandoff(Record, frozen=True):
     """One side of a request that is computed by two engines, one for the prompt; see `kv_transfer.py`.
 
     Attributes:
-        room: name of the pair; equal on both sides, and different for parallel samples.
+        bootstrap_room: name of the pair of requests; equal on both sides, different for parallel samples.
         peer: HOST:PORT at which the prefill engine is asked for the prompt; "": this engine is the prefill engine.
     """
 
-    room: str
+    bootstrap_room: str
     peer: str = ""
 
 

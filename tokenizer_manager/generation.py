@@ -272,8 +272,12 @@ def fan_out(
 
 
 def _of_sample(handoff: KVHandoff | None, sample: int) -> KVHandoff | None:
-    """Each parallel sample of a prompt has its own first token, and so its own room."""
-    return handoff if handoff is None or not sample else replace(handoff, room=f"{handoff.room}.{sample}")
+    """Each parallel sample of a prompt has its own first token, and so its own `bootstrap_room`."""
+    return (
+        handoff
+        if handoff is None or not sample
+        else replace(handoff, bootstrap_room=f"{handoff.bootstrap_room}.{sample}")
+    )
 
 
 class Row(NamedTuple):

@@ -1,19 +1,19 @@
 """Messages of prefill/decode disaggregation: between two engines, and between a scheduler and its `KVTransfer`.
 
-A *room* is one prompt that one engine computes and another one decodes; the router (or the prefill engine) draws its
-number. The decode engine *claims* the prompt's pages from the prefill engine, which writes them and then sends the
+A `bootstrap_room` names one prompt that one engine computes and another one decodes; the router (or the prefill engine)
+draws it. The decode engine *claims* the prompt's pages from the prefill engine, which writes them and then sends the
 first token:
 
     decode engine                                    prefill engine
     Hello (layout, where its ranks' pages are) ──►
                                              ◄──     Welcome, or Refused
-    Claim (room, pages to write to)          ──►
+    Claim (bootstrap_room, target pages)     ──►
                                              ◄──     the pages, chunk by chunk, by the transfer backend:
                                                      each rank writes its part into those of its counterpart
                                              ◄──     Prefilled (first token), or ClaimFailed
-    ClaimAborted (room)                      ──►
+    ClaimAborted (bootstrap_room)            ──►
                                              ◄──     AbortAck: nothing will be written any more
-    RoomReleased (room)                      ──►     the prompt is not needed
+    PromptReleased (bootstrap_room)          ──►     the prompt is not needed
 
 `Welcome` also says that nothing of an earlier connection will be written any more. A prefill engine that does not know
 the sender of a message, because it was silent for too long, answers `SayHello`.
@@ -106,14 +106,14 @@ class Claim(Message, frozen=True):
     """Ask for the prompt's pages, from `first_page` on.
 
     Attributes:
-        room: see the module.
+        bootstrap_room: see the module.
         attempt: number of this claim.
         first_page: pages at the beginning of the prompt that the decode engine has already.
         pages: [n] int32, its pages for the n that follow, which are whole.
         prompt_crc: of the token ids and their namespace; see `prompt_crc`.
     """
 
-    room: str
+    bootstrap_room: str
     attempt: int
     first_page: int
     pages: bytes
@@ -123,14 +123,14 @@ class Claim(Message, frozen=True):
 class ClaimAborted(Message, frozen=True):
     """The decode engine gives a claim up; answered by `AbortAck`, until which it does not reuse its pages."""
 
-    room: str
+    bootstrap_room: str
     attempt: int
 
 
-class RoomReleased(Message, frozen=True):
+class PromptReleased(Message, frozen=True, tag="RoomReleased"):  # the tag in earlier decision logs
     """The decode engine does not need the prompt, and makes no claim."""
 
-    room: str
+    bootstrap_room: str
 
 
 class PagesTaken(Message, frozen=True):
@@ -169,7 +169,7 @@ class Prefilled(Message, frozen=True):
     """The prompt is computed, and its pages are written.
 
     Attributes:
-        room, attempt: of the claim. The room shows that the row belongs to it.
+        bootstrap_room, attempt: of the claim.
         num_pages: how many of the claimed pages were written, from the first one on; fewer if some were evicted.
         output_ids: [1] int32, the first token of the answer.
         logprobs: of that token, if they were asked for.
@@ -177,7 +177,7 @@ class Prefilled(Message, frozen=True):
         overruled: (position, wanted id, got id) if a grammar refused another token, as `Overruled`.
     """
 
-    room: str
+    bootstrap_room: str
     attempt: int
     num_pages: int
     output_ids: bytes
@@ -189,7 +189,7 @@ class Prefilled(Message, frozen=True):
 class ClaimFailed(Message, frozen=True):
     """The prompt will not come. Nothing will be written for this claim any more."""
 
-    room: str
+    bootstrap_room: str
     attempt: int
     reason: str
 
@@ -197,7 +197,7 @@ class ClaimFailed(Message, frozen=True):
 class AbortAck(Message, frozen=True):
     """Nothing will be written for an aborted claim any more."""
 
-    room: str
+    bootstrap_room: str
     attempt: int
 
 
@@ -211,18 +211,18 @@ class PageData(Message, frozen=True):
     A frame with their ids ([n] int32) and a frame for each tensor of the pool follow.
 
     Attributes:
-        room, attempt: of the claim.
+        bootstrap_room, attempt: of the claim.
         rank: the rank with these parts of the pages, on both sides.
         number: of this message; no two have the same.
     """
 
-    room: str
+    bootstrap_room: str
     attempt: int
     rank: int
     number: int
 
 
-ToPrefill = Hello | Claim | ClaimAborted | RoomReleased | PagesTaken | Ping
+ToPrefill = Hello | Claim | ClaimAborted | PromptReleased | PagesTaken | Ping
 ToDecode = Welcome | SayHello | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
 
 
@@ -233,14 +233,14 @@ class FromPeer(Message, frozen=True):
     """A message of the other engine. `peer`: HOST:PORT of a prefill engine, or the name of a decode engine."""
 
     peer: str
-    message: Claim | ClaimAborted | RoomReleased | Prefilled | ClaimFailed | AbortAck
+    message: Claim | ClaimAborted | PromptReleased | Prefilled | ClaimFailed | AbortAck
 
 
 class PagesWritten(Message, frozen=True):
     """A `WritePages` has ended; `error`: why it failed. Each one is answered."""
 
     peer: str
-    room: str
+    bootstrap_room: str
     attempt: int
     error: str = ""
     seconds: float = 0.0
@@ -263,7 +263,7 @@ class ToPeer(Record, frozen=True):
     """Send a message to the other engine."""
 
     peer: str
-    message: Claim | ClaimAborted | RoomReleased | Prefilled | ClaimFailed | AbortAck
+    message: Claim | ClaimAborted | PromptReleased | Prefilled | ClaimFailed | AbortAck
 
 
 class WritePages(Record, frozen=True):
@@ -276,7 +276,7 @@ class WritePages(Record, frozen=True):
     """
 
     peer: str
-    room: str
+    bootstrap_room: str
     attempt: int
     sources: bytes
     targets: bytes
@@ -287,16 +287,16 @@ TransferCommand = ToPeer | WritePages
 
 
 class TransferFigures(Record, frozen=True):
-    """Rooms of a scheduler now, and totals since its start.
+    """Transfers of a scheduler now, by `bootstrap_room`, and totals since its start.
 
     Attributes:
-        waiting: decode: requests that wait for memory to claim their prompt; prefill: rooms that are not claimed.
-        open: rooms with a claim.
+        waiting: decode: requests that wait for memory to claim their prompt; prefill: prompts without a claim.
+        open: prompts with a claim.
         held_pages: decode: pages that claims hold; prefill: pages that are locked for claims.
         sent_pages, received_pages: totals.
         transfer_s: total seconds, of the writes (prefill), or from the claims to their end (decode).
-        transfers: rooms that ended well.
-        failures: rooms that failed, by reason.
+        transfers: prompts that were sent or received.
+        failures: prompts that were not, by reason.
         page_bytes: of one page.
     """
 

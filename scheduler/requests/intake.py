@@ -138,7 +138,7 @@ def _check_fields(message: GenerateRequest) -> None:
 def _check_handoff(handoff: KVHandoff) -> None:
     if not isinstance(handoff, KVHandoff):
         raise wrong_type("handoff", handoff, "a KVHandoff or None")
-    check_text("handoff.room", handoff.room)
+    check_text("handoff.bootstrap_room", handoff.bootstrap_room)
     check_text("handoff.peer", handoff.peer)
 
 

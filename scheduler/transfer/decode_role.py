@@ -21,7 +21,7 @@ from ...runtime.transport.kv_transfer import (
     PagesWritten,
     PeerLost,
     Prefilled,
-    RoomReleased,
+    PromptReleased,
     ToPeer,
     TransferCommand,
     TransferFigures,
@@ -108,8 +108,8 @@ class DecodeRole(TransferRole):
         self._fallback = fallback
         self._queue: list[Req] = []  # not claimed yet, in the order of their claims; some may have ended
         self._order: Callable[[Req], Any] = _by_priority if by_priority else _BY_ARRIVAL
-        self._open: dict[str, _Incoming] = {}  # by room
-        self._rooms: dict[str, str] = {}  # rid -> room, of those
+        self._open: dict[str, _Incoming] = {}  # by bootstrap_room
+        self._bootstrap_rooms: dict[str, str] = {}  # rid -> bootstrap_room, for `_open`
         # (peer, attempt) -> pages that may still be written to
         self._draining: dict[tuple[str, int], IntArray] = {}
         self._last_attempt = 0
@@ -135,9 +135,9 @@ class DecodeRole(TransferRole):
     def plan(self, now_s: float) -> Changes:
         steps: list[Step] = []
         rows: list[TokenOutput] = []
-        for room, incoming in [*self._open.items()] if self._open else ():
+        for bootstrap_room, incoming in [*self._open.items()] if self._open else ():
             if incoming.expires_s <= now_s:
-                self._give_up(room, incoming)
+                self._give_up(bootstrap_room, incoming)
                 self._without(
                     incoming.req, "timeout", f"no prompt within {self._timeout_s:g} s", now_s, steps, rows
                 )
@@ -148,8 +148,8 @@ class DecodeRole(TransferRole):
         """A request may end while its prompt is on the way: aborted, or at its time limit."""
         steps: list[Step] = []
         for row in rows if self._open else ():
-            if row.finish is not None and (room := self._rooms.get(row.rid)) is not None:
-                self._give_up(room, self._open[room])
+            if row.finish is not None and (bootstrap_room := self._bootstrap_rooms.get(row.rid)) is not None:
+                self._give_up(bootstrap_room, self._open[bootstrap_room])
                 steps.append(Step(row.rid, "unclaimed", "the request has ended"))
         return steps
 
@@ -212,11 +212,11 @@ class DecodeRole(TransferRole):
         num_pages = req.prompt_len // self._kv.page_size
         match = self._cache.match(req.extra_key, req.fill_ids, num_pages)
         missing = num_pages - match.num_pages
-        room = req.handoff.room
-        if not missing or room in self._open:
-            why = "all whole pages are cached" if not missing else f"the room {room} is in use"
+        bootstrap_room = req.handoff.bootstrap_room
+        if not missing or bootstrap_room in self._open:
+            why = "all whole pages are cached" if not missing else f"the room {bootstrap_room} is in use"
             if not missing:
-                self._commands.append(ToPeer(req.handoff.peer, RoomReleased(room)))
+                self._commands.append(ToPeer(req.handoff.peer, PromptReleased(bootstrap_room)))
             self._requests.kv_ready(req, now_s)
             steps.append(Step(req.rid, "computed here", why))
             return True
@@ -226,10 +226,14 @@ class DecodeRole(TransferRole):
         pages = self._incoming.take(missing)
         self._last_attempt += 1
         peer, attempt = req.handoff.peer, self._last_attempt
-        self._rooms[req.rid] = room
-        self._open[room] = _Incoming(req, peer, attempt, lease, pages, now_s, now_s + self._timeout_s)
+        self._bootstrap_rooms[req.rid] = bootstrap_room
+        self._open[bootstrap_room] = _Incoming(
+            req, peer, attempt, lease, pages, now_s, now_s + self._timeout_s
+        )
         crc = prompt_crc(req.fill_ids, req.extra_key)
-        self._commands.append(ToPeer(peer, Claim(room, attempt, match.num_pages, pages.tobytes(), crc)))
+        self._commands.append(
+            ToPeer(peer, Claim(bootstrap_room, attempt, match.num_pages, pages.tobytes(), crc))
+        )
         steps.append(Step(req.rid, "claimed", f"{missing} of {num_pages} pages from {peer}"))
         return True
 
@@ -246,15 +250,15 @@ class DecodeRole(TransferRole):
             return True
         return (available - needed) * self._kv.page_size >= self._reservations.total_tokens()
 
-    def _give_up(self, room: str, incoming: _Incoming) -> None:
+    def _give_up(self, bootstrap_room: str, incoming: _Incoming) -> None:
         """Abort a claim. Its pages stay taken until nothing can be written to them any more."""
-        self._close(room, incoming)
+        self._close(bootstrap_room, incoming)
         self._cache.release(incoming.lease)
         self._draining[incoming.peer, incoming.attempt] = incoming.pages
-        self._commands.append(ToPeer(incoming.peer, ClaimAborted(room, incoming.attempt)))
+        self._commands.append(ToPeer(incoming.peer, ClaimAborted(bootstrap_room, incoming.attempt)))
 
-    def _close(self, room: str, incoming: _Incoming) -> None:
-        del self._open[room], self._rooms[incoming.req.rid]
+    def _close(self, bootstrap_room: str, incoming: _Incoming) -> None:
+        del self._open[bootstrap_room], self._bootstrap_rooms[incoming.req.rid]
 
     # ------------------------------------------------------------ answers of the prefill engine
 
@@ -267,10 +271,10 @@ class DecodeRole(TransferRole):
         rows: list[TokenOutput],
         grammar_ends: dict[str, str],
     ) -> None:
-        incoming = self._open.get(message.room)
+        incoming = self._open.get(message.bootstrap_room)
         if incoming is None or (incoming.peer, incoming.attempt) != (peer, message.attempt):
             return  # given up before; the ack of the abort follows
-        self._close(message.room, incoming)
+        self._close(message.bootstrap_room, incoming)
         req, lease, count = incoming.req, incoming.lease, message.num_pages
         page_bytes = self._kv.page_size * TOKEN_ID_BYTES
         begin = lease.num_pages * page_bytes
@@ -322,21 +326,22 @@ class DecodeRole(TransferRole):
         if pages is not None:
             self._incoming.give_back(pages)
             return
-        incoming = self._open.get(message.room)
+        incoming = self._open.get(message.bootstrap_room)
         if incoming is None or (incoming.peer, incoming.attempt) != (peer, message.attempt):
             return
         reason = (
             message.reason if isinstance(message, ClaimFailed) else "the prefill engine gave the prompt up"
         )
-        self._close(message.room, incoming)
+        self._close(message.bootstrap_room, incoming)
         self._cache.release(incoming.lease)
         self._incoming.give_back(incoming.pages)
         self._without(incoming.req, "prefill", reason, now_s, steps, rows)
 
     def _lose(self, message: PeerLost, now_s: float, steps: list[Step], rows: list[TokenOutput]) -> None:
-        for room, incoming in list(self._open.items()):
+        for bootstrap_room, incoming in list(self._open.items()):
             if incoming.peer == message.peer:
-                self._give_up(room, incoming)  # the link answers when nothing is written for it any more
+                # The link answers when nothing is written for it any more.
+                self._give_up(bootstrap_room, incoming)
                 self._without(incoming.req, "lost", message.reason, now_s, steps, rows)
 
     def _without(

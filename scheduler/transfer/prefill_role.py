@@ -21,7 +21,7 @@ from ...runtime.transport.kv_transfer import (
     PagesWritten,
     PeerLost,
     Prefilled,
-    RoomReleased,
+    PromptReleased,
     ToPeer,
     TransferCommand,
     TransferFigures,
@@ -37,7 +37,7 @@ from .role import NO_CHANGES, Changes, Step, TransferCounts, TransferNews, Trans
 logger = logging.getLogger(__name__)
 
 KEPT_TOMBSTONES: Final = 16_384
-"""Rooms that have ended; a late claim or a second request for one of them is refused."""
+"""Ended values of `bootstrap_room`; a late claim or a second request for one of them is refused."""
 
 
 class _Ending(enum.Enum):
@@ -74,7 +74,7 @@ class _Claimed:
 
 
 @dataclass(slots=True)
-class _Room:
+class _Outgoing:
     """A prompt for another engine.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Room:
 
 
 class PrefillRole(TransferRole):
-    """See `TransferRole`. A room is forgotten when its prompt was sent, and kept as a tombstone."""
+    """See `TransferRole`. A prompt is forgotten after it was sent; its `bootstrap_room` stays as a tombstone."""
 
     def __init__(self, cache: PrefixCache, supply: PageSupply, page_size: int, *, timeout_s: float) -> None:
         """`timeout_s`: for a claim of a computed prompt, and for the request of a claim."""
@@ -106,8 +106,8 @@ class PrefillRole(TransferRole):
         self._supply = supply
         self._page_size = page_size
         self._timeout_s = timeout_s
-        self._rooms: dict[str, _Room] = {}
-        self._rids: dict[str, str] = {}  # rid -> room
+        self._outgoing: dict[str, _Outgoing] = {}  # by bootstrap_room
+        self._rids: dict[str, str] = {}  # rid -> bootstrap_room
         self._tombs: OrderedDict[str, None] = OrderedDict()
         # Claims that are over, with writes that are not.
         self._leaving: dict[tuple[str, str, int], _Claimed] = {}
@@ -117,7 +117,7 @@ class PrefillRole(TransferRole):
 
     @property
     def num_open(self) -> int:
-        return len(self._leaving) + sum(room.claim is not None for room in self._rooms.values())
+        return len(self._leaving) + sum(outgoing.claim is not None for outgoing in self._outgoing.values())
 
     def reason_against(self, receives: bool) -> str:
         return (
@@ -128,53 +128,59 @@ class PrefillRole(TransferRole):
 
     def arrived(self, req: Req) -> Sequence[Step]:
         assert req.handoff is not None
-        name = req.handoff.room
-        if name in self._tombs or (name in self._rooms and self._rooms[name].rid):
+        bootstrap_room = req.handoff.bootstrap_room
+        if bootstrap_room in self._tombs or (
+            bootstrap_room in self._outgoing and self._outgoing[bootstrap_room].rid
+        ):
             logger.info(
                 "the room of rid=%s has ended: its prompt is computed, and sent to no engine", req.rid
             )
             return ()
-        room = self._rooms.setdefault(name, _Room())
-        room.rid, room.token_ids, room.namespace = req.rid, req.fill_ids, req.extra_key
-        room.crc = prompt_crc(req.fill_ids, req.extra_key)
-        room.num_pages = req.prompt_len // self._page_size
-        room.expires_s = None
-        self._rids[req.rid] = name
-        return self._begin(name, room)
+        outgoing = self._outgoing.setdefault(bootstrap_room, _Outgoing())
+        outgoing.rid, outgoing.token_ids, outgoing.namespace = req.rid, req.fill_ids, req.extra_key
+        outgoing.crc = prompt_crc(req.fill_ids, req.extra_key)
+        outgoing.num_pages = req.prompt_len // self._page_size
+        outgoing.expires_s = None
+        self._rids[req.rid] = bootstrap_room
+        return self._begin(bootstrap_room, outgoing)
 
     def plan(self, now_s: float) -> Changes:
         steps = []
-        for name, room in list(self._rooms.items()):
-            if room.expires_s is not None and room.expires_s <= now_s:
-                reason = "no request for this room came" if not room.rid else "no engine claimed the prompt"
-                steps += self._fail(name, room, "timeout", f"{reason} within {self._timeout_s:g} s")
+        for bootstrap_room, outgoing in list(self._outgoing.items()):
+            if outgoing.expires_s is not None and outgoing.expires_s <= now_s:
+                reason = (
+                    "no request for this room came" if not outgoing.rid else "no engine claimed the prompt"
+                )
+                steps += self._fail(
+                    bootstrap_room, outgoing, "timeout", f"{reason} within {self._timeout_s:g} s"
+                )
         return Changes(steps) if steps else NO_CHANGES
 
     def settled(self, batch: ScheduleBatch) -> None:
         self._settled_step = batch.plan.step_id  # pages in the cache are of this step or of earlier ones
         if self._rids:
             for req in batch.reqs[: batch.num_extends]:
-                if (name := self._rids.get(req.rid)) is not None:
-                    self._write(name, self._rooms[name])
+                if (bootstrap_room := self._rids.get(req.rid)) is not None:
+                    self._write(bootstrap_room, self._outgoing[bootstrap_room])
 
     def answered(self, rows: Sequence[TokenOutput], now_s: float) -> Sequence[Step]:
         steps: list[Step] = []
         if not self._rids:
             return steps
         for row in rows:
-            if row.finish is None or (name := self._rids.get(row.rid)) is None:
+            if row.finish is None or (bootstrap_room := self._rids.get(row.rid)) is None:
                 continue
-            room = self._rooms[name]
+            outgoing = self._outgoing[bootstrap_room]
             if row.token_ids and row.finish.kind in (FinishKind.STOP, FinishKind.LENGTH):
-                room.result = row
-                if room.claim is None:
-                    room.expires_s = now_s + self._timeout_s
-                steps += self._continue(name, room)
+                outgoing.result = row
+                if outgoing.claim is None:
+                    outgoing.expires_s = now_s + self._timeout_s
+                steps += self._continue(bootstrap_room, outgoing)
             else:
-                if room.claim is not None:
-                    room.claim.is_bad = row.finish.kind is FinishKind.ERROR
+                if outgoing.claim is not None:
+                    outgoing.claim.is_bad = row.finish.kind is FinishKind.ERROR
                 reason = row.finish.message or f"the prompt's request ended ({row.finish.kind.value})"
-                steps += self._fail(name, room, "request", reason)
+                steps += self._fail(bootstrap_room, outgoing, "request", reason)
         return steps
 
     def handle(self, message: TransferNews, now_s: float) -> Changes:
@@ -184,19 +190,21 @@ class PrefillRole(TransferRole):
                 steps = self._claim(peer, claim, now_s)
             case FromPeer(peer=peer, message=ClaimAborted() as aborted):
                 steps = self._abort(peer, aborted, now_s)
-            case FromPeer(message=RoomReleased() as released):
-                self._release(released.room)
+            case FromPeer(message=PromptReleased() as released):
+                self._release(released.bootstrap_room)
             case FromPeer():
                 logger.warning("dropped a message that is not for a prefill engine peer=%s", message.peer)
                 return NO_CHANGES
             case PagesWritten():
                 steps = self._written(message)
             case PeerLost():
-                for room in self._rooms.values():
-                    if room.claim is not None and room.claim.peer == message.peer:
-                        steps.append(Step(room.rid, "unclaimed", message.reason))
-                        self._end_claim(room)
-                        room.expires_s = now_s + self._timeout_s if not room.rid or room.result else None
+                for outgoing in self._outgoing.values():
+                    if outgoing.claim is not None and outgoing.claim.peer == message.peer:
+                        steps.append(Step(outgoing.rid, "unclaimed", message.reason))
+                        self._end_claim(outgoing)
+                        outgoing.expires_s = (
+                            now_s + self._timeout_s if not outgoing.rid or outgoing.result else None
+                        )
         return Changes(steps) if steps else NO_CHANGES
 
     def take_commands(self) -> list[TransferCommand]:
@@ -205,20 +213,21 @@ class PrefillRole(TransferRole):
 
     def wake_s(self) -> float | None:
         return min(
-            (room.expires_s for room in self._rooms.values() if room.expires_s is not None), default=None
+            (outgoing.expires_s for outgoing in self._outgoing.values() if outgoing.expires_s is not None),
+            default=None,
         )
 
     def leases(self) -> list[Lease]:
         claims = [
             *self._leaving.values(),
-            *(room.claim for room in self._rooms.values() if room.claim is not None),
+            *(outgoing.claim for outgoing in self._outgoing.values() if outgoing.claim is not None),
         ]
         return [claim.lease for claim in claims if claim.lease is not None]
 
     def figures(self) -> TransferFigures:
         counts, num_open = self._counts, self.num_open
         return TransferFigures(
-            waiting=len(self._rooms) + len(self._leaving) - num_open,
+            waiting=len(self._outgoing) + len(self._leaving) - num_open,
             open=num_open,
             held_pages=sum(lease.num_pages for lease in self.leases()),
             sent_pages=counts.sent_pages,
@@ -230,51 +239,51 @@ class PrefillRole(TransferRole):
     # ------------------------------------------------------------ claims
 
     def _claim(self, peer: str, message: Claim, now_s: float) -> list[Step]:
-        name = message.room
-        if name in self._tombs:
+        bootstrap_room = message.bootstrap_room
+        if bootstrap_room in self._tombs:
             self._commands.append(
-                ToPeer(peer, ClaimFailed(name, message.attempt, "the room has ended before"))
+                ToPeer(peer, ClaimFailed(bootstrap_room, message.attempt, "the room has ended before"))
             )
             return []
-        room = self._rooms.get(name)
-        if room is None:
-            room = self._rooms[name] = _Room(expires_s=now_s + self._timeout_s)
-        elif room.claim is not None:  # of an earlier attempt, or of an engine that was restarted since
-            old = room.claim
+        outgoing = self._outgoing.get(bootstrap_room)
+        if outgoing is None:
+            outgoing = self._outgoing[bootstrap_room] = _Outgoing(expires_s=now_s + self._timeout_s)
+        elif outgoing.claim is not None:  # of an earlier attempt, or of an engine that was restarted since
+            old = outgoing.claim
             if old.peer == peer and message.attempt <= old.message.attempt:
                 return []  # a copy
             old.failure = "another engine has claimed the prompt"
-            self._end_claim(room, _Ending.FAILED)
+            self._end_claim(outgoing, _Ending.FAILED)
         pages: IntArray = np.frombuffer(message.pages, dtype=np.int32)
-        room.claim = _Claimed(peer, message, pages, num_ordered=message.first_page)
-        if room.rid:
-            room.expires_s = None
+        outgoing.claim = _Claimed(peer, message, pages, num_ordered=message.first_page)
+        if outgoing.rid:
+            outgoing.expires_s = None
         return [
-            Step(room.rid, "claimed", f"{len(pages)} pages by {peer}"),
-            *self._begin(name, room),
+            Step(outgoing.rid, "claimed", f"{len(pages)} pages by {peer}"),
+            *self._begin(bootstrap_room, outgoing),
         ]
 
-    def _begin(self, name: str, room: _Room) -> list[Step]:
-        """A room has got its claim or its request; if it has both, begin to write."""
-        if room.claim is None or not room.rid:
+    def _begin(self, bootstrap_room: str, outgoing: _Outgoing) -> list[Step]:
+        """Begin to write if both the claim and the request have come."""
+        if outgoing.claim is None or not outgoing.rid:
             return []
-        if room.claim.message.prompt_crc != room.crc:
+        if outgoing.claim.message.prompt_crc != outgoing.crc:
             reason = "the two engines have different prompts in this room: their tokenizers or chat templates differ"
-            return self._fail(name, room, "prompt", reason)
-        return self._continue(name, room)
+            return self._fail(bootstrap_room, outgoing, "prompt", reason)
+        return self._continue(bootstrap_room, outgoing)
 
-    def _continue(self, name: str, room: _Room) -> list[Step]:
+    def _continue(self, bootstrap_room: str, outgoing: _Outgoing) -> list[Step]:
         """Write the pages that are cached and were not written; when all are, send the first token."""
-        self._write(name, room)
-        claim = room.claim
-        if claim is None or room.result is None or claim.num_writing:
+        self._write(bootstrap_room, outgoing)
+        claim = outgoing.claim
+        if claim is None or outgoing.result is None or claim.num_writing:
             return []
-        row, message = room.result, claim.message
+        row, message = outgoing.result, claim.message
         num_pages = claim.num_ordered - message.first_page
         grammar = row.usage.grammar
         refused = None if grammar is None else grammar.first_overruled
         result = Prefilled(
-            name,
+            bootstrap_room,
             message.attempt,
             num_pages,
             row.token_ids,
@@ -284,21 +293,21 @@ class PrefillRole(TransferRole):
         )
         self._commands.append(ToPeer(claim.peer, result))
         self._counts.transfers += 1
-        self._end(name, room)
+        self._end(bootstrap_room, outgoing)
         return [Step(row.rid, "sent", f"{num_pages} pages to {claim.peer}")]
 
-    def _write(self, name: str, room: _Room) -> None:
-        claim = room.claim
+    def _write(self, bootstrap_room: str, outgoing: _Outgoing) -> None:
+        claim = outgoing.claim
         if claim is None:
             return
-        end = min(room.num_pages, claim.message.first_page + len(claim.pages))
+        end = min(outgoing.num_pages, claim.message.first_page + len(claim.pages))
         if claim.num_ordered >= end:
             return
-        match = self._cache.match(room.namespace, room.token_ids, end)
+        match = self._cache.match(outgoing.namespace, outgoing.token_ids, end)
         begin, end = claim.num_ordered, match.num_pages
         if end <= begin:
             return
-        lease = self._cache.lock(room.namespace, match)
+        lease = self._cache.lock(outgoing.namespace, match)
         if claim.lease is not None:
             self._cache.release(claim.lease)
         claim.lease, claim.num_ordered = lease, end
@@ -307,7 +316,7 @@ class PrefillRole(TransferRole):
         self._commands.append(
             WritePages(
                 claim.peer,
-                name,
+                bootstrap_room,
                 claim.message.attempt,
                 self._cache.pages_of(lease)[begin:end].tobytes(),
                 claim.pages[begin - first : end - first].tobytes(),
@@ -317,7 +326,7 @@ class PrefillRole(TransferRole):
 
     def _written(self, message: PagesWritten) -> list[Step]:
         self._counts.transfer_s += message.seconds
-        key = (message.peer, message.room, message.attempt)
+        key = (message.peer, message.bootstrap_room, message.attempt)
         claim = self._leaving.get(key)
         if claim is not None:
             claim.num_writing -= 1
@@ -325,66 +334,72 @@ class PrefillRole(TransferRole):
                 del self._leaving[key]
                 self._leave(claim)
             return []
-        room = self._rooms.get(message.room)
-        assert room is not None and room.claim is not None, message
-        claim = room.claim
+        outgoing = self._outgoing.get(message.bootstrap_room)
+        assert outgoing is not None and outgoing.claim is not None, message
+        claim = outgoing.claim
         claim.num_writing -= 1
         if message.error:
-            return self._fail(message.room, room, "write", message.error)
-        return self._continue(message.room, room)
+            return self._fail(message.bootstrap_room, outgoing, "write", message.error)
+        return self._continue(message.bootstrap_room, outgoing)
 
     def _abort(self, peer: str, message: ClaimAborted, now_s: float) -> list[Step]:
-        room = self._rooms.get(message.room)
-        claim = None if room is None else room.claim
+        outgoing = self._outgoing.get(message.bootstrap_room)
+        claim = None if outgoing is None else outgoing.claim
         if (
-            room is not None
+            outgoing is not None
             and claim is not None
             and (claim.peer, claim.message.attempt) == (peer, message.attempt)
         ):
-            self._end_claim(room, _Ending.ACK)
-            room.expires_s = now_s + self._timeout_s if room.result is not None or not room.rid else None
-            return [Step(room.rid, "unclaimed", f"{peer} gave it up")]
-        if (peer, message.room, message.attempt) not in self._leaving:  # else the last write answers
-            self._commands.append(ToPeer(peer, AbortAck(message.room, message.attempt)))
+            self._end_claim(outgoing, _Ending.ACK)
+            outgoing.expires_s = (
+                now_s + self._timeout_s if outgoing.result is not None or not outgoing.rid else None
+            )
+            return [Step(outgoing.rid, "unclaimed", f"{peer} gave it up")]
+        if (
+            peer,
+            message.bootstrap_room,
+            message.attempt,
+        ) not in self._leaving:  # else the last write answers
+            self._commands.append(ToPeer(peer, AbortAck(message.bootstrap_room, message.attempt)))
         return []
 
-    def _release(self, name: str) -> None:
-        """The prompt of a room is not needed; its request, which may not have come yet, goes on alone."""
-        room = self._rooms.get(name)
-        if room is None:
-            self._bury(name)
-        elif room.claim is None:
-            self._end(name, room)
+    def _release(self, bootstrap_room: str) -> None:
+        """Drop a prompt that the decode engine does not need; its request, which may still come, runs alone."""
+        outgoing = self._outgoing.get(bootstrap_room)
+        if outgoing is None:
+            self._bury(bootstrap_room)
+        elif outgoing.claim is None:
+            self._end(bootstrap_room, outgoing)
 
     # ------------------------------------------------------------ ends
 
-    def _fail(self, name: str, room: _Room, kind: str, reason: str) -> list[Step]:
-        """End a room; the decode engine is notified when nothing is written for it any more."""
+    def _fail(self, bootstrap_room: str, outgoing: _Outgoing, kind: str, reason: str) -> list[Step]:
+        """End a prompt; the decode engine is notified when nothing is written for it any more."""
         self._counts.failures[kind] += 1
-        if room.claim is not None:
-            room.claim.failure = reason
-        self._end(name, room, _Ending.FAILED)
-        return [Step(room.rid, "not sent", reason)]
+        if outgoing.claim is not None:
+            outgoing.claim.failure = reason
+        self._end(bootstrap_room, outgoing, _Ending.FAILED)
+        return [Step(outgoing.rid, "not sent", reason)]
 
-    def _end(self, name: str, room: _Room, ending: _Ending = _Ending.NOTHING) -> None:
-        self._end_claim(room, ending)
-        del self._rooms[name]
-        self._rids.pop(room.rid, None)
-        self._bury(name)
+    def _end(self, bootstrap_room: str, outgoing: _Outgoing, ending: _Ending = _Ending.NOTHING) -> None:
+        self._end_claim(outgoing, ending)
+        del self._outgoing[bootstrap_room]
+        self._rids.pop(outgoing.rid, None)
+        self._bury(bootstrap_room)
 
-    def _bury(self, name: str) -> None:
-        self._tombs[name] = None
+    def _bury(self, bootstrap_room: str) -> None:
+        self._tombs[bootstrap_room] = None
         if len(self._tombs) > KEPT_TOMBSTONES:
             self._tombs.popitem(last=False)
 
-    def _end_claim(self, room: _Room, ending: _Ending = _Ending.NOTHING) -> None:
-        """Take the claim from a room. It is over, with its lease, after its last write."""
-        claim, room.claim = room.claim, None
+    def _end_claim(self, outgoing: _Outgoing, ending: _Ending = _Ending.NOTHING) -> None:
+        """Take the claim from a prompt. It is over, with its lease, after its last write."""
+        claim, outgoing.claim = outgoing.claim, None
         if claim is None:
             return
         claim.ending = ending
         if claim.num_writing:
-            self._leaving[claim.peer, claim.message.room, claim.message.attempt] = claim
+            self._leaving[claim.peer, claim.message.bootstrap_room, claim.message.attempt] = claim
         else:
             self._leave(claim)
 
@@ -396,11 +411,11 @@ class PrefillRole(TransferRole):
             else:
                 self._cache.release(claim.lease)
             claim.lease = None
-        room, attempt = claim.message.room, claim.message.attempt
+        bootstrap_room, attempt = claim.message.bootstrap_room, claim.message.attempt
         match claim.ending:
             case _Ending.FAILED:
-                self._commands.append(ToPeer(claim.peer, ClaimFailed(room, attempt, claim.failure)))
+                self._commands.append(ToPeer(claim.peer, ClaimFailed(bootstrap_room, attempt, claim.failure)))
             case _Ending.ACK:
-                self._commands.append(ToPeer(claim.peer, AbortAck(room, attempt)))
+                self._commands.append(ToPeer(claim.peer, AbortAck(bootstrap_room, attempt)))
             case _Ending.NOTHING:
                 pass

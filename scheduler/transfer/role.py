@@ -16,8 +16,8 @@ Both sides keep the pages in the prefix cache, so a transfer fills one cache fro
 tokens after them, at most a page, are computed again together with the first decode step. If the transfer fails, the
 decode engine computes the prompt itself, unless `--no-disaggregation-fallback`.
 
-A prefill engine holds nothing for a room without a claim: its pages are as evictable as any other. A decode engine
-claims when it has the memory. So no engine waits for memory of another one that waits for it.
+A prefill engine holds nothing for a `bootstrap_room` without a claim: its pages are as evictable as any other. A decode
+engine claims when it has the memory. So no engine waits for memory of another one that waits for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TransferNews = FromPeer | PagesWritten | PeerLost
 
 
 class Step(NamedTuple):
-    """What happened to a room of a request; for the decision log.
+    """Progress of the transfer of a request's prompt; for the decision log.
 
     Attributes:
         rid: the request.

@@ -57,18 +57,22 @@ class Pair:
         self.is_prefill_alive = True
         self.fails_write: Callable[[WritePages], bool] = lambda command: False
 
-    def submit(self, room: str, *, to_prefill: bool = True, to_decode: bool = True, **request: Any) -> str:
+    def submit(
+        self, bootstrap_room: str, *, to_prefill: bool = True, to_decode: bool = True, **request: Any
+    ) -> str:
         """Send the two halves of a request; returns its id, which is the same on both sides."""
-        rid: str = request.pop("rid", f"r{len(self.decode.answers)}-{room}")
+        rid: str = request.pop("rid", f"r{len(self.decode.answers)}-{bootstrap_room}")
         prompt = request.pop("prompt", None)
         if prompt is None:
             prompt = [int(token) for token in self.decode.rng.integers(1, 97, request.pop("prompt_len", 11))]
         fields = request.pop("message", {})
         if to_decode:
-            handoff = KVHandoff(room, PREFILL)
+            handoff = KVHandoff(bootstrap_room, PREFILL)
             self.decode.submit(rid, prompt=prompt, message={**fields, "handoff": handoff}, **request)
         if to_prefill:
-            self.prefill.submit(rid, prompt=prompt, message={**fields, "handoff": KVHandoff(room)}, **request)
+            self.prefill.submit(
+                rid, prompt=prompt, message={**fields, "handoff": KVHandoff(bootstrap_room)}, **request
+            )
         self.collect()
         return rid
 
@@ -160,7 +164,7 @@ class Pair:
         if self.is_prefill_alive:
             self.tell(self.prefill, message)
         elif isinstance(message.message, ClaimAborted):  # its link answers
-            ack = FromPeer(PREFILL, AbortAck(message.message.room, message.message.attempt))
+            ack = FromPeer(PREFILL, AbortAck(message.message.bootstrap_room, message.message.attempt))
             self.network.append(Delivery("to decode", partial(self.tell, self.decode, ack)))
 
     def write(self, command: WritePages) -> None:
@@ -174,7 +178,9 @@ class Pair:
             page_size = self.decode.capacity.page_size
             here = self.prefill.runner.kv.reshape(-1, page_size)
             self.decode.runner.kv.reshape(-1, page_size)[targets] = here[sources]
-        self.tell(self.prefill, PagesWritten(command.peer, command.room, command.attempt, error, 0.001))
+        self.tell(
+            self.prefill, PagesWritten(command.peer, command.bootstrap_room, command.attempt, error, 0.001)
+        )
 
     def lose_prefill(self) -> None:
         """The prefill engine dies, with all that is under way."""

@@ -70,16 +70,16 @@ class Handoffs:
             return self._serial(bootstrap.kv_transfer_params, num_prompts)
         if bootstrap.room is None:
             return [None] * num_prompts
-        rooms = [str(room) for room in _per_prompt("bootstrap_room", bootstrap.room, num_prompts)]
+        bootstrap_rooms = [str(each) for each in _per_prompt("bootstrap_room", bootstrap.room, num_prompts)]
         if isinstance(bootstrap.room, int) and num_prompts > 1:
-            rooms = [f"{room}-{number}" for number, room in enumerate(rooms)]
+            bootstrap_rooms = [f"{each}-{number}" for number, each in enumerate(bootstrap_rooms)]
         if self._mode == "prefill":
-            return [KVHandoff(room) for room in rooms]
+            return [KVHandoff(each) for each in bootstrap_rooms]
         hosts = _per_prompt("bootstrap_host", bootstrap.host, num_prompts)
         ports = _per_prompt("bootstrap_port", bootstrap.port, num_prompts)
         return [
-            KVHandoff(room, self._peer(host, port, "bootstrap_host", "bootstrap_port"))
-            for room, host, port in zip(rooms, hosts, ports, strict=True)
+            KVHandoff(bootstrap_room, self._peer(host, port, "bootstrap_host", "bootstrap_port"))
+            for bootstrap_room, host, port in zip(bootstrap_rooms, hosts, ports, strict=True)
         ]
 
     def answer(self, handoff: KVHandoff) -> dict[str, Any] | None:
@@ -92,7 +92,7 @@ class Handoffs:
             remote_block_ids=[],
             remote_host=self._host,
             remote_port=self._port,
-            remote_request_id=handoff.room,
+            remote_request_id=handoff.bootstrap_room,
         )
         answer: dict[str, Any] = msgspec.to_builtins(params)
         return answer
@@ -162,9 +162,9 @@ _HALF: Final = "~prefill"
 class Pair:
     """`--disaggregation-mode both`: replica 0 computes the prompts of replica 1.
 
-    Each request is sent to both with the same room, as a router does with two engines. The prefill half has an id
-    of its own, which is not in the request log: its one row is dropped, and messages about a request are sent for
-    both ids.
+    Each request is sent to both with the same `bootstrap_room`, as a router does with two engines. The prefill half has
+    an id of its own, which is not in the request log: its one row is dropped, and messages about a request are sent
+    for both ids.
     """
 
     def __init__(self, peer: str) -> None:
@@ -177,9 +177,9 @@ class Pair:
         needs_all = message.pooling is not None or message.sampling.prompt_logprobs is not None
         if is_short or needs_all or message.delivered is not None:
             return None
-        room = str(secrets.randbits(63))
-        prefill = replace(message, rid=message.rid + _HALF, handoff=KVHandoff(room))
-        return prefill, replace(message, handoff=KVHandoff(room, self._peer))
+        bootstrap_room = str(secrets.randbits(63))
+        prefill = replace(message, rid=message.rid + _HALF, handoff=KVHandoff(bootstrap_room))
+        return prefill, replace(message, handoff=KVHandoff(bootstrap_room, self._peer))
 
     def mirrored(self, message: SchedulerInput) -> SchedulerInput | None:
         """The message to the prefill replica about its half of the request; None: there is none."""

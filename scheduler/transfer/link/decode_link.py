@@ -34,8 +34,8 @@ from ....runtime.transport.kv_transfer import (
     Ping,
     Pong,
     Prefilled,
+    PromptReleased,
     Refused,
-    RoomReleased,
     SayHello,
     ToDecode,
     ToPeer,
@@ -164,7 +164,7 @@ class DecodeLink:
                 self._claim(command.peer, command.message)
             case ClaimAborted():
                 self._abort(command.peer, command.message)
-            case RoomReleased() as released:
+            case PromptReleased() as released:
                 peer = self._peers.get(command.peer)
                 if peer is not None and peer.state is State.WELCOME:  # else it finds out by itself
                     self._tell(peer, released)
@@ -183,7 +183,7 @@ class DecodeLink:
             return
         match peer.state:
             case State.WELCOME:
-                peer.open[claim.room, claim.attempt] = claim
+                peer.open[claim.bootstrap_room, claim.attempt] = claim
                 self._tell(peer, claim)
             case State.CONNECTING:
                 peer.waiting.append((time.monotonic(), claim))
@@ -194,7 +194,7 @@ class DecodeLink:
 
     def _abort(self, name: str, message: ClaimAborted) -> None:
         peer = self._peers.get(name)
-        attempt = message.room, message.attempt
+        attempt = message.bootstrap_room, message.attempt
         if peer is not None and attempt in peer.given_up:
             self._tell(peer, message)  # a frozen engine answers when it goes on; else `_fence` does
             return
@@ -206,7 +206,7 @@ class DecodeLink:
                 return  # the prefill engine answers
         elif peer is not None:
             peer.waiting = [each for each in peer.waiting if each[1].attempt != message.attempt]
-        answer = AbortAck(message.room, message.attempt)
+        answer = AbortAck(message.bootstrap_room, message.attempt)
         if peer is None:
             self._lookups.drop(name, message.attempt)
             self._outbox.send(FromPeer(name, answer))
@@ -215,14 +215,14 @@ class DecodeLink:
 
     def _answer(self, peer: Peer, answer: Answer) -> None:
         """Tell the scheduler how a claim has ended, when nothing is written into its pages any more."""
-        if peer.is_storing((answer.room, answer.attempt)):
+        if peer.is_storing((answer.bootstrap_room, answer.attempt)):
             peer.held.append(answer)
         else:
             self._outbox.send(FromPeer(peer.name, answer))
 
     def _fail(self, name: str, claim: Claim, reason: str) -> None:
         """Answer a claim that was not sent."""
-        self._outbox.send(FromPeer(name, ClaimFailed(claim.room, claim.attempt, reason)))
+        self._outbox.send(FromPeer(name, ClaimFailed(claim.bootstrap_room, claim.attempt, reason)))
 
     def _connect(self, name: str, address: str, claims: list[tuple[float, Claim]]) -> None:
         """Connect to a prefill engine for claims that wait for it."""
@@ -306,7 +306,7 @@ class DecodeLink:
             case Prefilled() | ClaimFailed() | AbortAck():
                 self._end(peer, message)
             case PageData():
-                if (message.room, message.attempt) in peer.open:
+                if (message.bootstrap_room, message.attempt) in peer.open:
                     self._store(peer, message, frames[1:])
                 else:
                     self._tell(peer, PagesTaken(message.number))
@@ -315,7 +315,7 @@ class DecodeLink:
 
     def _end(self, peer: Peer, message: Answer) -> None:
         """The prefill engine writes no more for a claim."""
-        attempt = message.room, message.attempt
+        attempt = message.bootstrap_room, message.attempt
         claimed = peer.open.pop(attempt, None)
         answer: Answer = message
         if not isinstance(message, Prefilled):
@@ -332,7 +332,7 @@ class DecodeLink:
         return 0 <= int.from_bytes(message.output_ids, "little", signed=True) < self._vocab_size
 
     def _store(self, peer: Peer, message: PageData, frames: Sequence[zmq.Frame]) -> None:
-        attempt = message.room, message.attempt
+        attempt = message.bootstrap_room, message.attempt
         try:
             pages = np.frombuffer(frames[0].buffer, dtype=np.int32)
             claimed = np.frombuffer(peer.open[attempt].pages, dtype=np.int32)
@@ -370,9 +370,9 @@ class DecodeLink:
     def _fail_open(self, peer: Peer, attempt: Attempt, error: str) -> None:
         if peer.open.pop(attempt, None) is None:
             return
-        room, number = attempt
-        self._tell(peer, ClaimAborted(room, number))
-        self._answer(peer, ClaimFailed(room, number, f"pages from {peer.name} do not fit: {error}"))
+        bootstrap_room, number = attempt
+        self._tell(peer, ClaimAborted(bootstrap_room, number))
+        self._answer(peer, ClaimFailed(bootstrap_room, number, f"pages from {peer.name} do not fit: {error}"))
 
     def _check_time(self, peer: Peer) -> None:
         now_s = time.monotonic()

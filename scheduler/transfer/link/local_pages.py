@@ -85,7 +85,7 @@ class _Sending:
             self._pass_on(piece, number, read.frames)
 
     def _pass_on(self, piece: _Piece, number: int, frames: Frames) -> None:
-        head = PageData(self._command.room, self._command.attempt, piece.rank, number)
+        head = PageData(self._command.bootstrap_room, self._command.attempt, piece.rank, number)
         self._sent.add(number)
         self._send([msgspec.msgpack.encode(head), piece.targets.tobytes(), *frames])
 

@@ -128,7 +128,7 @@ class State(enum.Enum):
 
 
 Attempt = tuple[str, int]
-"""Room, and number of the claim."""
+"""`bootstrap_room`, and number of the claim."""
 Answer = Prefilled | ClaimFailed | AbortAck
 
 
@@ -148,7 +148,7 @@ class Peer:
     Attributes:
         waiting: claims that are not sent, with the time at which they came.
         must_greet: it is connected, and `Hello` is not sent.
-        open: claims that were sent and are not answered, by (room, attempt).
+        open: claims that were sent and are not answered, by (bootstrap_room, attempt).
         processes: those that write, of all its ranks; empty before its first `Welcome`.
         given_up: claims that were aborted, or open when the engine was lost: it may still write. Each has the time when
             the engine can write no more, whatever it does; infinite while it is connected, because it then answers.

@@ -30,8 +30,8 @@ from ....runtime.transport.kv_transfer import (
     Ping,
     Pong,
     Prefilled,
+    PromptReleased,
     Refused,
-    RoomReleased,
     SayHello,
     ToDecode,
     ToPeer,
@@ -53,13 +53,17 @@ WRITE_S: Final = 60.0
 """A write without progress for so long is given up, and with it the connection to its decode engine."""
 _MAX_PAUSE_S: Final = 1.0
 """Between two looks at a write; more is not counted: this process was stopped, and the backend with it."""
-_MAX_ROOM_CHARS: Final = 256
+_MAX_BOOTSTRAP_ROOM_CHARS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 1000
 
 
 def _is_well_formed(claim: Claim) -> bool:
-    return len(claim.pages) % 4 == 0 and claim.first_page >= 0 and len(claim.room) <= _MAX_ROOM_CHARS
+    return (
+        len(claim.pages) % 4 == 0
+        and claim.first_page >= 0
+        and len(claim.bootstrap_room) <= _MAX_BOOTSTRAP_ROOM_CHARS
+    )
 
 
 @dataclass(slots=True)
@@ -126,7 +130,7 @@ class PrefillLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
         self._heard_s: dict[str, float] = {}  # of each welcome peer
-        # Of each, open (room, attempt) since its last `Hello`.
+        # peer -> its open (bootstrap_room, attempt) since its last `Hello`
         self._claims: dict[str, set[tuple[str, int]]] = {}
         self._greeting: dict[str, Hello] = {}  # peers that are welcome when earlier writes to them have ended
         self._joining: dict[str, Work] = {}  # peers that are welcome when all ranks know them
@@ -191,7 +195,7 @@ class PrefillLink:
             case None:
                 self._stops = True
             case ToPeer(peer=peer, message=Prefilled() | ClaimFailed() | AbortAck() as message):
-                self._claims.get(peer, set()).discard((message.room, message.attempt))
+                self._claims.get(peer, set()).discard((message.bootstrap_room, message.attempt))
                 self._tell(peer, message)
             case ToPeer():
                 raise AssertionError(f"not for a decode engine: {command.message}")
@@ -200,9 +204,9 @@ class PrefillLink:
 
     def _write(self, command: WritePages) -> None:
         peer, now_s = command.peer, time.monotonic()
-        if (command.room, command.attempt) not in self._claims.get(peer, ()):
+        if (command.bootstrap_room, command.attempt) not in self._claims.get(peer, ()):
             reason = f"{peer} is not connected any more"
-            self._outbox.send(PagesWritten(peer, command.room, command.attempt, reason))
+            self._outbox.send(PagesWritten(peer, command.bootstrap_room, command.attempt, reason))
             return
         write = self._sender.write(command, lambda frames: self._send_frames(peer, frames))
         self._writing.append(_Writing(command, write, now_s, now_s))
@@ -233,7 +237,9 @@ class PrefillLink:
                     left.append(each)
                     continue
             self._outbox.send(
-                PagesWritten(command.peer, command.room, command.attempt, error, now_s - each.started_s)
+                PagesWritten(
+                    command.peer, command.bootstrap_room, command.attempt, error, now_s - each.started_s
+                )
             )
         self._writing = left
 
@@ -248,7 +254,7 @@ class PrefillLink:
             elif isinstance(message, Claim):
                 # After the `Welcome` of an earlier connection; aborts are answered by the next one.
                 reason = "this engine is still connecting to the decode engine"
-                self._tell(peer, ClaimFailed(message.room, message.attempt, reason))
+                self._tell(peer, ClaimFailed(message.bootstrap_room, message.attempt, reason))
             return
         self._heard_s[peer] = time.monotonic()
         match message:
@@ -258,11 +264,13 @@ class PrefillLink:
                 self._sender.taken(peer, message.number)
                 self._note_progress(peer)
             case Claim() if not _is_well_formed(message):
-                self._tell(peer, ClaimFailed(message.room, message.attempt, "the claim is malformed"))
+                self._tell(
+                    peer, ClaimFailed(message.bootstrap_room, message.attempt, "the claim is malformed")
+                )
             case Claim():
-                self._claims[peer].add((message.room, message.attempt))
+                self._claims[peer].add((message.bootstrap_room, message.attempt))
                 self._outbox.send(FromPeer(peer, message))
-            case ClaimAborted() | RoomReleased():
+            case ClaimAborted() | PromptReleased():
                 self._outbox.send(FromPeer(peer, message))
 
     def _note_progress(self, peer: str) -> None:

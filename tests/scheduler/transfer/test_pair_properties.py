@@ -91,4 +91,4 @@ def perform(pair: Pair, actions: list[tuple[str, object, object]], *, shared: bo
             case "lost":
                 pair.tell(pair.prefill, PeerLost(DECODE, "frozen"))
             case "fail write":
-                pair.fails_write = lambda command: hash(command.room) % 2 == 0
+                pair.fails_write = lambda command: hash(command.bootstrap_room) % 2 == 0

@@ -28,7 +28,7 @@ def test_each_prompt_has_its_own_room() -> None:
     decode = Handoffs("decode")
     rooms = decode.of(Bootstrap(room=[3, 4], host=["127.0.0.1"] * 2, port=[1, 2]), 2)
     assert rooms == [KVHandoff("3", "127.0.0.1:1"), KVHandoff("4", "127.0.0.1:2")]
-    assert [each.room for each in decode.of(Bootstrap(room=3, **HERE), 2) if each] == ["3-0", "3-1"]
+    assert [each.bootstrap_room for each in decode.of(Bootstrap(room=3, **HERE), 2) if each] == ["3-0", "3-1"]
     assert Handoffs("prefill").of(Bootstrap(room=3), 2) == [KVHandoff("3-0"), KVHandoff("3-1")]
 
 
@@ -64,13 +64,13 @@ def test_the_answer_of_a_prefill_engine_is_what_the_decode_engine_takes() -> Non
     assert params is not None and params["do_remote_prefill"] is True
 
     assert Handoffs("decode").of(Bootstrap(kv_transfer_params=params), 1) == [
-        KVHandoff(half.room, "127.0.0.1:8998")
+        KVHandoff(half.bootstrap_room, "127.0.0.1:8998")
     ]
-    assert Handoffs("decode").answer(KVHandoff(half.room, "127.0.0.1:8998")) is None
+    assert Handoffs("decode").answer(KVHandoff(half.bootstrap_room, "127.0.0.1:8998")) is None
 
 
 def test_rooms_of_serial_requests_cannot_be_guessed() -> None:
     prefill = Handoffs("prefill", host="127.0.0.1", port=8998)
     params = Bootstrap(kv_transfer_params={"do_remote_decode": True})
-    rooms = {half.room for _ in range(100) for half in prefill.of(params, 1) if half is not None}
+    rooms = {half.bootstrap_room for _ in range(100) for half in prefill.of(params, 1) if half is not None}
     assert len(rooms) == 100 and max(map(int, rooms)) > 2**55

@@ -33,7 +33,7 @@ def test_a_long_prompt_is_sent_to_both_in_one_room():
         first, second = setup.engine.next_request(), decode.next_request()
         assert second.rid == stream.choices[0].rid != first.rid
         assert first.handoff is not None and second.handoff is not None
-        assert first.handoff == KVHandoff(second.handoff.room) and second.handoff.peer == PEER
+        assert first.handoff == KVHandoff(second.handoff.bootstrap_room) and second.handoff.peer == PEER
         assert (first.input_ids, first.sampling) == (second.input_ids, second.sampling)
 
         # The row of the prefill half is dropped, with or without the end of the request.

@@ -215,8 +215,8 @@ def ids(*pages: int) -> bytes:
     return np.array(pages, dtype=np.int32).tobytes()
 
 
-def claim(decode: Side, peer: str, *, room: str = "a", attempt: int = 1) -> Claim:
+def claim(decode: Side, peer: str, *, bootstrap_room: str = "a", attempt: int = 1) -> Claim:
     """Send a claim for pages 5 and 6 of the decode side."""
-    message = Claim(room, attempt, 0, ids(5, 6), 7)
+    message = Claim(bootstrap_room, attempt, 0, ids(5, 6), 7)
     decode.link.send([ToPeer(peer, message)])
     return message

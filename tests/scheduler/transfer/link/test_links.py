@@ -217,8 +217,8 @@ def test_a_slow_name_server_holds_up_no_other_engine(
     other, _, address = make_sides()
     slow = f"slow.example:{address.rpartition(':')[2]}"
     claim(decode, slow)
-    claim(decode, slow, room="b", attempt=2)
-    sent = claim(decode, peer, room="c", attempt=3)
+    claim(decode, slow, bootstrap_room="b", attempt=2)
+    sent = claim(decode, peer, bootstrap_room="c", attempt=3)
     got = prefill.next()
     assert isinstance(got, FromPeer) and got.message == sent
     decode.link.send([ToPeer(slow, ClaimAborted("a", 1))])
@@ -334,7 +334,7 @@ def test_an_engine_that_is_connected_is_never_fenced_by_time(
     assert isinstance(got, FromPeer)
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
     prefill.next()
-    claim(decode, peer, room="b", attempt=2)  # the link has looked at its times in between
+    claim(decode, peer, bootstrap_room="b", attempt=2)  # the link has looked at its times in between
     prefill.next()
     prefill.link.send([ToPeer(got.peer, AbortAck("a", 1))])
     assert decode.next() == FromPeer(peer, AbortAck("a", 1))
@@ -359,9 +359,9 @@ def test_an_engine_is_welcome_again_when_nothing_is_written_to_it_any_more(
     assert isinstance(prefill.next(), PeerLost)
     monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
 
-    claim(decode, peer, room="b", attempt=2)
+    claim(decode, peer, bootstrap_room="b", attempt=2)
     assert isinstance(decode.next(), PeerLost)
-    claim(decode, peer, room="c", attempt=3)  # waits until it is welcome
+    claim(decode, peer, bootstrap_room="c", attempt=3)  # waits until it is welcome
     assert decode.inbox.poll(0.3) == []  # the pages of the first claim are not free
     prefill.link._sender.under_way.is_over.set()
 
@@ -379,9 +379,9 @@ def test_an_engine_to_which_a_write_never_ended_is_refused(
     told = [prefill.next(), prefill.next()]
     assert {type(each) for each in told} == {PagesWritten, PeerLost}
 
-    claim(decode, peer, room="b", attempt=2)
+    claim(decode, peer, bootstrap_room="b", attempt=2)
     assert isinstance(decode.next(), PeerLost)
-    claim(decode, peer, room="c", attempt=3)
+    claim(decode, peer, bootstrap_room="c", attempt=3)
     news = decode.next()
     assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
     assert "a write to it did not end" in news.message.reason
@@ -395,7 +395,7 @@ def test_a_prefill_engine_that_was_stopped_gives_no_write_up(
     monkeypatch.setattr(prefill_link, "time", clock := LaterTime())
     prefill, decode, peer = make_sides(receiver=WrittenFromOutside, sender=UnfinishedSender)
     begin_to_write(prefill, decode, peer)
-    claim(decode, peer, room="b", attempt=2)
+    claim(decode, peer, bootstrap_room="b", attempt=2)
     prefill.next()  # the write has begun
 
     clock.added_s = 2 * prefill_link.WRITE_S
@@ -514,7 +514,7 @@ def test_an_engine_that_goes_on_is_not_fenced_by_time(
     assert decode.next() == FromPeer(peer, AbortAck("a", 1))
 
     clock.added_s = 2 * decode_link.FENCE_S
-    claim(decode, peer, room="b", attempt=2)
+    claim(decode, peer, bootstrap_room="b", attempt=2)
     prefill.next()
     decode.link.send([ToPeer(peer, ClaimAborted("b", 2))])
     prefill.next()
@@ -550,9 +550,9 @@ def test_a_decode_engine_that_was_frozen_is_welcome_again(
     assert isinstance(late, PagesWritten) and "not connected any more" in late.error
     monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
 
-    claim(decode, peer, room="b", attempt=2)  # it does not know that it was forgotten
+    claim(decode, peer, bootstrap_room="b", attempt=2)  # it does not know that it was forgotten
     assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine")
-    sent = claim(decode, peer, room="c", attempt=3)
+    sent = claim(decode, peer, bootstrap_room="c", attempt=3)
     again = prefill.next()
     assert isinstance(again, FromPeer) and again.message == sent
 
@@ -605,7 +605,7 @@ def test_an_engine_that_has_forgotten_this_one_is_greeted_once(
     prefill.say(SayHello())
     assert isinstance(prefill.next(ToPrefill), Hello)
     assert decode.next() == PeerLost(peer, f"{peer} has forgotten this engine")
-    sent = claim(decode, peer, room="b", attempt=2)
+    sent = claim(decode, peer, bootstrap_room="b", attempt=2)
 
     prefill.say(SayHello())
     prefill.say(Welcome((own_identity(),)))
@@ -626,7 +626,7 @@ def test_pages_of_a_dead_engine_are_not_free_at_once_when_its_successor_comes(
     after = ByHand(context, zmq.ROUTER)
     after.socket.bind(f"tcp://{peer}")
     assert isinstance(after.next(ToPrefill), Hello)
-    sent = claim(decode, peer, room="b", attempt=2)
+    sent = claim(decode, peer, bootstrap_room="b", attempt=2)
     after.say(Welcome((replace(own_identity(), place="another container"),)))
     assert after.next(ToPrefill) == sent
     decode.link.send([ToPeer(peer, ClaimAborted("b", 2))])
@@ -687,16 +687,18 @@ def test_a_claim_before_the_welcome_is_answered(
     assert prefill.inbox.poll(0.1) == []
 
 
-@pytest.mark.parametrize("change", [{"pages": b"123"}, {"first_page": -1}, {"room": "r" * 300}])
+@pytest.mark.parametrize("change", [{"pages": b"123"}, {"first_page": -1}, {"bootstrap_room": "r" * 300}])
 def test_a_malformed_claim_fails_alone(make_sides: MakeSides, change: dict[str, Any]) -> None:
     prefill, decode, peer = make_sides()
     message = msgspec.structs.replace(Claim("a", 1, 0, ids(5, 6), 7), **change)
     decode.link.send([ToPeer(peer, message)])
     news = decode.next()
     assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
-    claim(decode, peer, room="good", attempt=2)
+    claim(decode, peer, bootstrap_room="good", attempt=2)
     got = prefill.next()
-    assert isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.room == "good"
+    assert (
+        isinstance(got, FromPeer) and isinstance(got.message, Claim) and got.message.bootstrap_room == "good"
+    )
 
 
 @pytest.mark.parametrize(

@@ -266,10 +266,10 @@ class TestWrittenByEachRank:
         assert isinstance(prefill.next(), PeerLost)
         monkeypatch.setattr(prefill_link, "PEER_SILENCE_S", 100.0)
         writes[0].end()
-        claim(decode, peer, room="b", attempt=2)
+        claim(decode, peer, bootstrap_room="b", attempt=2)
         lost = decode.next()
         assert isinstance(lost, PeerLost)
-        claim(decode, peer, room="c", attempt=3)
+        claim(decode, peer, bootstrap_room="c", attempt=3)
         assert decode.inbox.poll(0.2) == []
 
         writes[1].end()
@@ -289,7 +289,7 @@ class TestWrittenByEachRank:
         told = [prefill.next(), prefill.next()]
         assert {type(each) for each in told} == {PagesWritten, PeerLost}
         assert isinstance(decode.next(), PeerLost)
-        claim(decode, peer, room="c", attempt=3)
+        claim(decode, peer, bootstrap_room="c", attempt=3)
         news = decode.next()
         assert isinstance(news, FromPeer) and isinstance(news.message, ClaimFailed)
         assert "a write to it did not end" in news.message.reason
