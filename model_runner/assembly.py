@@ -114,7 +114,7 @@ def assemble_runner(loaded: LoadedModel, capacity: Capacity, graph_sizes: GraphS
         layer_ids=() if len(spec.attention_layers) == spec.num_layers else spec.attention_layers,
         keys_hold_values=spec.latent is not None,
         layer_heads=[own_spec.heads_of(layer_id) for layer_id in spec.kv_layers],
-        sources=_memory_indices(spec) if spec.kv_sources else (),
+        sources=_memory_indices(spec) if spec.streams.kv_sources else (),
     )
     state_pool = _make_state_pool(loaded, capacity)
     logger.info(

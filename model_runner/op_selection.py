@@ -160,7 +160,7 @@ def _sgl(more: Callable[[Target], list[str]], load: Callable[[Target], Any]) -> 
 
 def _sgl_norm(method: str) -> Provider:
     def reasons_against(target: Target) -> list[str]:
-        wide = sgl.reasons_against_wide_weights(target.spec.float32_norms)
+        wide = sgl.reasons_against_wide_weights(target.spec.form.float32_norms)
         return sgl.reasons_against_dtype(target.dtype) + wide
 
     def load(target: Target) -> Any:

@@ -19,7 +19,8 @@ from ..runtime.errors import ConfigError
 from .families.family import LAYER_NAMES
 from .families.registry import gguf_of
 from .gguf.gguf_file import GGUFFile, TensorInfo, dequantize
-from .spec.layer_form import KV_UP, LAYER_TABLE
+from .spec.layer_form import KV_UP
+from .spec.streams_spec import LAYER_TABLE
 
 if TYPE_CHECKING:
     from .spec.experts_spec import ExpertNames
@@ -82,7 +83,7 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
     for hf, gguf in _GLOBAL_NAMES.items():
         yield hf, gguf, None
     for hf, gguf in _STREAM_STACKS.items():
-        for n in range(0 if spec.altup is None else spec.altup.num_streams - 1):
+        for n in range(spec.streams.num_further):
             yield f"{hf}.{n}.weight", gguf, n
     family = gguf_of(spec.model_type)
     in_layer = LAYER_NAMES if family is None else family.names
@@ -93,7 +94,7 @@ def stored_names(spec: ModelSpec, *, experts: bool = True) -> Iterator[tuple[str
         if spec.state is not None and spec.state.recurrent is not None:
             for hf, gguf in _HEAD_VECTORS.items():
                 yield f"model.layers.{layer}.{spec.state.module}.{hf}", f"blk.{layer}.{gguf}", None
-        if spec.layer_inputs is not None or spec.form.layer_scalars:
+        if spec.streams.layer_inputs is not None or spec.form.layer_scalars:
             for hf, gguf in _PARAMETERS.items():
                 yield f"model.layers.{layer}.{hf}", f"blk.{layer}.{gguf}.weight", None
         if spec.attention.sinks:
@@ -116,7 +117,7 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
     """
     unused = tuple(
         f"blk.{layer}.{part}"
-        for layer in range(spec.num_layers if spec.kv_sources else 0)
+        for layer in range(spec.num_layers if spec.streams.kv_sources else 0)
         for part in _KEYS_AND_VALUES
         if not spec.computes_kv(layer)
     )

@@ -140,9 +140,11 @@ class ModelFacts:
             dtype_bytes=dtype_bytes,
             kv_parts=2 if spec.latent is None else 1,
             attention_parameters=_attention_parameters(spec)
-            if spec.latent or spec.kv_sources or spec.layer_heads
+            if spec.latent or spec.streams.kv_sources or spec.streams.layer_heads
             else None,
-            kv_numbers=spec.kv_bytes_per_token(1) if spec.kv_sources or spec.layer_heads else None,
+            kv_numbers=spec.kv_bytes_per_token(1)
+            if spec.streams.kv_sources or spec.streams.layer_heads
+            else None,
         )
 
     @property

@@ -29,23 +29,15 @@ def rank_spec(spec: ModelSpec, tp: int) -> ModelSpec:
             intermediate_size=experts.intermediate_size // tp,
             shared_size=experts.shared_size // tp,
         )
-    inputs = spec.layer_inputs
-    if inputs is not None:
-        inputs = msgspec.structs.replace(inputs, vocab_size=-(-inputs.vocab_size // tp))
     return msgspec.structs.replace(
         spec,
         num_heads=spec.num_heads // tp,
         num_kv_heads=max(1, spec.num_kv_heads // tp),
-        layer_heads=tuple(
-            msgspec.structs.replace(heads, num_kv_heads=max(1, heads.num_kv_heads // tp))
-            for heads in spec.layer_heads
-        ),
         intermediate_size=spec.intermediate_size // tp,
-        intermediate_sizes=tuple(size // tp for size in spec.intermediate_sizes),
         vocab_size=-(-spec.vocab_size // tp),
         experts=experts,
         state=None if spec.state is None else spec.state.of_rank(tp),
-        layer_inputs=inputs,
+        streams=spec.streams.of_rank(tp),
     )
 
 
@@ -67,10 +59,12 @@ def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
     """Why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
-    for num_kv_heads in dict.fromkeys((spec.num_kv_heads, *(each.num_kv_heads for each in spec.layer_heads))):
+    streams = spec.streams
+    numbers = spec.num_kv_heads, *(each.num_kv_heads for each in streams.layer_heads)
+    for num_kv_heads in dict.fromkeys(numbers):
         if num_kv_heads % tp and tp % num_kv_heads:
             return f"the model's {num_kv_heads} key/value heads can neither be divided by it nor divide it"
-    for size in dict.fromkeys((spec.intermediate_size, *spec.intermediate_sizes)):
+    for size in dict.fromkeys((spec.intermediate_size, *streams.intermediate_sizes)):
         if has_dense_mlp(spec) and size % tp:
             return f"the model's intermediate size of {size} cannot be divided by it"
     if spec.experts is not None and spec.experts.intermediate_size % tp:

@@ -88,11 +88,8 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
         first_layer=stage.first,
         rope_layers=spec.rope_layers[part],
         windowed_layers=spec.windowed_layers[part],
-        layer_heads=spec.layer_heads[part],
-        intermediate_sizes=spec.intermediate_sizes[part],
-        mlp_layers=spec.mlp_layers[part],
-        sparsity=spec.sparsity[part],
-        kv_sources=(),  # each layer has its own, see `reason_against_stages`
+        form=msgspec.structs.replace(spec.form, mlp_layers=spec.form.mlp_layers[part]),
+        streams=spec.streams.of_stage(part),  # which share no keys and values, see `reason_against_stages`
         experts=experts,
         num_mtp_layers=0,
         stored_parameters=None,
@@ -129,7 +126,7 @@ def reason_against_stages(spec: ModelSpec) -> str | None:
         return f"{spec.model_type} has layers with a state, and states are not divided into stages"
     if spec.model_type in _STREAMS:
         return f"the layers of {spec.model_type} may have inputs besides those of the layer before"
-    if any(source != layer for layer, source in enumerate(spec.kv_sources)):
+    if any(source != layer for layer, source in enumerate(spec.streams.kv_sources)):
         return f"layers of {spec.model_type} attend to the keys and values of other layers"
     return None
 

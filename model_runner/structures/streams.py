@@ -32,11 +32,11 @@ def build(context: ModelContext) -> StreamDecoder:
     spec = context.spec
     scale = torch.tensor(spec.hidden_size**0.5, dtype=context.dtype).item()  # rounded, as in training
     embedding = Embedding(context, "model.embed_tokens", spec.vocab_size, spec.hidden_size, scale=scale)
-    make_layer = _scaled_layer if spec.altup is None else _altup_layer
+    make_layer = _scaled_layer if spec.streams.altup is None else _altup_layer
     return StreamDecoder(
         embedding,
-        None if spec.layer_inputs is None else LayerInputs(context),
-        OneStream() if spec.altup is None else AltUpStreams(context),
+        None if spec.streams.layer_inputs is None else LayerInputs(context),
+        OneStream() if spec.streams.altup is None else AltUpStreams(context),
         LayerRotary(context),
         [make_layer(context, layer_id) for layer_id in range(spec.num_layers)],
         RMSNorm(context, "model.norm", spec.hidden_size, spec.rms_norm_eps),
@@ -86,7 +86,7 @@ def _scaled_layer(context: ModelContext, layer_id: int) -> ScaledLayer:
             mlp=mlp,
             after_mlp_norm=after_mlp,
         ),
-        None if context.spec.layer_inputs is None else InputGate(context, name, layer_id),
+        None if context.spec.streams.layer_inputs is None else InputGate(context, name, layer_id),
         context.weights.tensor(f"{name}.layer_scalar", (1,), torch.float32).item(),
         ops.add,
         ops.scale,

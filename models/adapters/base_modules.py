@@ -55,7 +55,7 @@ class BaseModules:
         """
         if self._kind is not None:
             name = (self._kind.usual_name(f"{name}.") or "").removesuffix(".")
-        if self._spec.mlp_layers:
+        if self._form.mlp_layers:
             name = usual_block_name(self._spec, name)
         return self.by_name.get(name) or self.by_name.get(f"model.{name}")
 

@@ -24,7 +24,6 @@ def _gemma2(fields: Fields) -> Facts:
         "query_scale": _query_scale(fields),
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
         "windowed_layers": windows_by_types(fields, 2),
-        "float32_norms": True,
         **_caps(fields, 50.0, 30.0),
     }
 
@@ -34,7 +33,7 @@ def _caps(fields: Fields, of_scores: float | None, of_logits: float | None) -> F
     cap = cap_of(fields, "final_logit_softcapping", of_logits)
     return {
         "attention": AttentionForm(score_cap=cap_of(fields, "attn_logit_softcapping", of_scores)),
-        "form": structs.replace(FOUR_NORMS, logits_cap=cap),
+        "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=cap),
     }
 
 
@@ -76,7 +75,6 @@ def _gemma3(fields: Fields) -> Facts:
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
         "windowed_layers": _gemma3_windows(fields),
         "local_rope_theta": local_theta,
-        "float32_norms": True,
         **_caps(fields, None, None),
     }
 
@@ -101,7 +99,6 @@ _GEMMA3_27B_LAYERS: Final = 62
 def _gemma2_gguf(fields: Fields, arch: str) -> Facts:
     num_layers = fields.integer("gemma2.block_count", 1, 1 << 12)
     return {
-        "float32_norms": True,
         "sliding_window": fields.integer("gemma2.attention.sliding_window", 1, 1 << 30, default=4096),
         "windowed_layers": windows_by_pattern(2, num_layers),
         **_caps_gguf(fields, arch, 50.0, 30.0),
@@ -115,7 +112,7 @@ def _caps_gguf(fields: Fields, arch: str, of_scores: float, of_logits: float) ->
     logits = fields.number(f"{arch}.final_logit_softcapping", 0.0, 1e6, default=of_logits)
     return {
         "attention": AttentionForm(score_cap=scores or None),
-        "form": structs.replace(FOUR_NORMS, logits_cap=logits or None),
+        "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=logits or None),
     }
 
 
@@ -136,7 +133,6 @@ def _gemma3_gguf(fields: Fields, arch: str) -> Facts:
     pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
     return {
         "qk_norm": True,
-        "float32_norms": True,
         "sliding_window": fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
         "windowed_layers": windows_by_pattern(pattern, num_layers),
         "local_rope_theta": fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, AltUpSpec, LayerForm, LayerHeads, LayerInputsSpec, RopeScaling
+from ..spec.layer_form import FOUR_NORMS, LayerForm, LayerHeads, RopeScaling
+from ..spec.streams_spec import AltUpSpec, LayerInputsSpec, StreamsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gemma import cap_of
 from .gguf_readers import as_list, windowed_layers
@@ -45,7 +46,7 @@ def _gemma4(fields: Fields) -> Facts:
         raise fields.error(
             "vocab_size_per_layer_input", rows, f"expected at least vocab_size, which is {vocab_size}"
         )
-    return facts | {"layer_inputs": LayerInputsSpec(size=inputs, vocab_size=rows)}
+    return _with_streams(facts, layer_inputs=LayerInputsSpec(size=inputs, vocab_size=rows))
 
 
 def _gemma4_unified(fields: Fields) -> Facts:
@@ -72,13 +73,11 @@ def _gemma4_layers(fields: Fields, window: int) -> Facts:
     narrow = heads[windowed.index(True) if any(windowed) else 0]
     rope, local_theta = _gemma4_ropes(fields)
     width = fields.integer("intermediate_size", 1, 1 << 21)
-    facts = _common(fields, windowed, sources, window=window, cap=None)
+    facts = _with_streams(_common(fields, windowed, sources, window=window, cap=None), layer_heads=heads)
     if fields.boolean("use_double_wide_mlp", default=False) and sources:
         shares = [source != layer for layer, source in enumerate(sources)]
-        facts |= {
-            "intermediate_size": max(width * (1 + wide) for wide in shares),
-            "intermediate_sizes": tuple(width * (1 + wide) for wide in shares),
-        }
+        widths = tuple(width * (1 + wide) for wide in shares)
+        facts = _with_streams(facts, intermediate_sizes=widths) | {"intermediate_size": max(widths)}
     form = facts["form"]
     assert isinstance(form, LayerForm)
     return rope_facts(fields, rope) | {
@@ -88,7 +87,6 @@ def _gemma4_layers(fields: Fields, window: int) -> Facts:
         ),
         "head_dim": narrow.head_dim,
         "num_kv_heads": narrow.num_kv_heads,
-        "layer_heads": heads,
         "local_rope_theta": local_theta,
     }
 
@@ -160,33 +158,45 @@ def _gemma3n(fields: Fields) -> Facts:
     num_heads = fields.integer("num_attention_heads", 1, 1 << 12)
     streams = fields.integer("altup_num_inputs", 2, 16, default=4)
     fields.number("altup_coef_clip", 0.0, 1e30, default=120.0)  # in training only
-    return rope_facts(fields, rope) | {
-        **_common(fields, windowed, sources, window=512, cap=30.0),
-        **_widths(fields, num_layers),
-        "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=min(2, num_heads)),
-        "local_rope_theta": local_theta,
-        "layer_inputs": LayerInputsSpec(
+    widths = _widths(fields, num_layers)
+    facts = _with_streams(
+        _common(fields, windowed, sources, window=512, cap=30.0),
+        intermediate_sizes=widths,
+        layer_inputs=LayerInputsSpec(
             size=fields.integer("hidden_size_per_layer_input", 1, 1 << 16, default=_LAYER_INPUT),
             vocab_size=fields.integer("vocab_size_per_layer_input", 1, 1 << 24, default=_TABLE_ROWS),
         ),
-        "altup": AltUpSpec(
+        altup=AltUpSpec(
             num_streams=streams,
             active=fields.integer("altup_active_idx", 0, streams - 1, default=0),
             scales_output=fields.boolean("altup_correct_scale", default=True),
             laurel_rank=fields.integer("laurel_rank", 1, 1 << 16, default=64),
         ),
-        "sparsity": _sparsity(fields, num_layers),
+        sparsity=_sparsity(fields, num_layers),
+    )
+    if widths:
+        facts["intermediate_size"] = max(widths)
+    return rope_facts(fields, rope) | {
+        **facts,
+        "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=min(2, num_heads)),
+        "local_rope_theta": local_theta,
     }
 
 
-def _widths(fields: Fields, num_layers: int) -> Facts:
+def _with_streams(facts: Facts, **changed: object) -> Facts:
+    """These facts with other values in `streams`."""
+    return facts | {"streams": structs.replace(facts["streams"], **changed)}
+
+
+def _widths(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The widths of the MLPs of all layers; empty: one number, of all layers."""
     name = "intermediate_size"
     if not isinstance(fields.get(name), list):
-        return {}
+        return ()
     widths = fields.integers(name, 1, 1 << 22)
     if len(widths) != num_layers:
         raise fields.error(name, list(widths), f"expected one number for each of {num_layers} layers")
-    return {"intermediate_size": max(widths), "intermediate_sizes": widths}
+    return widths
 
 
 def _sparsity(fields: Fields, num_layers: int) -> tuple[float, ...]:
@@ -221,7 +231,7 @@ def _common(
         "query_scale": 1.0,
         "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=window),
         "windowed_layers": windowed,
-        "kv_sources": sources,
+        "streams": StreamsSpec(kv_sources=sources),
         "form": structs.replace(
             FOUR_NORMS, logits_cap=cap_of(fields, "final_logit_softcapping", cap), value_norm=True
         ),
@@ -282,10 +292,9 @@ def _gemma4_gguf(fields: Fields, arch: str) -> Facts:
     narrow = heads[windowed.index(True) if any(windowed) else 0]
     shared = fields.integer(f"{arch}.attention.shared_kv_layers", 0, 1 << 12, default=0)
     return {
-        **_common_gguf(fields, arch, windowed, shared, cap=0.0),
+        **_with_streams(_common_gguf(fields, arch, windowed, shared, cap=0.0), layer_heads=heads),
         "head_dim": narrow.head_dim,
         "num_kv_heads": narrow.num_kv_heads,
-        "layer_heads": heads,
     }
 
 
@@ -316,13 +325,14 @@ def _of_gemma4_tensors(file: GGUFFile, facts: Facts) -> Facts:
     """What only the tensors show: whether layers without a window have values of their own, and how they rotate."""
     from .gguf_rope import read_proportional  # needs numpy
 
-    sources, windowed, heads = facts["kv_sources"], facts["windowed_layers"], facts["layer_heads"]
+    streams, windowed = facts["streams"], facts["windowed_layers"]
+    sources = streams.kv_sources
     full = [n for n, has_window in enumerate(windowed) if not has_window and (not sources or sources[n] == n)]
     without = [n for n in full if f"blk.{n}.attn_v.weight" not in file.tensors]
     if full and without == full:
         facts["form"] = structs.replace(facts["form"], full_keys_are_values=True)
-    size = heads[full[0]].head_dim if full else facts["head_dim"]
-    return facts | {"rope_scaling": read_proportional(file, size)} | _table_rows(file, facts)
+    size = streams.layer_heads[full[0]].head_dim if full else facts["head_dim"]
+    return _with_table_rows(file, facts | {"rope_scaling": read_proportional(file, size)})
 
 
 def _gemma3n_gguf(fields: Fields, arch: str) -> Facts:
@@ -334,33 +344,34 @@ def _gemma3n_gguf(fields: Fields, arch: str) -> Facts:
     num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
     streams = fields.integer(f"{arch}.altup.num_inputs", 2, 16, default=4)
     sparsity = _numbers(fields, f"{arch}.activation_sparsity_scale", num_layers)
-    return {
-        **_common_gguf(fields, arch, windowed, shared, cap=30.0),
-        "num_kv_heads": fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads),
-        "altup": AltUpSpec(
+    facts = _with_streams(
+        _common_gguf(fields, arch, windowed, shared, cap=30.0),
+        altup=AltUpSpec(
             num_streams=streams,
             active=fields.integer(f"{arch}.altup.active_idx", 0, streams - 1, default=0),
             scales_output=True,
             laurel_rank=1,  # until the tensors are seen
         ),
         # The file has standard deviations above the mean.
-        "sparsity": tuple(0.0 if math.isinf(each) else NormalDist().cdf(each) for each in sparsity)
+        sparsity=tuple(0.0 if math.isinf(each) else NormalDist().cdf(each) for each in sparsity)
         or (_SPARSITY,) * min(_NUM_SPARSE, num_layers) + (0.0,) * max(num_layers - _NUM_SPARSE, 0),
-    }
+    )
+    return facts | {"num_kv_heads": fields.integer(f"{arch}.attention.head_count_kv", 1, num_heads)}
 
 
 def _of_gemma3n_tensors(file: GGUFFile, facts: Facts) -> Facts:
     info = file.tensors.get("blk.0.laurel_l.weight")
     rank = info.shape[0] if info is not None else 1
-    return facts | {"altup": structs.replace(facts["altup"], laurel_rank=rank)} | _table_rows(file, facts)
+    facts = _with_streams(facts, altup=structs.replace(facts["streams"].altup, laurel_rank=rank))
+    return _with_table_rows(file, facts)
 
 
-def _table_rows(file: GGUFFile, facts: Facts) -> Facts:
+def _with_table_rows(file: GGUFFile, facts: Facts) -> Facts:
     """The table of the layers' inputs has as many rows as the file says; padding is included."""
-    info, inputs = file.tensors.get(_TABLE), facts.get("layer_inputs")
+    info, inputs = file.tensors.get(_TABLE), facts["streams"].layer_inputs
     if info is None or inputs is None:
-        return {}
-    return {"layer_inputs": structs.replace(inputs, vocab_size=info.shape[0])}
+        return facts
+    return _with_streams(facts, layer_inputs=structs.replace(inputs, vocab_size=info.shape[0]))
 
 
 def _common_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...], shared: int, *, cap: float) -> Facts:
@@ -374,16 +385,17 @@ def _common_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...], shared: 
     if any(width < 1 for width in widths):
         raise fields.error(f"{arch}.feed_forward_length", list(widths), "expected numbers above 0")
     facts: Facts = {"intermediate_size": max(widths)} if widths else {}
-    if len(set(widths)) > 1:
-        facts["intermediate_sizes"] = widths
     return facts | {
         "qk_norm": True,
         "query_scale": 1.0,
         "sliding_window": fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
         "windowed_layers": windowed,
         "local_rope_theta": fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
-        "kv_sources": kv_sources(fields, f"{arch}.attention.shared_kv_layers", shared, windowed),
-        "layer_inputs": LayerInputsSpec(size=size, vocab_size=1) if size else None,
+        "streams": StreamsSpec(
+            intermediate_sizes=widths if len(set(widths)) > 1 else (),
+            kv_sources=kv_sources(fields, f"{arch}.attention.shared_kv_layers", shared, windowed),
+            layer_inputs=LayerInputsSpec(size=size, vocab_size=1) if size else None,
+        ),
         "form": structs.replace(
             FOUR_NORMS, logits_cap=cap or None, value_norm=True, layer_scalars=arch == "gemma4"
         ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import structs
+
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
 from ..spec.layer_form import LayerForm, ModuleNames
@@ -59,8 +61,7 @@ def _nemotron_h(fields: Fields) -> Facts:
         "rope_theta": 10000.0,
         "rope_layers": (False,) * len(kinds),
         "mlp_bias": fields.boolean("mlp_bias", default=False),
-        "form": NEMOTRON_FORM,
-        "mlp_layers": tuple(kind in (_MLP, _EXPERTS) for kind in kinds),
+        "form": structs.replace(NEMOTRON_FORM, mlp_layers=tuple(kind in (_MLP, _EXPERTS) for kind in kinds)),
         "experts": _experts(fields, kinds) if _EXPERTS in kinds else None,
         "state": _mamba2(fields, tuple(kind == _MAMBA for kind in kinds)),
     }
@@ -151,8 +152,7 @@ def _nemotron_h_gguf(fields: Fields, arch: str) -> Facts:
         "rotary_dim": None,
         "rope_layers": (False,) * len(heads),
         "intermediate_size": max(widths),
-        "form": NEMOTRON_FORM,
-        "mlp_layers": tuple(width > 0 for width in widths),
+        "form": structs.replace(NEMOTRON_FORM, mlp_layers=tuple(width > 0 for width in widths)),
         "state": mamba2_state(
             fields, arch, tuple(count == width == 0 for count, width in zip(heads, widths, strict=True))
         ),

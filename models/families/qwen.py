@@ -111,7 +111,7 @@ def _qwen_windows(fields: Fields) -> Facts:
 
 
 _DELTA_KINDS: Final = ("linear_attention", "full_attention")
-DELTA_FORM: Final = LayerForm(norm="offset_rms", names=ModuleNames(mtp="mtp."))
+DELTA_FORM: Final = LayerForm(norm="offset_rms", float32_norms=True, names=ModuleNames(mtp="mtp."))
 
 
 def _qwen3_next(fields: Fields) -> Facts:
@@ -165,7 +165,6 @@ def _delta_nets(fields: Fields, *, fused: bool = False) -> Facts:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": True,
-        "float32_norms": True,
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,
@@ -258,7 +257,6 @@ def _delta_nets_gguf(fields: Fields, arch: str, *, fused_small: bool = False) ->
         "num_layers": num_layers,
         "num_mtp_layers": further,
         "qk_norm": True,
-        "float32_norms": True,
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,

@@ -1,6 +1,6 @@
 """How the layers of a decoder compute, where families differ: `LayerForm`, and `AttentionForm` within it.
 
-Beside them: `RopeScaling`, `LatentSpec`, and what some decoders add to their residual stream.
+Beside them: `RopeScaling` and `LatentSpec`.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         norms: names of the norms of a layer, without those of heads.
         norm: kind of all norms except those of heads; `offset_rms`: the weight is 1 + the stored one, also of heads.
         norm_bias: these norms have biases.
+        float32_norms: the weights of norms are kept in float32, for any serving dtype.
         mlp: `gated`: down(act(gate) * up); `plain`: down(act(up)).
         qkv_names: modules of `self_attn` with q, k and v; one name: a matrix of all three.
         mlp_names: modules of `mlp`, down last; one name before it in a gated MLP: a matrix of gate and up.
@@ -123,11 +124,14 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         value_norm: each head of v is divided by its root mean square.
         full_keys_are_values: layers without a window have no v: values are the keys before norm and rotary.
         layer_scalars: each layer has a learned factor of its whole result.
+        mlp_layers: of a decoder whose layers are single blocks, one for each layer: whether that block is an MLP, see
+            `ModelSpec.has_mlp`; empty: each layer has two blocks.
     """
 
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm: NormKind = "rms"
     norm_bias: bool = False
+    float32_norms: bool = False
     mlp: MLPKind = "gated"
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -143,6 +147,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     value_norm: bool = False
     full_keys_are_values: bool = False
     layer_scalars: bool = False
+    mlp_layers: tuple[bool, ...] = ()
 
     @property
     def fused_qkv(self) -> bool:
@@ -229,36 +234,3 @@ class LatentSpec(msgspec.Struct, frozen=True, kw_only=True):
     def qk_head_dim(self) -> int:
         """Size of a head's query and key before absorption."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-
-LAYER_TABLE: Final = "model.embed_tokens_per_layer"
-"""The module with the embeddings of tokens for layers, see `LayerInputsSpec`."""
-
-
-class LayerInputsSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Each token has an embedding for each layer, which the layer adds through a gate (Gemma 3n, Gemma 4).
-
-    Attributes:
-        size: of the embedding of one layer.
-        vocab_size: rows of the table, which has the embeddings of all layers side by side; tokens beyond it have the
-            row 0.
-    """
-
-    size: int
-    vocab_size: int
-
-
-class AltUpSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Several residual streams, of which each layer computes one and predicts the others (Baykal et al. 2023).
-
-    Attributes:
-        num_streams: streams of each token.
-        active: the stream that layers compute.
-        scales_output: a learned factor of each number of the active stream, before the gate of the layer's input.
-        laurel_rank: size between the two matrices of the learned residual beside attention.
-    """
-
-    num_streams: int
-    active: int
-    scales_output: bool
-    laurel_rank: int

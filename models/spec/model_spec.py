@@ -18,17 +18,16 @@ from .experts_spec import ExpertsSpec
 from .layer_form import (
     PLAIN_ATTENTION,
     PRE_NORMS,
-    AltUpSpec,
     AttentionForm,
     LatentSpec,
     LayerForm,
     LayerHeads,
-    LayerInputsSpec,
     RopeScaling,
     TemperatureTuning,
 )
 from .quantization import MADE, QuantizationSpec
 from .state_spec import StateSpec
+from .streams_spec import ONE_STREAM, StreamsSpec
 
 if TYPE_CHECKING:
     from ...runtime.config.model_choice import Quantization
@@ -83,14 +82,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     form: LayerForm = PRE_NORMS
     attention: AttentionForm = PLAIN_ATTENTION
     temperature: TemperatureTuning | None = None
-    layer_heads: tuple[LayerHeads, ...] = ()  # one for each layer, where layers differ; see `heads_of`
-    kv_sources: tuple[int, ...] = ()  # the layer whose keys and values each layer attends to; empty: its own
-    intermediate_sizes: tuple[int, ...] = ()  # one for each layer, where layers differ; see `inner_size_of`
-    mlp_layers: tuple[bool, ...] = ()  # one for each layer: whether its only block is an MLP, see `has_mlp`
-    layer_inputs: LayerInputsSpec | None = None
-    altup: AltUpSpec | None = None
-    sparsity: tuple[float, ...] = ()  # of gates, one for each layer, see `GatedActivation`; empty: none
-    float32_norms: bool = False  # norm weights are kept in float32, for any serving dtype
+    streams: StreamsSpec = ONE_STREAM  # of Gemma 3n and Gemma 4
     stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
@@ -126,12 +118,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_source_of(self, layer_id: int) -> int:
         """The layer whose keys and values this layer attends to; those that it computes itself, or an earlier one's."""
-        return self.kv_sources[layer_id] if self.kv_sources else layer_id
+        return self.streams.kv_sources[layer_id] if self.streams.kv_sources else layer_id
 
     def heads_of(self, layer_id: int) -> LayerHeads:
         """The heads of one layer."""
-        if self.layer_heads:
-            return self.layer_heads[layer_id]
+        if self.streams.layer_heads:
+            return self.streams.layer_heads[layer_id]
         return LayerHeads(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
 
     def computes_kv(self, layer_id: int) -> bool:
@@ -144,7 +136,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def inner_size_of(self, layer_id: int) -> int:
         """Width of the dense MLP of one layer."""
-        return self.intermediate_sizes[layer_id] if self.intermediate_sizes else self.intermediate_size
+        sizes = self.streams.intermediate_sizes
+        return sizes[layer_id] if sizes else self.intermediate_size
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -157,11 +150,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_mixer(self, layer_id: int) -> bool:
         """Whether this layer attends to keys and values, or keeps a state: all do, unless layers are single blocks."""
-        return not self.mlp_layers or not self.mlp_layers[layer_id]
+        return not self.form.mlp_layers or not self.form.mlp_layers[layer_id]
 
     def has_mlp(self, layer_id: int) -> bool:
         """Whether this layer has an MLP: all have one, unless layers are single blocks."""
-        return not self.mlp_layers or self.mlp_layers[layer_id]
+        return not self.form.mlp_layers or self.form.mlp_layers[layer_id]
 
     def window_of(self, layer_id: int) -> int | None:
         """Tokens that this layer attends to, including the query's own; None: all that it may.
@@ -173,7 +166,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct sizes of heads."""
-        return tuple(dict.fromkeys(heads.head_dim for heads in self.layer_heads)) or (self.head_dim,)
+        return tuple(dict.fromkeys(heads.head_dim for heads in self.streams.layer_heads)) or (self.head_dim,)
 
     def view_of(self, layer_id: int) -> LayerView:
         """What attention must know of one layer; layers with equal views share the plan of a step."""
@@ -217,8 +210,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stream_width(self) -> int:
         """Activation elements per token of what there is beside the layers: their inputs, and further streams."""
-        inputs = 0 if self.layer_inputs is None else 3 * self.num_layers * self.layer_inputs.size
-        return inputs + (0 if self.altup is None else 3 * self.altup.num_streams * self.hidden_size)
+        inputs, altup = self.streams.layer_inputs, self.streams.altup
+        width = 0 if inputs is None else 3 * self.num_layers * inputs.size
+        return width + (0 if altup is None else 3 * altup.num_streams * self.hidden_size)
 
     def kv_bytes_per_token(self, dtype_bytes: int, scale_bytes: int = 0) -> int:
         """Memory of one token's keys and values over all layers: each element, and one scale per head.
@@ -242,23 +236,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if self.head_dim % 2:
             return f"head_dim is {self.head_dim}, rotary position embedding needs an even number"
         rotary_dim = self.rotary_dim or self.head_dim
-        if self.altup is not None and self.altup.active >= self.altup.num_streams:
-            return f"stream {self.altup.active} is active, but there are only {self.altup.num_streams}"
+        streams, altup = self.streams, self.streams.altup
+        if altup is not None and altup.active >= altup.num_streams:
+            return f"stream {altup.active} is active, but there are only {altup.num_streams}"
         if rotary_dim % 2:
             return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
         per_layer = (
             ("layer types", self.windowed_layers),
             ("rotary choices", self.rope_layers),
-            ("head sizes", self.layer_heads),
-            ("sources of keys and values", self.kv_sources),
-            ("intermediate sizes", self.intermediate_sizes),
-            ("activation sparsities", self.sparsity),
-            ("kinds of blocks", self.mlp_layers),
+            ("head sizes", streams.layer_heads),
+            ("sources of keys and values", streams.kv_sources),
+            ("intermediate sizes", streams.intermediate_sizes),
+            ("activation sparsities", streams.sparsity),
+            ("kinds of blocks", self.form.mlp_layers),
         )
         for name, layers in per_layer:
             if layers and len(layers) != self.num_layers:
                 return f"{len(layers)} {name} for {self.num_layers} layers"
-        for heads in self.layer_heads:
+        for heads in streams.layer_heads:
             if heads.head_dim % 2 or self.num_heads % heads.num_kv_heads:
                 return f"{self.num_heads} attention heads cannot share {heads}"
         state = self.state

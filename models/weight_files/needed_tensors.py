@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from ..spec.layer_form import KV_UP, LAYER_TABLE
+from ..spec.layer_form import KV_UP
+from ..spec.streams_spec import LAYER_TABLE
 
 if TYPE_CHECKING:
     from ..spec.layer_form import LatentSpec
@@ -92,7 +93,7 @@ def is_unused(spec: ModelSpec, name: str) -> bool:
     further += [spec.form.names.mtp] if spec.form.names.mtp else []
     if name.startswith(tuple(further)):
         return True
-    found = _KEYS_AND_VALUES.match(name) if spec.kv_sources else None
+    found = _KEYS_AND_VALUES.match(name) if spec.streams.kv_sources else None
     return found is not None and int(found[1]) < spec.num_layers and not spec.computes_kv(int(found[1]))
 
 
@@ -114,20 +115,20 @@ def _norms(spec: ModelSpec) -> Iterator[Module]:
 
 def modules_beside_layers(spec: ModelSpec) -> Iterator[Module]:
     """The modules of the inputs of layers, and of further residual streams, by their full names."""
-    size, inputs = spec.hidden_size, spec.layer_inputs
+    size, inputs = spec.hidden_size, spec.streams.layer_inputs
     if inputs is not None:
         width = spec.num_layers * inputs.size
         yield Module(LAYER_TABLE, (inputs.vocab_size, width))
         yield Module("model.per_layer_model_projection", (width, size), is_linear=True)
         yield Module("model.per_layer_projection_norm", (inputs.size,))
     for name in ("altup_projections", "altup_unembed_projections"):
-        for n in range(0 if spec.altup is None else spec.altup.num_streams - 1):
+        for n in range(spec.streams.num_further):
             yield Module(f"model.{name}.{n}", (size, size), is_linear=True)
 
 
 def stream_modules(spec: ModelSpec) -> Iterator[Module]:
     """What a layer has for its inputs and for further residual streams, by the names in the layer."""
-    size, inputs, altup = spec.hidden_size, spec.layer_inputs, spec.altup
+    size, inputs, altup = spec.hidden_size, spec.streams.layer_inputs, spec.streams.altup
     if spec.form.layer_scalars:
         yield Module("", (1,), part="layer_scalar")
     if inputs is not None:

@@ -158,7 +158,7 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
                 )
             holder[name] = file.path.name
     names = _usual_names_in(folder, holder, spec)
-    if spec is not None and spec.mlp_layers:
+    if spec is not None and spec.form.mlp_layers:
         names = {stored: usual_block_name(spec, name) for stored, name in names.items()}
     return [_renamed(file, names, spec) for file in files]
 

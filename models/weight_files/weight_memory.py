@@ -6,8 +6,9 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..gguf.ggml_types import GGML_TYPES
-from ..spec.layer_form import KV_UP, LAYER_TABLE
+from ..spec.layer_form import KV_UP
 from ..spec.quantization import BLOCK_METHODS, unnumbered
+from ..spec.streams_spec import LAYER_TABLE
 from .needed_tensors import (
     attention_modules,
     delta_projections,
@@ -85,7 +86,7 @@ def weight_bytes(spec: ModelSpec, dtype_bytes: int, *, dequantized: bool = False
 
     `dequantized`: counts quantized weights in `dtype_bytes` too, as they are stored if no kernel supports them.
     """
-    in_float32 = _gate_parameters(spec) + (_norm_parameters(spec) if spec.float32_norms else 0)
+    in_float32 = _gate_parameters(spec) + (_norm_parameters(spec) if spec.form.float32_norms else 0)
     wider = (4 - dtype_bytes) * in_float32
     saved = 0 if dequantized else _saved_by_quantization(spec, dtype_bytes)
     return num_parameters(spec) * dtype_bytes + wider - saved
@@ -225,7 +226,7 @@ def _mlp_linears(name: str, size: int, inner: int, parts: tuple[str, ...], num: 
 def _linears_beside_layers(spec: ModelSpec) -> list[_Linear]:
     assert spec.quantization is not None
     linears = _as_linears(modules_beside_layers(spec))
-    inputs = spec.layer_inputs
+    inputs = spec.streams.layer_inputs
     if inputs is not None and spec.quantization.method in BLOCK_METHODS:  # others leave tables plain
         linears.append(_Linear({LAYER_TABLE: inputs.vocab_size}, spec.num_layers * inputs.size))
     return linears

@@ -15,6 +15,7 @@ from engine.model_runner.kernels import plain, probe, sgl
 from engine.model_runner.kernels.probe import Finding, KernelProbe
 from engine.model_runner.op_selection import PROVIDERS, Target, select_ops, table_lines
 from engine.model_runner.ops.ops import Ops
+from engine.models.spec.layer_form import LayerForm
 from engine.models.spec.model_spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -78,7 +79,7 @@ def test_sgl_kernel_is_preferred_where_it_covers_the_case():
     [
         (SPEC, torch.float32, "rms_norm", "sgl-kernel: computes in bfloat16 and float16, not in float32"),
         (
-            msgspec.structs.replace(SPEC, float32_norms=True),
+            msgspec.structs.replace(SPEC, form=LayerForm(float32_norms=True)),
             torch.bfloat16,
             "add_rms_norm",
             "sgl-kernel: needs norm weights in the activations' dtype",

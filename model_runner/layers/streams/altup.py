@@ -37,7 +37,7 @@ class AltUpStreams:
 
     def __init__(self, context: ModelContext) -> None:
         """Take the projections from the checkpoint."""
-        altup, size = context.spec.altup, context.spec.hidden_size
+        altup, size = context.spec.streams.altup, context.spec.hidden_size
         assert altup is not None
         others = range(altup.num_streams - 1)
         names = [f"model.altup_projections.{n}" for n in others]
@@ -122,8 +122,9 @@ class _Laurel:
 
     def __init__(self, context: ModelContext, name: str) -> None:
         spec = context.spec
-        assert spec.altup is not None
-        size, rank = spec.hidden_size, spec.altup.laurel_rank
+        altup, size = spec.streams.altup, spec.hidden_size
+        assert altup is not None
+        rank = altup.laurel_rank
         self._left = Linear(context, [f"{name}.linear_left"], size, [rank], bias=False)
         self._right = Linear(context, [f"{name}.linear_right"], rank, [size], bias=False)
         self._norm = RMSNorm(context, f"{name}.post_laurel_norm", size, spec.rms_norm_eps)
@@ -136,7 +137,7 @@ class _Laurel:
 def _altup_weights(context: ModelContext, name: str) -> AltUpWeights:
     """In float32: they are few numbers."""
     spec = context.spec
-    altup, size = spec.altup, spec.hidden_size
+    altup, size = spec.streams.altup, spec.hidden_size
     assert altup is not None
     streams = altup.num_streams
 
@@ -159,10 +160,10 @@ def gated_activation(context: ModelContext, layer_id: int) -> GatedActivation:
     """The activation of a layer's MLP.
 
     Of all gates, or of the largest ones: those above a quantile of the normal distribution with the gates' mean and
-    deviation (`ModelSpec.sparsity`).
+    deviation (`StreamsSpec.sparsity`).
     """
     spec, ops = context.spec, context.ops
-    sparsity = spec.sparsity[layer_id] if spec.sparsity else 0.0
+    sparsity = spec.streams.sparsity[layer_id] if spec.streams.sparsity else 0.0
     if sparsity == 0.0:
         return ops.gelu_and_mul
     multiplier = NormalDist().inv_cdf(sparsity)

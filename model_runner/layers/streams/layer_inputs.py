@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ....models.spec.layer_form import LAYER_TABLE
+from ....models.spec.streams_spec import LAYER_TABLE
 from ..embedding import Embedding
 from ..linear import Linear
 from ..norm import RMSNorm
@@ -32,7 +32,7 @@ class LayerInputs:
     def __init__(self, context: ModelContext) -> None:
         """Take the table, and the projection of the first embedding, from the checkpoint."""
         spec, ops = context.spec, context.ops
-        inputs, size = spec.layer_inputs, spec.hidden_size
+        inputs, size = spec.streams.layer_inputs, spec.hidden_size
         assert inputs is not None
         self._size, width = inputs.size, spec.num_layers * inputs.size
         scale = torch.tensor(inputs.size**0.5, dtype=context.dtype).item()  # rounded, as in training
@@ -58,7 +58,7 @@ class InputGate:
 
     def __init__(self, context: ModelContext, name: str, layer_id: int) -> None:
         """`name`: of the layer."""
-        spec, inputs = context.spec, context.spec.layer_inputs
+        spec, inputs = context.spec, context.spec.streams.layer_inputs
         assert inputs is not None
         self._start, self._stop = layer_id * inputs.size, (layer_id + 1) * inputs.size
         self._gate = Linear(

@@ -19,6 +19,7 @@ from engine.launch.resolve.stages import (
     stages_of,
 )
 from engine.models.spec.quantization import QuantizationSpec
+from engine.models.spec.streams_spec import StreamsSpec
 from engine.models.weight_files.weight_memory import num_parameters, tied_head_bytes, weight_bytes
 from engine.runtime.config.device_config import ParallelConfig
 from engine.runtime.config.engine_config import EngineConfig
@@ -56,7 +57,9 @@ def test_the_output_head_counts_like_the_layers_that_it_is_as_large_as():
 @pytest.mark.parametrize("count", range(1, 6))
 def test_the_largest_stage_is_as_small_as_possible(count):
     """Against all divisions."""
-    spec = replace(LLAMA, num_layers=7, intermediate_sizes=(64, 900, 64, 64, 2000, 300, 64))
+    spec = replace(
+        LLAMA, num_layers=7, streams=StreamsSpec(intermediate_sizes=(64, 900, 64, 64, 2000, 300, 64))
+    )
 
     def heaviest(lengths: tuple[int, ...]) -> int:
         found, first = [], 0
@@ -206,7 +209,7 @@ def test_settings_that_contradict_stages_are_refused(settings, told):
             "pp is 2, but mamba is computed by transformers, on one device only; use --pp 1",
         ),
         (
-            {"kv_sources": (0, *range(29))},
+            {"streams": StreamsSpec(kv_sources=(0, *range(29)))},
             "layers of llama attend to the keys and values of other layers; use --tp",
         ),
     ],

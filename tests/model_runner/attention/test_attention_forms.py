@@ -21,6 +21,7 @@ from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.spec.layer_form import AttentionForm, LayerHeads
 from engine.models.spec.model_spec import ModelSpec
+from engine.models.spec.streams_spec import StreamsSpec
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.fake_flash_attention import FakeFlashAttention
 from tests.model_runner.attention.paged_batches import Pages, assert_close, spec_of
@@ -159,7 +160,7 @@ def test_sinks_far_from_the_scores(library, kv_dtype):
 def spec_with_two_kinds_of_heads(tested: LayerHeads, other: LayerHeads, window: int | None) -> ModelSpec:
     """The second layer, which is tested, has the first kind."""
     spec = spec_of(8, tested.num_kv_heads, tested.head_dim, window=window, query_scale=tested.head_dim**-0.5)
-    return msgspec.structs.replace(spec, layer_heads=(other, tested))
+    return msgspec.structs.replace(spec, streams=StreamsSpec(layer_heads=(other, tested)))
 
 
 NARROW, WIDE = LayerHeads(head_dim=32, num_kv_heads=4), LayerHeads(head_dim=64, num_kv_heads=1)

@@ -107,7 +107,7 @@ def check_memory(tiny: TinyModel) -> None:
     assert num_parameters(tiny.spec) == sum(parameter.numel() for parameter in parameters.values())
     assert weight_bytes(tiny.spec, 2) == 2 * num_parameters(tiny.spec)
     config = tiny.reference.config
-    if tiny.spec.layer_heads:
+    if tiny.spec.streams.layer_heads:
         return
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     shared = getattr(config, "num_kv_shared_layers", 0)

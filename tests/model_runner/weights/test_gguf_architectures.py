@@ -18,7 +18,7 @@ from engine.model_runner.kernels.plain import LoopedExperts
 from engine.model_runner.weights.gguf import GGUFStore
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
-from engine.models.spec.layer_form import LAYER_TABLE
+from engine.models.spec.streams_spec import LAYER_TABLE
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
