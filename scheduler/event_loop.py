@@ -25,7 +25,7 @@ from .pipeline import Pipeline
 from .records.decision_log import PassRecord
 from .records.stats import StepLog
 from .scheduler import Scheduler
-from .transfer.link.make_link import KVTransfer, NoKVTransfer
+from .transfer.link.link_thread import LinkThread
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class EventLoop:
         grammars: GrammarBuilder | None = None,
         adapters: AdapterReader | None = None,
         kv_events: KVEvents | None = None,
-        transfer: KVTransfer | None = None,
+        transfer: LinkThread | None = None,
         replica: int = 0,
     ) -> None:
         """Take the parts.
@@ -84,7 +84,7 @@ class EventLoop:
         self._replica = replica
         self._idle_work = idle_work
         self._kv_events: KVEvents = kv_events if kv_events is not None else NoKVEvents()
-        self._transfer: KVTransfer = transfer if transfer is not None else NoKVTransfer()
+        self._transfer = transfer
         self._idle = False
         self._has_idle_work = False
         self._num_decisions = 0  # already logged
@@ -105,7 +105,8 @@ class EventLoop:
         finally:
             self._recorder.close()
             self._kv_events.close()
-            self._transfer.close()
+            if self._transfer is not None:
+                self._transfer.close()
 
     def step(self) -> None:
         """One iteration: take messages, advance the steps, send the outputs, send heartbeat and report.
@@ -135,7 +136,8 @@ class EventLoop:
             self._manager.send(done)
         # After `advance`, which has waited for all steps that were launched before a page could be claimed: no step in
         # flight writes to a page that another engine may write to from now on.
-        self._transfer.send(self._scheduler.take_transfer_commands())
+        if self._transfer is not None:
+            self._transfer.send(self._scheduler.take_transfer_commands())
         # After the tokens, for which clients wait.
         self._kv_events.publish(self._scheduler.take_block_events(), self._scheduler.adapter)
         self._show_signs_of_life()

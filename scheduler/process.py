@@ -41,7 +41,8 @@ from .preemption.chaos import with_chaos
 from .prefix_cache.block_events import block_size_for
 from .records.stats import StepLog
 from .scheduler import Scheduler
-from .transfer.link.make_link import KVTransfer, NoKVTransfer, make_link
+from .transfer.link.link_thread import LinkThread
+from .transfer.link.make_link import make_link
 
 if TYPE_CHECKING:
     from ..model_runner.memory.kv_pool import KVPool
@@ -145,11 +146,11 @@ def _open_kv_events(config: EngineConfig, replica: int) -> KVEventPublisher | No
     return publisher
 
 
-def _make_transfer(child: Child, pool: KVPool) -> KVTransfer:
+def _make_transfer(child: Child, pool: KVPool) -> LinkThread | None:
     settings = child.settings
     config = settings.config
     if config.scheduler.disaggregation_mode == "null":
-        return NoKVTransfer()
+        return None
     from ..model_runner.memory.page_memory import PageMemory
     from ..model_runner.weights.fingerprint import weights_fingerprint
 

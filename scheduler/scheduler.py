@@ -187,7 +187,7 @@ class Scheduler:
         return self._parts.block_events.take()
 
     def take_transfer_commands(self) -> list[TransferCommand]:
-        """What the `KVTransfer` shall do, since the last call; none without `--disaggregation-mode`."""
+        """Take the commands for the `LinkThread` since the last call; none without `--disaggregation-mode`."""
         return self._transfer.take_commands()
 
     def adapter(self, fingerprint: str) -> Adapter | None:

@@ -1,4 +1,4 @@
-"""Messages of prefill/decode disaggregation: between two engines, and between a scheduler and its `KVTransfer`.
+"""Messages of prefill/decode disaggregation: between two engines, and between a scheduler and its `LinkThread`.
 
 A `bootstrap_room` names one prompt that one engine computes and another one decodes; the router (or the prefill engine)
 draws it. The decode engine *claims* the prompt's pages from the prefill engine, which writes them and then sends the
@@ -226,7 +226,7 @@ ToPrefill = Hello | Claim | ClaimAborted | PromptReleased | PagesTaken | Ping
 ToDecode = Welcome | SayHello | Refused | Prefilled | ClaimFailed | AbortAck | Pong | PageData
 
 
-# ---------------------------------------------------------------- KVTransfer -> scheduler
+# ---------------------------------------------------------------- LinkThread -> scheduler
 
 
 class FromPeer(Message, frozen=True):
@@ -256,7 +256,7 @@ class PeerLost(Message, frozen=True):
     reason: str
 
 
-# ---------------------------------------------------------------- scheduler -> KVTransfer
+# ---------------------------------------------------------------- scheduler -> LinkThread
 
 
 class ToPeer(Record, frozen=True):

@@ -1,7 +1,7 @@
 """`TransferRole`: what a scheduler does for prompts that one engine computes and another one decodes.
 
 One class per `--disaggregation-mode`: `TransferRole` itself (null), `PrefillRole`, `DecodeRole`. Like the scheduler, a
-role does no I/O and uses no clock: messages of the other engine come in through `handle`, commands for the `KVTransfer`
+role does no I/O and uses no clock: messages of the other engine come in through `handle`, commands for the `LinkThread`
 go out through `take_commands`.
 
     prefill engine                          decode engine
@@ -105,11 +105,11 @@ class TransferRole:
         return ()
 
     def handle(self, message: TransferNews, now_s: float) -> Changes:
-        """Take a message of the `KVTransfer`."""
+        """Take a message of the `LinkThread`."""
         return NO_CHANGES
 
     def take_commands(self) -> list[TransferCommand]:
-        """What the `KVTransfer` shall do, since the last call."""
+        """Take the commands for the `LinkThread` since the last call."""
         return []
 
     def wake_s(self) -> float | None:

@@ -5,8 +5,6 @@ On a loopback address they are plain; elsewhere they are encrypted, and both sid
 
 from __future__ import annotations
 
-import contextlib
-import queue
 from typing import Any, Final
 
 import zmq
@@ -20,38 +18,6 @@ Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
 
 MONITORED: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-
-
-class CommandQueue:
-    """Objects for a thread that waits on sockets: `wake` is readable while there are some."""
-
-    def __init__(self, context: Context) -> None:
-        self._objects: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._signal = make_socket(context, zmq.PAIR)
-        self._signal.bind(f"inproc://{id(self)}")
-        self.wake = make_socket(context, zmq.PAIR)
-        self.wake.connect(f"inproc://{id(self)}")
-
-    def put(self, command: Any) -> None:
-        """From the other thread."""
-        self._objects.put(command)
-        with contextlib.suppress(zmq.Again):  # the thread has ended
-            self._signal.send(b"", zmq.NOBLOCK)
-
-    def take(self) -> list[Any]:
-        """All that are there."""
-        with contextlib.suppress(zmq.Again):
-            while True:
-                self.wake.recv(zmq.NOBLOCK)
-        taken = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                taken.append(self._objects.get_nowait())
-        return taken
-
-    def close_sender(self) -> None:
-        """From the other thread, after its last `put`."""
-        self._signal.close()
 
 
 class Listener:
@@ -94,7 +60,7 @@ class Listener:
 def connect(
     context: Context, address: str, port: int, name: str, key: ClusterKey | None
 ) -> tuple[Socket, Socket]:
-    """A decode engine's socket to a prefill engine, and the socket that tells when it is connected.
+    """A decode engine's socket to a prefill engine, and the socket that reports when it is connected.
 
     Args:
         address: of the prefill engine, numeric.

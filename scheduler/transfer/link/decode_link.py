@@ -6,7 +6,6 @@ import contextlib
 import logging
 import math
 import os
-import threading
 import time
 import uuid
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import zmq.utils.monitor
 
 from ....runtime.kv_backends.base import TransferError
 from ....runtime.transport.cluster_ipc import ClusterKey
-from ....runtime.transport.ipc import Outbox, decode_or_drop
+from ....runtime.transport.ipc import decode_or_drop
 from ....runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
@@ -43,7 +42,8 @@ from ....runtime.transport.kv_transfer import (
     TransferCommand,
     Welcome,
 )
-from .connection import CommandQueue, Context, connect
+from .connection import connect
+from .link_thread import LinkThread
 from .pages import DRAIN_S, PageReceiver
 from .peers import Answer, Attempt, Lookups, Peer, State, Storing, known_address
 
@@ -57,8 +57,8 @@ CONNECT_S: Final = 15.0
 FENCE_S: Final = 300.0
 """A prefill engine that was lost may write into the pages of its claims for at most so long. One that was stopped for
 longer must not go on: start it again."""
-LOOK_S: Final = 0.1
-"""Between two looks whether the processes of an engine live: 0.4 ms each, while the link polls every millisecond."""
+LIVENESS_POLL_S: Final = 0.1
+"""Between two checks whether the processes of an engine live: 0.4 ms each, while the link polls every millisecond."""
 FORGET_S: Final = 60.0
 MAX_PEERS: Final = 256
 _BUSY_POLL_MS: Final = 1
@@ -67,8 +67,8 @@ _IDLE_POLL_MS: Final = 500
 _EVENTS_PER_POLL: Final = 64
 
 
-class DecodeLink:
-    """See the module. `send` is called by the scheduler's loop; news go to its inbox."""
+class DecodeLink(LinkThread):
+    """Claims prompts from prefill engines, and takes their pages."""
 
     def __init__(
         self,
@@ -80,76 +80,46 @@ class DecodeLink:
         vocab_size: int,
         scheduler: str,
     ) -> None:
-        """Start the thread; the other arguments are those of `PrefillLink`. `vocab_size`: token ids are below it."""
+        """Start the thread. `vocab_size`: token ids are below it. Other arguments: see `PrefillLink`."""
+        super().__init__(zmq.Context(), scheduler)
         self._vocab_size = vocab_size
         self._name = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._key = key
         self._hello = Hello(layout, backend, receiver.targets())
         self._receiver = receiver
-        self._endpoint = scheduler
-        self._context: Context = zmq.Context()
-        self._commands = CommandQueue(self._context)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
         self._peers: dict[str, Peer] = {}
         self._lookups = Lookups()
         self._poller = zmq.Poller()
-        self._stops = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
-    def send(self, commands: Sequence[TransferCommand]) -> None:
-        """Do what the scheduler wants; never blocks.
-
-        Raises:
-            Exception: the thread has failed, with what it raised. A bug; it ends the process.
-        """
-        if self._failure is not None:
-            raise self._failure
-        for command in commands:
-            self._commands.put(command)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._commands.put(None)
-        self._thread.join(timeout=5.0)
-        self._commands.close_sender()
-        self._context.destroy(linger=0)
-
-    # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        self._outbox = Outbox(self._endpoint)
+    def _serve(self) -> None:
         self._poller.register(self._commands.wake, zmq.POLLIN)
-        try:
-            while not self._stops:
-                makes_progress = self._receiver.polls and any(
-                    peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
-                )
-                self._poller.poll(self._poll_ms(makes_progress))
-                if makes_progress:
-                    self._receiver.progress()
-                for command in self._commands.take():
-                    self._execute(command)
-                self._take_addresses()
-                for peer in self._peers.values():
-                    self._watch(peer)
-                    self._read(peer)
-                    self._check_stores(peer)
-                    self._check_time(peer)
-                self._forget_idle()
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._receiver.close()
+        while not self._stops:
+            makes_progress = self._receiver.polls and any(
+                peer.open or peer.waiting or peer.given_up for peer in self._peers.values()
+            )
+            self._poller.poll(self._poll_ms(makes_progress))
+            if makes_progress:
+                self._receiver.progress()
+            for command in self._commands.take():
+                self._execute(command)
+            self._take_addresses()
             for peer in self._peers.values():
-                self._close(peer)
-            self._commands.wake.close()
-            self._outbox.close()
+                self._watch(peer)
+                self._read(peer)
+                self._check_stores(peer)
+                self._check_time(peer)
+            self._forget_idle()
+
+    def _close_sockets(self) -> None:
+        self._receiver.close()
+        for peer in self._peers.values():
+            self._close(peer)
 
     def _poll_ms(self, makes_progress: bool) -> int:
-        """How long to wait for messages at most: what else happens wakes nobody."""
+        """Milliseconds to wait for messages at most: no other event wakes the poll."""
         if makes_progress or any(peer.storing for peer in self._peers.values()):
             return _BUSY_POLL_MS
         return _LOOKUP_POLL_MS if len(self._lookups) else _IDLE_POLL_MS
@@ -167,7 +137,7 @@ class DecodeLink:
             case PromptReleased() as released:
                 peer = self._peers.get(command.peer)
                 if peer is not None and peer.state is State.WELCOME:  # else it finds out by itself
-                    self._tell(peer, released)
+                    self._send_to(peer, released)
 
     def _claim(self, name: str, claim: Claim) -> None:
         peer = self._peers.get(name)
@@ -184,7 +154,7 @@ class DecodeLink:
         match peer.state:
             case State.WELCOME:
                 peer.open[claim.bootstrap_room, claim.attempt] = claim
-                self._tell(peer, claim)
+                self._send_to(peer, claim)
             case State.CONNECTING:
                 peer.waiting.append((time.monotonic(), claim))
             case State.REFUSED:
@@ -196,11 +166,11 @@ class DecodeLink:
         peer = self._peers.get(name)
         attempt = message.bootstrap_room, message.attempt
         if peer is not None and attempt in peer.given_up:
-            self._tell(peer, message)  # a frozen engine answers when it goes on; else `_fence` does
+            self._send_to(peer, message)  # a frozen engine answers when it goes on; else `_fence` does
             return
         if peer is not None and attempt in peer.open:
             del peer.open[attempt]
-            self._tell(peer, message)
+            self._send_to(peer, message)
             if not self._receiver.is_passive:
                 peer.given_up[attempt] = math.inf
                 return  # the prefill engine answers
@@ -214,7 +184,7 @@ class DecodeLink:
             self._answer(peer, answer)
 
     def _answer(self, peer: Peer, answer: Answer) -> None:
-        """Tell the scheduler how a claim has ended, when nothing is written into its pages any more."""
+        """Notify the scheduler how a claim has ended, when nothing is written into its pages any more."""
         if peer.is_storing((answer.bootstrap_room, answer.attempt)):
             peer.held.append(answer)
         else:
@@ -252,7 +222,7 @@ class DecodeLink:
         """Greet an engine when it is connected, again after each connection."""
         for _ in range(_EVENTS_PER_POLL):
             if peer.must_greet:
-                peer.must_greet = not self._tell(peer, self._hello)
+                peer.must_greet = not self._send_to(peer, self._hello)
             if not peer.monitor.poll(0):
                 return
             event = zmq.utils.monitor.recv_monitor_message(peer.monitor)["event"]
@@ -283,7 +253,7 @@ class DecodeLink:
             case Welcome():
                 logger.info("a prefill engine is ready peer=%s", peer.name)
                 if message.processes != peer.processes:
-                    # It cannot tell what its predecessor's kernel still holds.
+                    # It does not know what its predecessor's kernel still holds.
                     self._expect_last_pages(peer, time.monotonic() + DRAIN_S)
                 else:
                     self._fence(peer, math.inf)
@@ -309,7 +279,7 @@ class DecodeLink:
                 if (message.bootstrap_room, message.attempt) in peer.open:
                     self._store(peer, message, frames[1:])
                 else:
-                    self._tell(peer, PagesTaken(message.number))
+                    self._send_to(peer, PagesTaken(message.number))
             case Pong():
                 pass
 
@@ -340,7 +310,7 @@ class DecodeLink:
                 raise ValueError("some were not claimed")
             work = self._receiver.store(message.rank, pages, [frame.buffer for frame in frames[1:]])
         except (ValueError, IndexError) as error:
-            self._tell(peer, PagesTaken(message.number))
+            self._send_to(peer, PagesTaken(message.number))
             self._fail_open(peer, attempt, str(error))
             return
         peer.storing.append(Storing(attempt, message.number, peer.connection, work))
@@ -359,7 +329,7 @@ class DecodeLink:
             except TransferError as failed:
                 error = str(failed)
             if each.connection == peer.connection:
-                self._tell(peer, PagesTaken(each.number))
+                self._send_to(peer, PagesTaken(each.number))
             if error:
                 self._fail_open(peer, each.attempt, error)
         peer.storing = left
@@ -371,7 +341,7 @@ class DecodeLink:
         if peer.open.pop(attempt, None) is None:
             return
         bootstrap_room, number = attempt
-        self._tell(peer, ClaimAborted(bootstrap_room, number))
+        self._send_to(peer, ClaimAborted(bootstrap_room, number))
         self._answer(peer, ClaimFailed(bootstrap_room, number, f"pages from {peer.name} do not fit: {error}"))
 
     def _check_time(self, peer: Peer) -> None:
@@ -386,13 +356,13 @@ class DecodeLink:
             peer.heard_s = now_s  # nothing is expected of it
         if peer.state in (State.WELCOME, State.SILENT) and now_s - peer.pinged_s > PING_S:
             peer.pinged_s = now_s
-            self._tell(peer, Ping())
+            self._send_to(peer, Ping())
         if peer.state is State.WELCOME and now_s - peer.heard_s > PEER_SILENCE_S:
             peer.state = State.SILENT
             reason = f"no sign of life from {peer.name} for {PEER_SILENCE_S:g} s"
             self._lose(peer, reason)
         if peer.given_up:
-            if now_s - peer.looked_s > LOOK_S:
+            if now_s - peer.looked_s > LIVENESS_POLL_S:
                 peer.looked_s = now_s
                 if peer.is_dead:
                     self._expect_last_pages(peer, now_s + DRAIN_S)
@@ -438,8 +408,8 @@ class DecodeLink:
         peer.monitor.close(linger=0)
         peer.socket.close(linger=0)
 
-    def _tell(self, peer: Peer, message: ToPrefill) -> bool:
-        """Send a message; False: there is no connection, which the monitor tells, too."""
+    def _send_to(self, peer: Peer, message: ToPrefill) -> bool:
+        """Send a message; False: there is no connection, which the monitor reports, too."""
         with contextlib.suppress(zmq.Again):
             peer.socket.send(self._encoder.encode(message), zmq.NOBLOCK)
             return True

@@ -1,17 +1,16 @@
-"""`make_link`: the `KVTransfer` of a scheduler's process, as `--disaggregation-mode` and `--transfer-backend` say."""
+"""`make_link`: the link of a disaggregated engine, as `--disaggregation-mode` and `--transfer-backend` say."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ....launch.child.control import Endpoints
 from ....runtime.config.engine_config import EngineConfig
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.make_backend import make_target, make_writer
 from ....runtime.transport.cluster_ipc import ClusterKey, is_loopback, load_cluster_key
-from ....runtime.transport.kv_transfer import KVLayout, TransferCommand
+from ....runtime.transport.kv_transfer import KVLayout
 from ....runtime.transport.message_base import own_identity
 from .local_pages import LocalReceiver, LocalSender
 from .pages import DirectReceiver, DirectSender
@@ -19,30 +18,9 @@ from .ranks import Ranks
 
 if TYPE_CHECKING:
     from ....runtime.kv_backends.base import PoolMemory
+    from .link_thread import LinkThread
 
 logger = logging.getLogger(__name__)
-
-
-class KVTransfer(Protocol):
-    """Does what the scheduler orders, beside its loop; news come to the scheduler's inbox."""
-
-    def send(self, commands: Sequence[TransferCommand]) -> None:
-        """Never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections."""
-        ...
-
-
-class NoKVTransfer:
-    """`--disaggregation-mode null`."""
-
-    def send(self, commands: Sequence[TransferCommand]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def make_link(
@@ -53,8 +31,8 @@ def make_link(
     *,
     life: int,
     vocab_size: int,
-) -> KVTransfer:
-    """Make that of a disaggregated engine, listening or ready to connect.
+) -> LinkThread:
+    """Make the link of a disaggregated engine, listening or ready to connect.
 
     Args:
         memory: of rank 0's pool with the pages to exchange.
@@ -86,7 +64,7 @@ def _make_prefill_link(
     endpoints: Endpoints,
     ranks: Ranks,
     key: ClusterKey | None,
-) -> KVTransfer:
+) -> LinkThread:
     from .prefill_link import PrefillLink
 
     server = config.server
@@ -115,7 +93,7 @@ def _make_decode_link(
     ranks: Ranks,
     key: ClusterKey | None,
     vocab_size: int,
-) -> KVTransfer:
+) -> LinkThread:
     from .decode_link import DecodeLink
 
     server = config.server

@@ -88,7 +88,7 @@ class PageReceiver(Protocol):
     polls: bool
 
     def targets(self) -> tuple[bytes, ...]:
-        """What the prefill engine's ranks must know of those of this engine."""
+        """Facts that each rank of the prefill engine needs to write to its counterpart here."""
         ...
 
     def store(self, rank: int, pages: Pages, frames: Frames) -> Work:

@@ -27,7 +27,7 @@ class Looked(NamedTuple):
         peer: HOST:PORT, as claims name it.
         address: the numeric host; "": there is none.
         error: why.
-        claims: those that have waited, with the times at which they came.
+        claims: the claims that have waited, with their times of arrival.
     """
 
     peer: str
@@ -90,7 +90,7 @@ class Lookups:
             lookup.claims = [each for each in lookup.claims if each[1].attempt != attempt]
 
     def ended(self) -> list[Looked]:
-        """Those that have ended since the last call."""
+        """Take the lookups that have ended since the last call."""
         ended = [peer for peer, lookup in self._lookups.items() if lookup.is_over]
         lookups = [(peer, self._lookups.pop(peer)) for peer in ended]
         return [Looked(peer, each.address, each.error, each.claims) for peer, each in lookups]
@@ -119,7 +119,7 @@ def known_address(peer: str) -> str:
 
 
 class State(enum.Enum):
-    """Of the connection."""
+    """State of the connection to a prefill engine."""
 
     CONNECTING = enum.auto()
     WELCOME = enum.auto()
@@ -149,7 +149,7 @@ class Peer:
         waiting: claims that are not sent, with the time at which they came.
         must_greet: it is connected, and `Hello` is not sent.
         open: claims that were sent and are not answered, by (bootstrap_room, attempt).
-        processes: those that write, of all its ranks; empty before its first `Welcome`.
+        processes: the writing processes of all its ranks; empty before its first `Welcome`.
         given_up: claims that were aborted, or open when the engine was lost: it may still write. Each has the time when
             the engine can write no more, whatever it does; infinite while it is connected, because it then answers.
         storing: pages of it that are being stored.

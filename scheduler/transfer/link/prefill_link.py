@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import zmq
 from ....runtime.errors import ConfigError
 from ....runtime.kv_backends.base import TransferError, Work
 from ....runtime.transport.cluster_ipc import ClusterKey
-from ....runtime.transport.ipc import Outbox, decode_or_drop
+from ....runtime.transport.ipc import decode_or_drop
 from ....runtime.transport.kv_transfer import (
     AbortAck,
     Claim,
@@ -41,7 +40,8 @@ from ....runtime.transport.kv_transfer import (
     WritePages,
 )
 from ....runtime.transport.message_base import ProcessIdentity
-from .connection import CommandQueue, Context, Listener
+from .connection import Context, Listener
+from .link_thread import LinkThread
 from .pages import PageSender, Sending
 from .ranks import Frames
 
@@ -52,7 +52,7 @@ PEER_SILENCE_S: Final = 30.0
 WRITE_S: Final = 60.0
 """A write without progress for so long is given up, and with it the connection to its decode engine."""
 _MAX_PAUSE_S: Final = 1.0
-"""Between two looks at a write; more is not counted: this process was stopped, and the backend with it."""
+"""Between two polls of a write; more is not counted: this process was stopped, and the backend with it."""
 _MAX_BOOTSTRAP_ROOM_CHARS: Final = 256
 _BUSY_POLL_MS: Final = 1
 _IDLE_POLL_MS: Final = 1000
@@ -71,9 +71,9 @@ class _Writing:
     """A `WritePages` that is under way.
 
     Attributes:
-        command, write: what is written, and how far it is.
-        started_s, checked_s: when it was begun, and when it was last looked at.
-        still_s: how long it was looked at since it was begun, or since the peer last took pages of it.
+        command, write: the order, and its progress.
+        started_s, checked_s: when it was begun, and when it was last polled.
+        still_s: time under polls since it was begun, or since the peer last took pages of it.
         error: it has failed with this; until `drained_s` what it had begun may still arrive.
     """
 
@@ -86,8 +86,8 @@ class _Writing:
     drained_s: float = 0.0
 
 
-class PrefillLink:
-    """See the module. `send` is called by the scheduler's loop; news go to its inbox."""
+class PrefillLink(LinkThread):
+    """Takes the claims of decode engines, and writes their pages."""
 
     def __init__(
         self,
@@ -118,15 +118,14 @@ class PrefillLink:
         self._processes = tuple(processes)
         self._backend = backend
         self._sender = sender
-        self._endpoint = scheduler
-        self._context: Context = zmq.Context()
+        context: Context = zmq.Context()
         try:
-            self._listener = Listener(self._context, host, port, key)
+            self._listener = Listener(context, host, port, key)
         except ConfigError:
-            self._context.destroy(linger=0)
+            context.destroy(linger=0)
             raise
+        super().__init__(context, scheduler)
         self._socket = self._listener.socket
-        self._commands = CommandQueue(self._context)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToPrefill] = msgspec.msgpack.Decoder(ToPrefill)
         self._heard_s: dict[str, float] = {}  # of each welcome peer
@@ -138,57 +137,29 @@ class PrefillLink:
         self._leaving: set[str] = set()
         self._stuck: set[str] = set()  # peers with a write that did not end
         self._writing: list[_Writing] = []
-        self._stops = False
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
         self._thread.start()
 
-    def send(self, commands: Sequence[TransferCommand]) -> None:
-        """Do what the scheduler wants; never blocks.
-
-        Raises:
-            Exception: the thread has failed, with what it raised. A bug; it ends the process.
-        """
-        if self._failure is not None:
-            raise self._failure
-        for command in commands:
-            self._commands.put(command)
-
-    def close(self) -> None:
-        """End the thread; transfers that are under way fail at the other side."""
-        self._commands.put(None)
-        self._thread.join(timeout=5.0)
-        self._commands.close_sender()
-        self._context.destroy(linger=0)
-
-    # ------------------------------------------------------------ the thread
-
-    def _run(self) -> None:
-        self._outbox = Outbox(self._endpoint)
+    def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._commands.wake, zmq.POLLIN)
-        try:
-            while not self._stops:
-                poller.poll(_BUSY_POLL_MS if self._writing or self._joining else _IDLE_POLL_MS)
-                for command in self._commands.take():
-                    self._execute(command)
-                while self._socket.poll(0):
-                    name, data = self._socket.recv_multipart()[:2]
-                    message = decode_or_drop(data, self._decoder)
-                    if message is not None:
-                        self._receive(name.decode(errors="replace"), message)
-                self._check_writes()
-                self._greet_waiting()
-                self._welcome()
-                self._check_silence()
-        except Exception as error:
-            self._failure = error
-        finally:
-            self._sender.close()
-            self._commands.wake.close()
-            self._outbox.close()
-            self._listener.close()
+        while not self._stops:
+            poller.poll(_BUSY_POLL_MS if self._writing or self._joining else _IDLE_POLL_MS)
+            for command in self._commands.take():
+                self._execute(command)
+            while self._socket.poll(0):
+                name, data = self._socket.recv_multipart()[:2]
+                message = decode_or_drop(data, self._decoder)
+                if message is not None:
+                    self._receive(name.decode(errors="replace"), message)
+            self._check_writes()
+            self._greet_waiting()
+            self._welcome()
+            self._check_silence()
+
+    def _close_sockets(self) -> None:
+        self._sender.close()
+        self._listener.close()
 
     def _execute(self, command: TransferCommand | None) -> None:
         match command:
@@ -196,7 +167,7 @@ class PrefillLink:
                 self._stops = True
             case ToPeer(peer=peer, message=Prefilled() | ClaimFailed() | AbortAck() as message):
                 self._claims.get(peer, set()).discard((message.bootstrap_room, message.attempt))
-                self._tell(peer, message)
+                self._send_to(peer, message)
             case ToPeer():
                 raise AssertionError(f"not for a decode engine: {command.message}")
             case WritePages():
@@ -250,21 +221,21 @@ class PrefillLink:
             return
         if peer not in self._heard_s:  # silent for too long, or it takes this engine for its predecessor
             if peer not in self._greeting and peer not in self._joining:
-                self._tell(peer, SayHello())
+                self._send_to(peer, SayHello())
             elif isinstance(message, Claim):
                 # After the `Welcome` of an earlier connection; aborts are answered by the next one.
                 reason = "this engine is still connecting to the decode engine"
-                self._tell(peer, ClaimFailed(message.bootstrap_room, message.attempt, reason))
+                self._send_to(peer, ClaimFailed(message.bootstrap_room, message.attempt, reason))
             return
         self._heard_s[peer] = time.monotonic()
         match message:
             case Ping():
-                self._tell(peer, Pong())
+                self._send_to(peer, Pong())
             case PagesTaken():
                 self._sender.taken(peer, message.number)
                 self._note_progress(peer)
             case Claim() if not _is_well_formed(message):
-                self._tell(
+                self._send_to(
                     peer, ClaimFailed(message.bootstrap_room, message.attempt, "the claim is malformed")
                 )
             case Claim():
@@ -279,7 +250,7 @@ class PrefillLink:
                 each.still_s = 0.0
 
     def _greet_waiting(self) -> None:
-        """Greet those that have said hello, when no rank writes for an earlier connection any more."""
+        """Greet peers that have said hello, when no rank writes for an earlier connection any more."""
         for peer in [*dict.fromkeys((*self._leaving, *self._greeting))]:
             if any(each.command.peer == peer for each in self._writing):
                 continue
@@ -306,10 +277,10 @@ class PrefillLink:
 
     def _refuse(self, peer: str, reason: str) -> None:
         logger.error("refused a decode engine peer=%s: %s", peer, reason)
-        self._tell(peer, Refused(reason))
+        self._send_to(peer, Refused(reason))
 
     def _welcome(self) -> None:
-        """Answer those that all ranks are connected to."""
+        """Welcome the peers that all ranks are connected to."""
         for peer, joining in list(self._joining.items()):
             try:
                 if not joining.is_done():
@@ -323,7 +294,7 @@ class PrefillLink:
             logger.info("a decode engine has come peer=%s", peer)
             self._heard_s[peer] = time.monotonic()
             self._claims[peer] = set()
-            self._tell(peer, Welcome(self._processes))
+            self._send_to(peer, Welcome(self._processes))
 
     def _check_silence(self) -> None:
         now_s = time.monotonic()
@@ -345,7 +316,7 @@ class PrefillLink:
         self._leaving.add(peer)
         self._outbox.send(PeerLost(peer, reason))
 
-    def _tell(self, peer: str, message: ToDecode) -> None:
+    def _send_to(self, peer: str, message: ToDecode) -> None:
         self._send_frames(peer, [self._encoder.encode(message)])
 
     def _send_frames(self, peer: str, frames: Frames) -> None:

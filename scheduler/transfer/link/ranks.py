@@ -36,7 +36,7 @@ _READY_POLL_MS: Final = 100
 
 
 class Ordered:
-    """What another rank does; `Work`.
+    """Operation that another rank runs; a `Work`.
 
     Attributes:
         frames: of the answer.

@@ -661,7 +661,7 @@ def test_whether_an_engine_is_dead_is_looked_up_now_and_then(
     decode.link.send([ToPeer(peer, ClaimAborted("a", 1))])
     assert decode.inbox.poll(0.5) == []
     times = list(looks)
-    assert 1 <= len(times) <= 2 + (times[-1] - times[0]) / decode_link.LOOK_S
+    assert 1 <= len(times) <= 2 + (times[-1] - times[0]) / decode_link.LIVENESS_POLL_S
 
 
 class JoiningSender(LocalSender):
