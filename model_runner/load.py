@@ -96,7 +96,7 @@ def load_model_runner(
     assert settings.dtype != "auto" and settings.device != "auto" and settings.num_threads != "auto"
     assert config.cache.page_size == capacity.page_size
     if settings.model_impl == "transformers":  # its code scales the queries
-        spec = replace(spec, query_scale=None)
+        spec = replace(spec, attention=replace(spec.attention, query_scale=None))
     if settings.device == "cpu":
         torch.set_num_threads(settings.num_threads)
     device, dtype = place.device or torch.device(settings.device), _DTYPES[settings.dtype]

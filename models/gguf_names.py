@@ -121,7 +121,7 @@ def is_not_read(spec: ModelSpec, name: str) -> bool:
         for part in _KEYS_AND_VALUES
         if not spec.computes_kv(layer)
     )
-    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.num_mtp_layers))
+    further = tuple(f"blk.{spec.num_layers + n}." for n in range(spec.files.num_mtp_layers))
     return name in NOT_WEIGHTS or name.startswith((*further, *unused))
 
 

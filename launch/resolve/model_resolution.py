@@ -88,9 +88,9 @@ def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
 
 def text_only(spec: ModelSpec, weights: WeightsSummary | None) -> str:
     """What is served of a multimodal folder, for messages; "" for any other model."""
-    if not spec.language_of:
+    if not spec.files.language_of:
         return ""
-    text = f"only the text of this {spec.language_of} model"
+    text = f"only the text of this {spec.files.language_of} model"
     if weights is None:
         return text
     size = size_text(weights.ignored_bytes)

@@ -82,17 +82,19 @@ def stage_spec(spec: ModelSpec, stage: Stage) -> ModelSpec:
     if experts is not None:
         dense = tuple(n - stage.first for n in experts.dense_layers if stage.first <= n < stage.end)
         experts = msgspec.structs.replace(experts, dense_layers=dense)
+    windows = spec.windows
+    if windows is not None:
+        windows = msgspec.structs.replace(windows, layers=windows.layers[part])
     return msgspec.structs.replace(
         spec,
         num_layers=stage.end - stage.first,
         first_layer=stage.first,
         rope_layers=spec.rope_layers[part],
-        windowed_layers=spec.windowed_layers[part],
+        windows=windows,
         form=msgspec.structs.replace(spec.form, mlp_layers=spec.form.mlp_layers[part]),
         streams=spec.streams.of_stage(part),  # which share no keys and values, see `reason_against_stages`
         experts=experts,
-        num_mtp_layers=0,
-        stored_parameters=None,
+        files=msgspec.structs.replace(spec.files, num_mtp_layers=0, num_parameters=None),
     )
 
 

@@ -168,7 +168,7 @@ def _keep_compiler_cache() -> None:
 def _read_config(transformers: Any, source: ModelSource, spec: ModelSpec) -> Any:
     """transformers' configuration, of a multimodal folder that of its language model."""
     try:
-        if spec.language_of:
+        if spec.files.language_of:
             path = Path(source.path) / "config.json"
             part = find_language_part(path, read_json(path))
             assert part is not None, "the same file gave the spec"
@@ -218,7 +218,7 @@ def _from_files(
         "output_loading_info": True,
     }
     try:
-        if spec.language_of:
+        if spec.files.language_of:
             model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
             tensors = _language_tensors(source, spec, model_class.base_model_prefix, dtype)
             causal_lm, info = model_class.from_pretrained(None, state_dict=tensors, **options)

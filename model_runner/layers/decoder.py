@@ -122,7 +122,7 @@ class LayerRotary:
         whole = next((n for n in spec.attention_layers if spec.window_of(n) is None), 0)
         self._tables = [RotaryEmbedding.of(context, spec.heads_of(whole).head_dim)]
         self._table_of_layer = [0] * spec.num_layers
-        if spec.local_rope_theta is not None:
+        if spec.windows is not None and spec.windows.rope_theta is not None:
             self._tables.append(RotaryEmbedding.local(context))
             self._table_of_layer = [int(spec.window_of(n) is not None) for n in range(spec.num_layers)]
         self._rotates = [spec.rotates(layer_id) for layer_id in range(spec.num_layers)]

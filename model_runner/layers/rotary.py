@@ -68,10 +68,10 @@ class RotaryEmbedding:
     def local(cls, context: ModelContext) -> RotaryEmbedding:
         """The table of the windowed layers, for models where they have their own."""
         spec = context.spec
-        assert spec.local_rope_theta is not None
+        assert spec.windows is not None and spec.windows.rope_theta is not None
         rotary_dim = spec.rotary_dim or spec.head_dim
         frequencies = rotary_frequencies(
-            spec.local_rope_theta, rotary_dim, RopeScaling(), context.max_model_len
+            spec.windows.rope_theta, rotary_dim, RopeScaling(), context.max_model_len
         )
         return cls(frequencies, 1.0, context)
 

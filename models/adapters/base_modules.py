@@ -46,7 +46,7 @@ class BaseModules:
                 self.by_name[module.name] = BaseModule(module.name, *module.shape)
         self.by_name[HEAD] = BaseModule(HEAD, spec.vocab_size, spec.hidden_size)
         self._spec, self._form = spec, spec.form
-        self._kind = MULTIMODAL.get(spec.language_of)
+        self._kind = MULTIMODAL.get(spec.files.language_of)
 
     def find(self, name: str) -> BaseModule | None:
         """The module of a name in an adapter, which may lack the prefix of a model with a head.

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import PARALLEL
+from ..spec.layer_form import PARALLEL, WindowsSpec
 from .family import GGUF, LAYER_NAMES, LAYER_NORM_EPS, Facts, Family
 from .gguf_readers import windowed_layers
 from .hf_readers import rope_facts, windows_by_types
@@ -26,8 +26,9 @@ def _cohere2(fields: Fields) -> Facts:
     """Layers with a window rotate, the others do not."""
     windowed = windows_by_types(fields, 4, "sliding_window_pattern")
     return _layers(fields, 10_000.0) | {
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-        "windowed_layers": windowed,
+        "windows": WindowsSpec(
+            size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096), layers=windowed
+        ),
         "rope_layers": windowed,
     }
 
@@ -54,8 +55,9 @@ def _cohere2_gguf(fields: Fields, arch: str) -> Facts:
     """Layers with a window rotate, the others do not."""
     windowed = windowed_layers(fields, arch, _PATTERN)
     return _command_r(fields, arch) | {
-        "sliding_window": fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
-        "windowed_layers": windowed,
+        "windows": WindowsSpec(
+            size=fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30), layers=windowed
+        ),
         "rope_layers": windowed,
     }
 

@@ -15,7 +15,8 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import PRE_NORMS, LatentSpec, RopeScaling
+from ..spec.layer_form import PRE_NORMS, AttentionForm, LatentSpec, RopeScaling
+from ..spec.model_spec import FilesSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, yarn_scaling
 from .hf_readers import rope_facts
@@ -59,7 +60,7 @@ def _glm4_moe_lite(fields: Fields) -> Facts:
 def further_layers(fields: Fields) -> Facts:
     """Layers of the checkpoint that predict further tokens."""
     name = fields.given("num_nextn_predict_layers", "num_mtp_layers")
-    return {"num_mtp_layers": fields.integer(name, 0, 1 << 8, default=1)}
+    return {"files": FilesSpec(num_mtp_layers=fields.integer(name, 0, 1 << 8, default=1))}
 
 
 def _interleaved(fields: Fields) -> bool:
@@ -90,7 +91,7 @@ def _latent_attention(fields: Fields, *, interleaved: bool) -> Facts:
         "num_kv_heads": 1,
         "head_dim": latent.row_size,
         "rotary_dim": latent.qk_rope_head_dim,
-        "query_scale": rope.mscale**2 * latent.qk_head_dim**-0.5,
+        "attention": AttentionForm(query_scale=rope.mscale**2 * latent.qk_head_dim**-0.5),
         "attention_bias": bias,
         "attention_out_bias": bias,
         "form": structs.replace(PRE_NORMS, interleaved_rope=interleaved),
@@ -224,7 +225,7 @@ def _deepseek2(fields: Fields, arch: str) -> Facts:
         "head_dim": latent.row_size,
         "rotary_dim": rotary_dim,
         "rope_scaling": scaling,
-        "query_scale": mscale**2 * latent.qk_head_dim**-0.5,
+        "attention": AttentionForm(query_scale=mscale**2 * latent.qk_head_dim**-0.5),
         "form": structs.replace(PRE_NORMS, interleaved_rope=True),
         **experts_after_gguf(fields, arch),
     }

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import POST_NORMS_OVER_HEADS
+from ..spec.layer_form import POST_NORMS_OVER_HEADS, WindowsSpec
 from .family import GGUF, Facts, Family
 from .gguf_readers import windowed_layers
 from .hf_readers import rope_facts, windows_by_types
@@ -24,8 +24,7 @@ def _exaone4(fields: Fields) -> Facts:
         return facts
     windowed = windows_by_types(fields, 4, "sliding_window_pattern")
     return facts | {
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
-        "windowed_layers": windowed,
+        "windows": WindowsSpec(size=fields.integer("sliding_window", 1, MAX_POSITIONS), layers=windowed),
         "rope_layers": windowed,
     }
 
@@ -40,7 +39,7 @@ def _exaone4_gguf(fields: Fields, arch: str) -> Facts:
     if not window:
         return facts
     windowed = windowed_layers(fields, arch, _PATTERN)
-    return facts | {"sliding_window": window, "windowed_layers": windowed, "rope_layers": windowed}
+    return facts | {"windows": WindowsSpec(size=window, layers=windowed), "rope_layers": windowed}
 
 
 FAMILIES: Final = (

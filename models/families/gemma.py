@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, AttentionForm
+from ..spec.layer_form import FOUR_NORMS, AttentionForm, WindowsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import layer_types, rope_facts, windows_by_pattern, windows_by_types
 from .hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
@@ -21,18 +21,23 @@ def _gemma2(fields: Fields) -> Facts:
     return rope_facts(fields, read_rope(fields)) | {
         "attention_bias": bias,
         "attention_out_bias": bias,
-        "query_scale": _query_scale(fields),
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-        "windowed_layers": windows_by_types(fields, 2),
+        "windows": WindowsSpec(
+            size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
+            layers=windows_by_types(fields, 2),
+        ),
         **_caps(fields, 50.0, 30.0),
     }
 
 
 def _caps(fields: Fields, of_scores: float | None, of_logits: float | None) -> Facts:
-    """The caps, and the form of the layers; the arguments are the defaults."""
+    """The scale and the caps, and the form of the layers; the arguments are the defaults."""
+    scalar = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0)
     cap = cap_of(fields, "final_logit_softcapping", of_logits)
     return {
-        "attention": AttentionForm(score_cap=cap_of(fields, "attn_logit_softcapping", of_scores)),
+        "attention": AttentionForm(
+            query_scale=float(scalar**-0.5),
+            score_cap=cap_of(fields, "attn_logit_softcapping", of_scores),
+        ),
         "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=cap),
     }
 
@@ -42,11 +47,6 @@ def cap_of(fields: Fields, name: str, default: float | None) -> float | None:
     if fields.get(name) is None and (name in fields or default is None):
         return None
     return fields.number(name, 1e-3, 1e6, default=default)
-
-
-def _query_scale(fields: Fields) -> float:
-    scalar: float = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0)
-    return float(scalar**-0.5)
 
 
 def _refuse_bidirectional(fields: Fields) -> None:
@@ -71,10 +71,11 @@ def _gemma3(fields: Fields) -> Facts:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": True,
-        "query_scale": _query_scale(fields),
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-        "windowed_layers": _gemma3_windows(fields),
-        "local_rope_theta": local_theta,
+        "windows": WindowsSpec(
+            size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
+            layers=_gemma3_windows(fields),
+            rope_theta=local_theta,
+        ),
         **_caps(fields, None, None),
     }
 
@@ -99,30 +100,29 @@ _GEMMA3_27B_LAYERS: Final = 62
 def _gemma2_gguf(fields: Fields, arch: str) -> Facts:
     num_layers = fields.integer("gemma2.block_count", 1, 1 << 12)
     return {
-        "sliding_window": fields.integer("gemma2.attention.sliding_window", 1, 1 << 30, default=4096),
-        "windowed_layers": windows_by_pattern(2, num_layers),
-        **_caps_gguf(fields, arch, 50.0, 30.0),
-        **_scale_of_27b(fields, arch, num_layers == _GEMMA2_27B_LAYERS),
+        "windows": WindowsSpec(
+            size=fields.integer("gemma2.attention.sliding_window", 1, 1 << 30, default=4096),
+            layers=windows_by_pattern(2, num_layers),
+        ),
+        **_caps_gguf(fields, arch, 50.0, 30.0, is_27b=num_layers == _GEMMA2_27B_LAYERS),
     }
 
 
-def _caps_gguf(fields: Fields, arch: str, of_scores: float, of_logits: float) -> Facts:
-    """The caps, and the form of the layers; 0 is no cap. The numbers are the defaults."""
+def _caps_gguf(fields: Fields, arch: str, of_scores: float, of_logits: float, *, is_27b: bool) -> Facts:
+    """The scale and the caps, and the form of the layers; 0 is no cap. The numbers are the defaults.
+
+    The file does not have the scale: it is by the head size, except in the largest model.
+    """
+    scale = None
+    if is_27b:
+        hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
+        scale = (hidden_size / fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)) ** -0.5
     scores = fields.number(f"{arch}.attn_logit_softcapping", 0.0, 1e6, default=of_scores)
     logits = fields.number(f"{arch}.final_logit_softcapping", 0.0, 1e6, default=of_logits)
     return {
-        "attention": AttentionForm(score_cap=scores or None),
+        "attention": AttentionForm(query_scale=scale, score_cap=scores or None),
         "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=logits or None),
     }
-
-
-def _scale_of_27b(fields: Fields, arch: str, is_27b: bool) -> Facts:
-    """The file does not have the scale: it is by the head size, except in the largest model."""
-    if not is_27b:
-        return {}
-    hidden_size = fields.integer(f"{arch}.embedding_length", 1, 1 << 20)
-    num_heads = fields.integer(f"{arch}.attention.head_count", 1, 1 << 12)
-    return {"query_scale": (hidden_size / num_heads) ** -0.5}
 
 
 def _gemma3_gguf(fields: Fields, arch: str) -> Facts:
@@ -133,11 +133,12 @@ def _gemma3_gguf(fields: Fields, arch: str) -> Facts:
     pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
     return {
         "qk_norm": True,
-        "sliding_window": fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
-        "windowed_layers": windows_by_pattern(pattern, num_layers),
-        "local_rope_theta": fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
-        **_caps_gguf(fields, arch, 0.0, 0.0),
-        **_scale_of_27b(fields, arch, num_layers == _GEMMA3_27B_LAYERS),
+        "windows": WindowsSpec(
+            size=fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
+            layers=windows_by_pattern(pattern, num_layers),
+            rope_theta=fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
+        ),
+        **_caps_gguf(fields, arch, 0.0, 0.0, is_27b=num_layers == _GEMMA3_27B_LAYERS),
     }
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, LayerForm, LayerHeads, RopeScaling
+from ..spec.layer_form import FOUR_NORMS, AttentionForm, LayerForm, LayerHeads, RopeScaling, WindowsSpec
 from ..spec.streams_spec import AltUpSpec, LayerInputsSpec, StreamsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gemma import cap_of
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _PATTERN: Final = {"gemma4": 6, "gemma3n": 5}
 """One layer in so many has no window, the last of them, if the file does not list the layers."""
+_UNSCALED: Final = AttentionForm(query_scale=1.0)
 _TABLE_ROWS: Final = 262_144
 _LAYER_INPUT: Final = 256
 _WIDE_HEAD: Final = 512
@@ -73,7 +74,8 @@ def _gemma4_layers(fields: Fields, window: int) -> Facts:
     narrow = heads[windowed.index(True) if any(windowed) else 0]
     rope, local_theta = _gemma4_ropes(fields)
     width = fields.integer("intermediate_size", 1, 1 << 21)
-    facts = _with_streams(_common(fields, windowed, sources, window=window, cap=None), layer_heads=heads)
+    facts = _common(fields, windowed, sources, local_theta, window=window, cap=None)
+    facts = _with_streams(facts, layer_heads=heads)
     if fields.boolean("use_double_wide_mlp", default=False) and sources:
         shares = [source != layer for layer, source in enumerate(sources)]
         widths = tuple(width * (1 + wide) for wide in shares)
@@ -87,7 +89,6 @@ def _gemma4_layers(fields: Fields, window: int) -> Facts:
         ),
         "head_dim": narrow.head_dim,
         "num_kv_heads": narrow.num_kv_heads,
-        "local_rope_theta": local_theta,
     }
 
 
@@ -160,7 +161,7 @@ def _gemma3n(fields: Fields) -> Facts:
     fields.number("altup_coef_clip", 0.0, 1e30, default=120.0)  # in training only
     widths = _widths(fields, num_layers)
     facts = _with_streams(
-        _common(fields, windowed, sources, window=512, cap=30.0),
+        _common(fields, windowed, sources, local_theta, window=512, cap=30.0),
         intermediate_sizes=widths,
         layer_inputs=LayerInputsSpec(
             size=fields.integer("hidden_size_per_layer_input", 1, 1 << 16, default=_LAYER_INPUT),
@@ -179,7 +180,6 @@ def _gemma3n(fields: Fields) -> Facts:
     return rope_facts(fields, rope) | {
         **facts,
         "num_kv_heads": fields.integer("num_key_value_heads", 1, num_heads, default=min(2, num_heads)),
-        "local_rope_theta": local_theta,
     }
 
 
@@ -217,7 +217,13 @@ def _sparsity(fields: Fields, num_layers: int) -> tuple[float, ...]:
 
 
 def _common(
-    fields: Fields, windowed: tuple[bool, ...], sources: tuple[int, ...], *, window: int, cap: float | None
+    fields: Fields,
+    windowed: tuple[bool, ...],
+    sources: tuple[int, ...],
+    local_theta: float,
+    *,
+    window: int,
+    cap: float | None,
 ) -> Facts:
     """What Gemma 3n and Gemma 4 have in common; `window`, `cap`: the defaults."""
     for name in ("attn_logit_softcapping", "query_rescale_scalar"):
@@ -228,9 +234,12 @@ def _common(
         "attention_bias": bias,
         "attention_out_bias": bias,
         "qk_norm": True,
-        "query_scale": 1.0,
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=window),
-        "windowed_layers": windowed,
+        "attention": _UNSCALED,
+        "windows": WindowsSpec(
+            size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=window),
+            layers=windowed,
+            rope_theta=local_theta,
+        ),
         "streams": StreamsSpec(kv_sources=sources),
         "form": structs.replace(
             FOUR_NORMS, logits_cap=cap_of(fields, "final_logit_softcapping", cap), value_norm=True
@@ -325,7 +334,7 @@ def _of_gemma4_tensors(file: GGUFFile, facts: Facts) -> Facts:
     """What only the tensors show: whether layers without a window have values of their own, and how they rotate."""
     from .gguf_rope import read_proportional  # needs numpy
 
-    streams, windowed = facts["streams"], facts["windowed_layers"]
+    streams, windowed = facts["streams"], facts["windows"].layers
     sources = streams.kv_sources
     full = [n for n, has_window in enumerate(windowed) if not has_window and (not sources or sources[n] == n)]
     without = [n for n in full if f"blk.{n}.attn_v.weight" not in file.tensors]
@@ -387,10 +396,12 @@ def _common_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...], shared: 
     facts: Facts = {"intermediate_size": max(widths)} if widths else {}
     return facts | {
         "qk_norm": True,
-        "query_scale": 1.0,
-        "sliding_window": fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
-        "windowed_layers": windowed,
-        "local_rope_theta": fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
+        "attention": _UNSCALED,
+        "windows": WindowsSpec(
+            size=fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
+            layers=windowed,
+            rope_theta=fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
+        ),
         "streams": StreamsSpec(
             intermediate_sizes=widths if len(set(widths)) > 1 else (),
             kv_sources=kv_sources(fields, f"{arch}.attention.shared_kv_layers", shared, windowed),

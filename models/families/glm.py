@@ -9,6 +9,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.layer_form import GLM4, PRE_NORMS, LayerForm
+from ..spec.model_spec import FilesSpec
 from .deepseek import (
     SIGMOID,
     experts_after,
@@ -65,7 +66,7 @@ def _glm4_moe_gguf(fields: Fields, arch: str) -> Facts:
     """Layers that predict further tokens count as blocks of the file."""
     further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
     num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
-    facts = {"num_layers": num_layers, "num_mtp_layers": further, "qk_norm": True}
+    facts = {"num_layers": num_layers, "files": FilesSpec(num_mtp_layers=further), "qk_norm": True}
     return facts | experts_after_gguf(fields, arch, SIGMOID)
 
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ClampedSwiGLU, ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm
+from ..spec.layer_form import AttentionForm, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers, yarn_scaling
 from .hf_readers import rope_facts, windows_by_types
@@ -26,8 +26,10 @@ def _gpt_oss(fields: Fields) -> Facts:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "attention": AttentionForm(sinks=True),
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=128),
-        "windowed_layers": windows_by_types(fields, 2),
+        "windows": WindowsSpec(
+            size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=128),
+            layers=windows_by_types(fields, 2),
+        ),
         "experts": _experts(fields),
     }
 
@@ -51,8 +53,10 @@ def _gpt_oss_gguf(fields: Fields, arch: str) -> Facts:
     experts = structs.replace(mixture_of(fields, arch, NAMES), has_bias=True, clamp=ClampedSwiGLU())
     facts: Facts = {
         "attention": AttentionForm(sinks=True),
-        "sliding_window": fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
-        "windowed_layers": windowed_layers(fields, arch, default=2),
+        "windows": WindowsSpec(
+            size=fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
+            layers=windowed_layers(fields, arch, default=2),
+        ),
         "experts": experts,
     }
     if (

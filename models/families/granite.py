@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import GRANITE_NAMES, ExpertsSpec, Routing
-from ..spec.layer_form import LayerForm, ModuleNames
+from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames
 from ..spec.state_spec import Mamba2Spec, StateSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import kv_heads, mixture_of
@@ -29,7 +29,7 @@ def _granite(fields: Fields) -> Facts:
         "attention_bias": bias,
         "attention_out_bias": bias,
         "mlp_bias": fields.boolean("mlp_bias", default=False),
-        "query_scale": multiplier("attention_multiplier"),
+        "attention": AttentionForm(query_scale=multiplier("attention_multiplier")),
         "form": LayerForm(
             embedding_scale=multiplier("embedding_multiplier"),
             residual_scale=multiplier("residual_multiplier"),
@@ -128,7 +128,7 @@ def _granite_gguf(fields: Fields, arch: str) -> Facts:
 
     return {
         "rope_layers": () if rotates else (False,) * num_layers,
-        "query_scale": factor("attention.scale"),
+        "attention": AttentionForm(query_scale=factor("attention.scale")),
         "form": LayerForm(
             embedding_scale=factor("embedding_scale") or 1.0,
             residual_scale=factor("residual_scale") or 1.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fields import Fields
-from ..spec.layer_form import AttentionForm
+from ..spec.layer_form import AttentionForm, WindowsSpec
 from .family import Facts
 from .hf_rope import MAX_POSITIONS, Rope
 
@@ -14,14 +14,12 @@ def windows_by_pattern(pattern: int, num_layers: int) -> tuple[bool, ...]:
 
 
 def window_everywhere(fields: Fields) -> Facts:
-    """`sliding_window` for all layers, if it is set."""
+    """`windows` in all layers, if `sliding_window` is set."""
     if fields.get("sliding_window") is None:
         return {}
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 12)
-    return {
-        "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS),
-        "windowed_layers": (True,) * num_layers,
-    }
+    size = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    return {"windows": WindowsSpec(size=size, layers=(True,) * num_layers)}
 
 
 def score_cap(fields: Fields) -> Facts:

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, TemperatureTuning
+from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, TemperatureTuning, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import layer_types, rope_facts, rope_layers, windows_by_pattern
@@ -31,22 +31,21 @@ _KINDS: Final = (
 def _llama4(fields: Fields) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     rotates = rope_layers(fields)
-    return (
-        rope_facts(fields, read_rope(fields, _THETA, kinds=_KINDS))
-        | _chunks(fields, rotates)
-        | {
-            "rope_layers": rotates,
-            "temperature": None if all(rotates) else _temperature(fields),
-            "attention_bias": bias,
-            "attention_out_bias": bias,
-            "form": structs.replace(FORM, unit_qk_norm=fields.boolean("use_qk_norm", default=True)),
-            "intermediate_size": fields.integer("intermediate_size_mlp", 1, 1 << 22, default=16_384),
-            "experts": _experts(fields),
-        }
-    )
+    windows = _chunks(fields, rotates)
+    temperature = None if all(rotates) else _temperature(fields)
+    return rope_facts(fields, read_rope(fields, _THETA, kinds=_KINDS)) | {
+        "rope_layers": rotates,
+        "windows": windows,
+        "attention": AttentionForm(chunked=windows is not None, temperature=temperature),
+        "attention_bias": bias,
+        "attention_out_bias": bias,
+        "form": structs.replace(FORM, unit_qk_norm=fields.boolean("use_qk_norm", default=True)),
+        "intermediate_size": fields.integer("intermediate_size_mlp", 1, 1 << 22, default=16_384),
+        "experts": _experts(fields),
+    }
 
 
-def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> Facts:
+def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> WindowsSpec | None:
     """Layers with rotary attend to their chunk, if no `layer_types` say otherwise."""
     name = "attention_chunk_size"
     if fields.get(name) is None and name in fields:
@@ -54,9 +53,7 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> Facts:
     size = fields.integer(name, 1, MAX_POSITIONS, default=CHUNK)
     given = fields.get("layer_types") is not None
     chunked = layer_types(fields, windowed="chunked_attention") if given else rotates
-    if not any(chunked):
-        return {}
-    return {"sliding_window": size, "windowed_layers": chunked, "attention": AttentionForm(chunked=True)}
+    return WindowsSpec(size=size, layers=chunked) if any(chunked) else None
 
 
 def _temperature(fields: Fields) -> TemperatureTuning | None:
@@ -118,10 +115,8 @@ def _llama4_gguf(fields: Fields, arch: str) -> Facts:
     return {
         "form": structs.replace(FORM, unit_qk_norm=experts.num_experts != _MAVERICK_EXPERTS),
         "rope_layers": rotates,
-        "temperature": None if all(rotates) else TEMPERATURE,
-        "sliding_window": CHUNK,
-        "windowed_layers": windowed_layers(fields, arch, default=_PERIOD),
-        "attention": AttentionForm(chunked=True),
+        "windows": WindowsSpec(size=CHUNK, layers=windowed_layers(fields, arch, default=_PERIOD)),
+        "attention": AttentionForm(chunked=True, temperature=None if all(rotates) else TEMPERATURE),
         "experts": experts,
     }
 

@@ -9,6 +9,7 @@ from msgspec import structs
 from ..fields import Fields
 from ..spec.experts_spec import MIXTRAL_NAMES, ExpertsSpec, Routing
 from ..spec.layer_form import PRE_NORMS_OVER_HEADS
+from ..spec.model_spec import FilesSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gguf_readers import mixture_of
 from .hf_readers import partial_rope_facts
@@ -48,7 +49,7 @@ def _minimax_m2(fields: Fields) -> Facts:
         "qk_norm": True,
         "form": PRE_NORMS_OVER_HEADS,
         "experts": experts,
-        "num_mtp_layers": fields.integer("num_mtp_modules", 0, 1 << 8, default=0),
+        "files": FilesSpec(num_mtp_layers=fields.integer("num_mtp_modules", 0, 1 << 8, default=0)),
     }
 
 

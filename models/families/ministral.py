@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from msgspec import structs
+
 from ..fields import Fields
-from ..spec.layer_form import TemperatureTuning
+from ..spec.layer_form import AttentionForm, TemperatureTuning
 from .family import GGUF, Facts, Family
 from .hf_readers import layer_types, rope_facts, window_everywhere
 from .hf_rope import MAX_POSITIONS, read_rope
@@ -15,10 +17,10 @@ _BETA: Final = "llama_4_scaling_beta"
 
 
 def _ministral(fields: Fields) -> Facts:
-    windows = window_everywhere(fields)
-    if windows and fields.get("layer_types") is not None:
-        windows["windowed_layers"] = layer_types(fields)
-    return rope_facts(fields, read_rope(fields)) | windows
+    facts = window_everywhere(fields)
+    if facts and fields.get("layer_types") is not None:
+        facts["windows"] = structs.replace(facts["windows"], layers=layer_types(fields))
+    return rope_facts(fields, read_rope(fields)) | facts
 
 
 def _ministral3(fields: Fields) -> Facts:
@@ -35,7 +37,7 @@ def _ministral3(fields: Fields) -> Facts:
         length = inner.integer("original_max_position_embeddings", 1, MAX_POSITIONS)
         temperature = TemperatureTuning(scale=beta, length=length)
     facts = rope_facts(fields, read_rope(fields, 1_000_000.0)) | window_everywhere(fields)
-    return facts | {"temperature": temperature}
+    return facts | {"attention": AttentionForm(temperature=temperature)}
 
 
 def _mistral3(fields: Fields, arch: str) -> Facts:
@@ -46,7 +48,7 @@ def _mistral3(fields: Fields, arch: str) -> Facts:
     if not scale or fields.get(f"{arch}.rope.scaling.type") != "yarn":
         return {}
     length = fields.integer(f"{arch}.rope.scaling.original_context_length", 2, 1 << 30)
-    return {"temperature": TemperatureTuning(scale=scale, length=length)}
+    return {"attention": AttentionForm(temperature=TemperatureTuning(scale=scale, length=length))}
 
 
 FAMILIES: Final = (

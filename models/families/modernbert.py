@@ -6,6 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.encoder_spec import EncoderSpec
+from ..spec.layer_form import WindowsSpec
 from .bert import encoder_activation
 from .family import Facts, Family
 from .hf_readers import layer_types
@@ -41,11 +42,7 @@ def _modernbert(fields: Fields) -> Facts:
     }
     if any(windowed):
         reach = fields.integer("local_attention", 0, MAX_POSITIONS, default=128) // 2  # to each side
-        facts |= {
-            "sliding_window": 2 * reach + 1,
-            "windowed_layers": windowed,
-            "local_rope_theta": local_theta,
-        }
+        facts["windows"] = WindowsSpec(size=2 * reach + 1, layers=windowed, rope_theta=local_theta)
     return facts
 
 

@@ -9,6 +9,7 @@ from msgspec import structs
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
 from ..spec.layer_form import LayerForm, ModuleNames
+from ..spec.model_spec import FilesSpec
 from ..spec.state_spec import Mamba2Spec, StateSpec
 from .deepseek import sigmoid_routing
 from .family import GGUF, LAYER_NAMES, Facts, Family
@@ -147,7 +148,7 @@ def _nemotron_h_gguf(fields: Fields, arch: str) -> Facts:
         raise fields.error(key, value, "but a layer with attention has no MLP")
     return {
         "num_layers": num_layers,
-        "num_mtp_layers": further,
+        "files": FilesSpec(num_mtp_layers=further),
         "num_kv_heads": max(heads),
         "rotary_dim": None,
         "rope_layers": (False,) * len(heads),

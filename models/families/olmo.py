@@ -6,7 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS, RopeScaling
+from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS, RopeScaling, WindowsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import rope_facts, windows_by_types
@@ -27,9 +27,11 @@ def _olmo3(fields: Fields) -> Facts:
         rope_facts(fields, rope)
         | _layers(fields)
         | {
-            "sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
-            "windowed_layers": windows_by_types(fields, _OLMO3_PATTERN),
-            "local_rope_theta": None if same else local_theta,
+            "windows": WindowsSpec(
+                size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
+                layers=windows_by_types(fields, _OLMO3_PATTERN),
+                rope_theta=None if same else local_theta,
+            ),
         }
     )
 
@@ -73,9 +75,11 @@ def _olmo2_gguf(fields: Fields, arch: str) -> Facts:
     theta = fields.number(f"{arch}.rope.freq_base", 1.0, 1e15, default=10000.0)
     return facts | {
         "model_type": "olmo3",
-        "sliding_window": window,
-        "windowed_layers": windowed_layers(fields, arch, _PATTERN),
-        "local_rope_theta": fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=theta),
+        "windows": WindowsSpec(
+            size=window,
+            layers=windowed_layers(fields, arch, _PATTERN),
+            rope_theta=fields.number(f"{arch}.rope.freq_base_swa", 1.0, 1e15, default=theta),
+        ),
     }
 
 

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import MIXTRAL_NAMES, ExpertsSpec, Routing
-from ..spec.layer_form import FUSED, LayerForm
+from ..spec.layer_form import FUSED, LayerForm, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of
 from .hf_readers import partial_rope_facts, rope_facts, window_everywhere
@@ -85,7 +85,7 @@ def _phimoe_gguf(fields: Fields, arch: str) -> Facts:
 def _windows(fields: Fields, arch: str) -> Facts:
     window = fields.integer(f"{arch}.attention.sliding_window", 0, 1 << 30, default=0)
     num_layers = fields.integer(f"{arch}.block_count", 1, 1 << 12)
-    return {"sliding_window": window, "windowed_layers": (True,) * num_layers} if window else {}
+    return {"windows": WindowsSpec(size=window, layers=(True,) * num_layers)} if window else {}
 
 
 _NAMES: Final = {

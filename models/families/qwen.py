@@ -8,7 +8,8 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames
+from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, WindowsSpec
+from ..spec.model_spec import FilesSpec
 from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
@@ -51,7 +52,8 @@ def _qwen2_moe_windows(fields: Fields) -> Facts:
         windowed = tuple(layer % 2 == 0 and layer < last for layer in range(num_layers))
     if not any(windowed):
         return {}
-    return {"sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS), "windowed_layers": windowed}
+    size = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    return {"windows": WindowsSpec(size=size, layers=windowed)}
 
 
 def _qwen3_moe(fields: Fields) -> Facts:
@@ -107,7 +109,8 @@ def _qwen_windows(fields: Fields) -> Facts:
         windowed = tuple(layer >= first for layer in range(fields.integer("num_hidden_layers", 1, 1 << 12)))
     if not any(windowed):
         return {}
-    return {"sliding_window": fields.integer("sliding_window", 1, MAX_POSITIONS), "windowed_layers": windowed}
+    size = fields.integer("sliding_window", 1, MAX_POSITIONS)
+    return {"windows": WindowsSpec(size=size, layers=windowed)}
 
 
 _DELTA_KINDS: Final = ("linear_attention", "full_attention")
@@ -255,7 +258,7 @@ def _delta_nets_gguf(fields: Fields, arch: str, *, fused_small: bool = False) ->
     )
     return {
         "num_layers": num_layers,
-        "num_mtp_layers": further,
+        "files": FilesSpec(num_mtp_layers=further),
         "qk_norm": True,
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),

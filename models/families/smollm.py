@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..fields import Fields
+from ..spec.layer_form import WindowsSpec
 from .family import GGUF, Facts, Family
 from .hf_readers import layer_types, rope_facts, rope_layers
 from .hf_rope import MAX_POSITIONS, read_rope
@@ -34,7 +35,7 @@ def _windows(fields: Fields, rotates: tuple[bool, ...]) -> Facts:
     if not any(windowed):
         return {}
     window = fields.integer("sliding_window", 1, MAX_POSITIONS)
-    return {"sliding_window": window, "windowed_layers": windowed}
+    return {"windows": WindowsSpec(size=window, layers=windowed)}
 
 
 _INTERVAL: Final = 4  # every fourth layer has no rotary; files do not say

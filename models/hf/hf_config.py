@@ -71,7 +71,8 @@ def _read_part(folder: Path, part: LanguagePart, found: FoundTask) -> ModelSpec:
     quantization = spec.quantization
     if quantization is not None:
         quantization = structs.replace(quantization, renamed=MULTIMODAL[part.outer].renamed)
-    return structs.replace(spec, language_of=part.outer, quantization=quantization)
+    files = structs.replace(spec.files, language_of=part.outer)
+    return structs.replace(spec, files=files, quantization=quantization)
 
 
 def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, prefix: str = "") -> ModelSpec:

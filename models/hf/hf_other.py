@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from msgspec import structs
+
 from ..families.family import Facts, Family
 from ..families.hf_readers import layer_types, score_cap, window_everywhere
 from ..fields import Fields
@@ -97,7 +99,9 @@ def _windows(fields: Fields) -> Facts:
     everywhere = window_everywhere(fields)
     if not has_types:
         return everywhere
-    return everywhere | {"windowed_layers": windowed} if any(windowed) else {}
+    if not any(windowed):
+        return {}
+    return {"windows": structs.replace(everywhere["windows"], layers=windowed)}
 
 
 def _experts(fields: Fields) -> Facts:

@@ -43,32 +43,6 @@ class RopeScaling(msgspec.Struct, frozen=True):
     turning_part: float = 1.0
 
 
-class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What attention does with its scores; the default is a plain softmax of scaled products.
-
-    Attributes:
-        score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
-        sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
-            of the softmax. Sinks are neither scaled nor capped.
-        chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
-            layer attends to itself and to those before it in its chunk.
-        output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
-            gate's rows are in the matrix of queries, those of each head after its query.
-    """
-
-    score_cap: float | None = None
-    sinks: bool = False
-    chunked: bool = False
-    output_gate: bool = False
-
-
-class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
-    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
-
-    head_dim: int
-    num_kv_heads: int
-
-
 class TemperatureTuning(msgspec.Struct, frozen=True, kw_only=True):
     """Factors of the rotated queries by position, which keep the scores of long contexts sharp (Nakanishi 2025).
 
@@ -84,13 +58,57 @@ class TemperatureTuning(msgspec.Struct, frozen=True, kw_only=True):
     unrotated_only: bool = False
 
 
+class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
+    """What attention does with its scores; the default is a plain softmax of scaled products.
+
+    Attributes:
+        query_scale: of the products of queries and keys; None: head_dim ** -0.5.
+        score_cap: scaled scores become cap * tanh(score / cap); None: they are not capped.
+        sinks: each query head has a learned score of its own, the sink, without a value: it only joins the denominator
+            of the softmax. Sinks are neither scaled nor capped.
+        chunked: windows are chunks: positions are divided into chunks of a window's size, and a token of a windowed
+            layer attends to itself and to those before it in its chunk.
+        output_gate: what heads have attended to is multiplied by sigmoid(gate(x)) before the output projection; the
+            gate's rows are in the matrix of queries, those of each head after its query.
+        temperature: None: queries have no factors by position.
+    """
+
+    query_scale: float | None = None
+    score_cap: float | None = None
+    sinks: bool = False
+    chunked: bool = False
+    output_gate: bool = False
+    temperature: TemperatureTuning | None = None
+
+
 PLAIN_ATTENTION: Final = AttentionForm()
+
+
+class WindowsSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that attend to the last tokens only.
+
+    Attributes:
+        size: tokens that such a layer attends to, see `ModelSpec.window_of`.
+        layers: one for each layer of the model: whether it has a window.
+        rope_theta: of these layers, whose frequencies are not scaled; None: they rotate as the others.
+    """
+
+    size: int
+    layers: tuple[bool, ...]
+    rope_theta: float | None = None
+
+
+class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
+    """The heads of one layer: the size of all heads, and the number of those of keys and values."""
+
+    head_dim: int
+    num_kv_heads: int
 
 
 class ModuleNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of modules that differ between families; the default is Llama's. `final_norm` is outside of layers.
 
-    `mtp`: the prefix of layers that predict further tokens, which are not read; empty: see `num_mtp_layers`.
+    `mtp`: the prefix of layers that predict further tokens, which are not read; empty: see `FilesSpec`.
     """
 
     mlp: str = "mlp"

@@ -23,7 +23,7 @@ from .layer_form import (
     LayerForm,
     LayerHeads,
     RopeScaling,
-    TemperatureTuning,
+    WindowsSpec,
 )
 from .quantization import MADE, QuantizationSpec
 from .state_spec import StateSpec
@@ -44,6 +44,20 @@ class LayerView(NamedTuple):
     window: int | None
     heads: LayerHeads
     chunked: bool = False
+
+
+class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What the files of a model hold beside what is computed.
+
+    Attributes:
+        language_of: `model_type` of the multimodal folder around this language model, see `language_part`.
+        num_mtp_layers: layers stored after the last one, to predict further tokens; they are not read.
+        num_parameters: numbers in the files, where only they show what the model has.
+    """
+
+    language_of: str = ""
+    num_mtp_layers: int = 0
+    num_parameters: int | None = None
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,24 +85,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rotary_dim: int | None = None  # leading elements of a head that rotate; None: all
     rope_layers: tuple[bool, ...] = ()  # one for each layer: whether it rotates q and k; empty: all do
     qk_norm: bool = False  # each head of q and k is normalized before rotary
-    query_scale: float | None = None  # of the scores; None: head_dim ** -0.5
-    sliding_window: int | None = None  # tokens that a windowed layer attends to, see `window_of`
-    windowed_layers: tuple[bool, ...] = ()  # one for each layer; empty: none has a window
-    local_rope_theta: float | None = None  # of windowed layers, without scaling; None: as the others
+    windows: WindowsSpec | None = None  # None: no layer has a window
     experts: ExpertsSpec | None = None
-    num_mtp_layers: int = 0  # stored after the last layer, to predict further tokens; they are not read
     state: StateSpec | None = None  # of layers without keys and values; None: all layers attend
     latent: LatentSpec | None = None  # of a model with latent attention, see there for the other fields
     form: LayerForm = PRE_NORMS
     attention: AttentionForm = PLAIN_ATTENTION
-    temperature: TemperatureTuning | None = None
     streams: StreamsSpec = ONE_STREAM  # of Gemma 3n and Gemma 4
-    stored_parameters: int | None = None  # numbers in the files, where only they show what the model has
     quantization: QuantizationSpec | None = None  # of the weights of linear layers; None: not quantized
     sampling_defaults: SamplingDefaults = OPENAI_DEFAULTS  # of requests without their own
-    language_of: str = (
-        ""  # `model_type` of the multimodal folder around this language model, see `language_part`
-    )
+    files: FilesSpec = FilesSpec()
     pooling: PoolingSpec | None = None  # of an embedder or a scorer; None: the model generates text
     encoder: EncoderSpec | None = (
         None  # of a model in which tokens attend to later ones, too; None: a decoder
@@ -161,7 +167,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
         In an encoder the window is odd: as many tokens before the query as after it.
         """
-        return self.sliding_window if self.windowed_layers and self.windowed_layers[layer_id] else None
+        return self.windows.size if self.windows is not None and self.windows.layers[layer_id] else None
 
     @property
     def head_dims(self) -> tuple[int, ...]:
@@ -176,7 +182,8 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def score_scale(self) -> float:
         """The factor of the products of queries and keys."""
-        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        scale = self.attention.query_scale
+        return self.head_dim**-0.5 if scale is None else scale
 
     def rotates(self, layer_id: int) -> bool:
         """Whether this layer rotates q and k by position; if not, its tokens have no order but that of time."""
@@ -242,7 +249,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         if rotary_dim % 2:
             return f"{rotary_dim} elements of a head rotate, rotary position embedding needs an even number"
         per_layer = (
-            ("layer types", self.windowed_layers),
+            ("layer types", () if self.windows is None else self.windows.layers),
             ("rotary choices", self.rope_layers),
             ("head sizes", streams.layer_heads),
             ("sources of keys and values", streams.kv_sources),

@@ -82,7 +82,8 @@ def check_folder_weights(folder: Path, spec: ModelSpec) -> tuple[ModelSpec, Weig
         return spec, summary
     if spec.tie_word_embeddings:
         tensors.pop(_HEAD, None)
-    return structs.replace(spec, stored_parameters=_num_parameters(tensors)), summary
+    own = structs.replace(spec.files, num_parameters=_num_parameters(tensors))
+    return structs.replace(spec, files=own), summary
 
 
 def check_gguf_weights(file: GGUFFile, spec: ModelSpec) -> WeightsSummary:

@@ -85,11 +85,11 @@ def needed_modules(spec: ModelSpec, *, one_expert: bool = False) -> Iterator[Mod
 def is_unused(spec: ModelSpec, name: str) -> bool:
     """Whether a tensor has a name of the family, but no use.
 
-    It belongs to a layer that predicts further tokens (`ModelSpec.num_mtp_layers`), or would make keys and values of a
+    It belongs to a layer that predicts further tokens (`FilesSpec.num_mtp_layers`), or would make keys and values of a
     layer that attends to those of another one: some files have such.
     """
-    further = [f"model.layers.{spec.num_layers + n}." for n in range(spec.num_mtp_layers)]
-    further += [_MTP] if spec.num_mtp_layers > 0 else []
+    further = [f"model.layers.{spec.num_layers + n}." for n in range(spec.files.num_mtp_layers)]
+    further += [_MTP] if spec.files.num_mtp_layers > 0 else []
     further += [spec.form.names.mtp] if spec.form.names.mtp else []
     if name.startswith(tuple(further)):
         return True

@@ -119,7 +119,7 @@ def usual_names(names: Iterable[str], language_of: str = "") -> dict[str, str]:
 
     Args:
         names: of all files of the folder.
-        language_of: see `ModelSpec`.
+        language_of: see `FilesSpec`.
 
     Raises:
         ConfigError: two tensors are the same one of the language model.
@@ -166,7 +166,7 @@ def read_headers(folder: Path, spec: ModelSpec | None = None) -> list[Safetensor
 def _usual_names_in(folder: Path, names: Iterable[str], spec: ModelSpec | None) -> dict[str, str]:
     """`usual_names` of the tensors of this folder, which an error names."""
     try:
-        return usual_names(names, "" if spec is None else spec.language_of)
+        return usual_names(names, "" if spec is None else spec.files.language_of)
     except ConfigError as error:
         raise ConfigError(f"{folder}: {error}") from None
 

@@ -37,8 +37,8 @@ class _Linear(NamedTuple):
 
 def num_parameters(spec: ModelSpec) -> int:
     """Weights of the model; a tied output head counts once."""
-    if spec.stored_parameters is not None:
-        return spec.stored_parameters
+    if spec.files.num_parameters is not None:
+        return spec.files.num_parameters
     if spec.encoder is not None:
         return spec.encoder.num_parameters(
             vocab_size=spec.vocab_size,

@@ -19,7 +19,7 @@ class QueryFactors:
     @classmethod
     def of(cls, context: ModelContext) -> QueryFactors | None:
         """Those of the model; None: it has none."""
-        tuning = context.spec.temperature
+        tuning = context.spec.attention.temperature
         return None if tuning is None else cls(context, tuning)
 
     def __init__(self, context: ModelContext, tuning: TemperatureTuning) -> None:

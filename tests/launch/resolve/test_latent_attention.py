@@ -8,7 +8,7 @@ import pytest
 from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.rank_spec import rank_spec
 from engine.launch.resolve.resolve import resolve
-from engine.models.spec.layer_form import LatentSpec
+from engine.models.spec.layer_form import AttentionForm, LatentSpec
 from engine.runtime.errors import ConfigError
 
 from .test_resolve import GPU_HOST, HOST, SPEC, config
@@ -24,7 +24,7 @@ LATENT_SPEC = msgspec.structs.replace(
     head_dim=576,
     rotary_dim=64,
     latent=LATENT,
-    query_scale=192**-0.5,
+    attention=AttentionForm(query_scale=192**-0.5),
 )
 
 

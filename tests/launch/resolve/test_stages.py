@@ -18,6 +18,7 @@ from engine.launch.resolve.stages import (
     stage_weight_bytes,
     stages_of,
 )
+from engine.models.spec.layer_form import WindowsSpec
 from engine.models.spec.quantization import QuantizationSpec
 from engine.models.spec.streams_spec import StreamsSpec
 from engine.models.weight_files.weight_memory import num_parameters, tied_head_bytes, weight_bytes
@@ -108,8 +109,7 @@ def test_a_stage_is_a_model_of_its_layers():
     num = LLAMA.num_layers
     spec = replace(
         LLAMA,
-        sliding_window=8,
-        windowed_layers=tuple(n % 2 == 0 for n in range(num)),
+        windows=WindowsSpec(size=8, layers=tuple(n % 2 == 0 for n in range(num))),
         rope_layers=tuple(n % 3 == 0 for n in range(num)),
     )
     own = stage_spec(spec, Stage(1, 2, 3, num))

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from engine.model_runner.kernels.plain import store_kv
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.memory.kv_pool import KVPool
 from engine.models.spec.encoder_spec import EncoderSpec
-from engine.models.spec.layer_form import PLAIN_ATTENTION, AttentionForm
+from engine.models.spec.layer_form import PLAIN_ATTENTION, AttentionForm, WindowsSpec
 from engine.models.spec.model_spec import ModelSpec
 
 CPU = torch.device("cpu")
@@ -47,11 +48,9 @@ def spec_of(
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         torch_dtype="float32",
-        sliding_window=window,
-        windowed_layers=(False, window is not None),
+        windows=None if window is None else WindowsSpec(size=window, layers=(False, True)),
         encoder=None if causal else EncoderSpec(post_norm=True, activation="gelu"),
-        query_scale=query_scale,
-        attention=form,
+        attention=msgspec.structs.replace(form, query_scale=query_scale),
     )
 
 

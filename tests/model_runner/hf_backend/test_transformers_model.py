@@ -15,6 +15,7 @@ from torch import nn
 from engine.model_runner.hf_backend.transformers_load import _import_transformers, load_transformers_model
 from engine.model_runner.hf_backend.transformers_model import ATTENTION_NAME
 from engine.models.source import ModelSource
+from engine.models.spec.layer_form import WindowsSpec
 from engine.runtime.config.engine_config import ModelConfig
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
@@ -169,12 +170,12 @@ def test_attention_that_ours_cannot_stand_in_for_is_refused(make_tiny_model, mod
     ("changes", "reason"),
     [
         ({"num_kv_heads": 3}, "layer 0 has 6 heads, 2 KV heads, head dim 8; config.json says 6, 3, 8"),
+        ({"windows": None}, "layer 0 attends to 21 tokens in transformers, all by"),
         (
-            {"sliding_window": None, "windowed_layers": ()},
-            "layer 0 attends to 21 tokens in transformers, all by",
+            {"num_layers": 3, "windows": WindowsSpec(size=21, layers=(True,) * 3)},
+            "layer 2 does not call the attention interface",
         ),
-        ({"num_layers": 3, "windowed_layers": (True,) * 3}, "layer 2 does not call the attention interface"),
-        ({"num_layers": 1, "windowed_layers": (True,)}, "has the number 1, of 1 layers"),
+        ({"num_layers": 1, "windows": WindowsSpec(size=21, layers=(True,))}, "has the number 1, of 1 layers"),
         ({"vocab_size": 95}, "it has 96 logits, but vocab_size is 95"),
     ],
 )

@@ -22,7 +22,7 @@ from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.models.families.llama4 import FORM, NAMES, TEMPERATURE, routing
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
-from engine.models.spec.layer_form import FOUR_NORMS, AttentionForm
+from engine.models.spec.layer_form import FOUR_NORMS, AttentionForm, WindowsSpec
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
@@ -64,10 +64,8 @@ SPECS = {
         qk_norm=True,
         tie_word_embeddings=True,
         form=msgspec.structs.replace(FOUR_NORMS, float32_norms=True),
-        sliding_window=4,
-        windowed_layers=(True, False),
-        local_rope_theta=100.0,
-        query_scale=0.3,
+        windows=WindowsSpec(size=4, layers=(True, False), rope_theta=100.0),
+        attention=AttentionForm(query_scale=0.3),
     ),
     "phi3": msgspec.structs.replace(LLAMA, model_type="phi3", rotary_dim=12),
     "llama4": msgspec.structs.replace(
@@ -75,10 +73,8 @@ SPECS = {
         model_type="llama4_text",
         form=msgspec.structs.replace(FORM, unit_qk_norm=True),
         rope_layers=(True, False),
-        sliding_window=2,
-        windowed_layers=(True, False),
-        attention=AttentionForm(chunked=True),
-        temperature=msgspec.structs.replace(TEMPERATURE, length=2),
+        windows=WindowsSpec(size=2, layers=(True, False)),
+        attention=AttentionForm(chunked=True, temperature=msgspec.structs.replace(TEMPERATURE, length=2)),
         experts=ExpertsSpec(
             num_experts=4,
             intermediate_size=24,

@@ -248,5 +248,5 @@ def test_a_folder_of_gemma3n_with_towers(make_tiny_model, make_driver, unpack):
 
     spec, summary = check_folder_weights(tiny.folder, read_hf_spec(tiny.folder))
 
-    assert (spec.language_of, summary.num_ignored) == ("gemma3n", 2)
+    assert (spec.files.language_of, summary.num_ignored) == ("gemma3n", 2)
     check_prefill_and_decode(tiny, make_driver(spec, tiny.folder), unpack, length=40)

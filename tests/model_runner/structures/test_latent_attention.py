@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.models.hf.hf_config import read_hf_spec
+from engine.models.spec.model_spec import FilesSpec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
@@ -229,7 +230,7 @@ def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_d
 
     check_folder_weights(tiny.folder, tiny.spec)
     assert make_driver(tiny.spec, tiny.folder).generate([prompt], num=4) == [tiny.greedy(prompt, 4)]
-    without = msgspec.structs.replace(tiny.spec, num_mtp_layers=0)
+    without = msgspec.structs.replace(tiny.spec, files=FilesSpec())
     with pytest.raises(ConfigError, match="unexpected tensor 'model.layers.3"):
         check_folder_weights(tiny.folder, without)
 

@@ -523,7 +523,7 @@ def test_the_thinker_of_a_model_that_speaks(
 
     spec, summary = check_folder_weights(tmp_path, read_hf_spec(tmp_path))
 
-    assert spec.language_of == outer and summary.num_ignored > 1
+    assert spec.files.language_of == outer and summary.num_ignored > 1
     _check(TinyModel(thinker, tmp_path, spec), make_driver(spec, tmp_path), unpack)
 
 

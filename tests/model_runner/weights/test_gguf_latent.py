@@ -164,7 +164,7 @@ def test_a_file_gives_the_logprobs_of_the_folder(
     if spec.experts is not None:
         assert spec.experts == tiny.spec.experts
     assert spec.latent == tiny.spec.latent and spec.rope_scaling == tiny.spec.rope_scaling
-    assert spec.query_scale is not None
+    assert spec.attention.query_scale is not None
     assert math.isclose(spec.score_scale, tiny.spec.score_scale, rel_tol=1e-6)
     assert num_parameters(spec) == num_parameters(tiny.spec)
     check_gguf_weights(GGUFFile(path), spec)

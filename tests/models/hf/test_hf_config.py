@@ -188,9 +188,10 @@ def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
         sliding_window_pattern=6,
         tie_word_embeddings=...,
     )
-    assert spec.windowed_layers == (True, True, True, True, True, False, True)
+    assert spec.windows is not None
+    assert spec.windows.layers == (True, True, True, True, True, False, True)
     assert [spec.window_of(layer) for layer in (4, 5)] == [512, None]
-    assert (spec.rope_theta, spec.local_rope_theta, spec.query_scale) == (1e6, 1e4, 0.125)
+    assert (spec.rope_theta, spec.windows.rope_theta, spec.attention.query_scale) == (1e6, 1e4, 0.125)
     assert spec.rope_scaling == RopeScaling(kind="linear", factor=8.0)
     assert spec.tie_word_embeddings
 

@@ -109,9 +109,9 @@ def test_modernbert(tmp_path):
     encoder = spec.encoder
     assert encoder is not None and not encoder.post_norm and encoder.gated_mlp and not encoder.norm_bias
     assert encoder.position_rows == encoder.token_types == 0
-    assert spec.windowed_layers == (False, True, True, False, True)
+    assert spec.windows is not None and spec.windows.layers == (False, True, True, False, True)
     assert spec.window_of(1) == 11, "5 tokens on each side and the token itself"
-    assert spec.rope_theta == 160000.0 and spec.local_rope_theta == 10000.0
+    assert spec.rope_theta == 160000.0 and spec.windows.rope_theta == 10000.0
     assert not (spec.attention_bias or spec.attention_out_bias or spec.mlp_bias)
 
 
@@ -123,10 +123,11 @@ def test_modernbert_in_the_spelling_of_transformers_5(tmp_path):
     kinds = ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]
     old = dict.fromkeys(("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta"), ...)
     spec = read(tmp_path, **{**MODERNBERT, **old, "rope_parameters": ropes, "layer_types": kinds})
-    assert spec.windowed_layers == (True, False, True, False, True)
-    assert (spec.rope_theta, spec.local_rope_theta) == (5000.0, 300.0)
+    assert spec.windows is not None and spec.windows.layers == (True, False, True, False, True)
+    assert (spec.rope_theta, spec.windows.rope_theta) == (5000.0, 300.0)
     without = read(tmp_path, **{**MODERNBERT, **old})
-    assert (without.rope_theta, without.local_rope_theta) == (160000.0, 10000.0)
+    assert without.windows is not None
+    assert (without.rope_theta, without.windows.rope_theta) == (160000.0, 10000.0)
 
 
 @pytest.mark.parametrize(

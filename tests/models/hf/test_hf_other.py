@@ -57,7 +57,7 @@ def test_the_common_names(tmp_path: Path) -> None:
     )
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (3, 4, 2, 16)
     assert (spec.max_position_embeddings, spec.torch_dtype, spec.eos_token_ids) == (256, "bfloat16", (2,))
-    assert (spec.windowed_layers, spec.experts) == ((), None)
+    assert (spec.windows, spec.experts) == (None, None)
 
 
 def test_the_names_of_older_configurations(tmp_path: Path) -> None:

@@ -51,9 +51,10 @@ def test_fields_that_older_files_leave_out_have_the_defaults_of_transformers(tmp
     }
     spec = read(tmp_path, text_config=inner, torch_dtype="bfloat16", eos_token_id=[1, 106])
 
-    assert (spec.model_type, spec.language_of) == ("gemma3_text", "gemma3")
+    assert (spec.model_type, spec.files.language_of) == ("gemma3_text", "gemma3")
     assert (spec.vocab_size, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (262_208, 8, 4, 256)
-    assert (spec.num_layers, spec.sliding_window, spec.max_position_embeddings) == (34, 1024, 131_072)
+    assert spec.windows is not None
+    assert (spec.num_layers, spec.windows.size, spec.max_position_embeddings) == (34, 1024, 131_072)
     assert (spec.rope_scaling, spec.rope_theta) == (RopeScaling(kind="linear", factor=8.0), 1e6)
     assert (spec.tie_word_embeddings, spec.torch_dtype, spec.eos_token_ids) == (True, "bfloat16", (1, 106))
 
@@ -81,10 +82,12 @@ def test_a_folder_of_llama_4_scout(tmp_path: Path) -> None:
     spec = read(tmp_path, "llama4", text_config=inner)
 
     assert (spec.num_layers, spec.hidden_size, spec.head_dim, spec.vocab_size) == (48, 5120, 128, 202_048)
-    assert spec.rope_layers == spec.windowed_layers == (True, True, True, False) * 12
-    assert (spec.sliding_window, spec.attention.chunked, spec.form.unit_qk_norm) == (8192, True, True)
-    assert spec.temperature is not None
-    assert (spec.temperature.scale, spec.temperature.length, spec.temperature.offset) == (0.1, 8192, 1)
+    assert spec.windows is not None
+    assert spec.rope_layers == spec.windows.layers == (True, True, True, False) * 12
+    assert (spec.windows.size, spec.attention.chunked, spec.form.unit_qk_norm) == (8192, True, True)
+    tuning = spec.attention.temperature
+    assert tuning is not None
+    assert (tuning.scale, tuning.length, tuning.offset) == (0.1, 8192, 1)
     assert spec.experts is not None and spec.experts.dense_layers == ()
     assert (spec.experts.num_experts, spec.experts.intermediate_size, spec.experts.shared_size) == (
         16,
@@ -181,7 +184,7 @@ def test_refused_folders(tmp_path: Path, fields: dict[str, Any], message: str) -
 def test_the_text_can_be_embedded(tmp_path: Path) -> None:
     spec = read(tmp_path, choice=TaskChoice("embed"), architectures=["Gemma3ForConditionalGeneration"])
 
-    assert spec.pooling is not None and spec.language_of == "gemma3"
+    assert spec.pooling is not None and spec.files.language_of == "gemma3"
 
 
 @pytest.mark.parametrize(

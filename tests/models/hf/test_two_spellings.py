@@ -175,8 +175,8 @@ def ours_rope(spec: ModelSpec) -> list[tuple[torch.Tensor, float]]:
     max_model_len = original if spec.rope_scaling.kind == "longrope" else 4096
     full = rotary_frequencies(spec.rope_theta, dim, spec.rope_scaling, max_model_len)
     ropes = [(full, spec.rope_scaling.attention_factor)]
-    if spec.local_rope_theta is not None:
-        ropes.append((rotary_frequencies(spec.local_rope_theta, dim, RopeScaling(), max_model_len), 1.0))
+    if spec.windows is not None and spec.windows.rope_theta is not None:
+        ropes.append((rotary_frequencies(spec.windows.rope_theta, dim, RopeScaling(), max_model_len), 1.0))
     return ropes
 
 
@@ -214,7 +214,10 @@ def fault(folder: Path, case: Case) -> str:
         return f"another dtype: {spec.torch_dtype}, {config.dtype}"
     if spec.experts is not None and spec.experts.num_experts != config.num_experts:
         return f"other experts: {spec.experts.num_experts}, {config.num_experts}"
-    kinds = ["sliding_attention" if windowed else "full_attention" for windowed in spec.windowed_layers]
+    kinds = [
+        "sliding_attention" if windowed else "full_attention"
+        for windowed in (spec.windows.layers if spec.windows else ())
+    ]
     if kinds and kinds != getattr(config, "layer_types", kinds):
         return f"other windows: {kinds}, {config.layer_types}"
     return "equal"
