@@ -27,6 +27,7 @@ from engine.runtime.config.config_sources import from_arguments, merge
 from engine.runtime.config.engine_config import EngineConfig
 from engine.runtime.errors import ConfigError
 from tests.model_runner.structures.encoder_texts import make_encoder
+from tests.model_runner.structures.families import BLOCK_ROWS, BUFFERS, Row
 from tests.model_runner.weights.test_loading import write_gguf
 
 MAKE = Callable[..., Any]
@@ -213,59 +214,18 @@ def test_folders(make_tiny_llama: MAKE, reason: str, damage: MAKE, settings: dic
     assert_same_verdict(folder, reason, settings)
 
 
-SHARED = {"shared_expert_intermediate_size": 48}
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mistral": ("", {}),
-    "qwen2": ("", {}),
-    "qwen3": ("", {"head_dim": 16}),
-    "qwen3_moe": ("", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
-    "gemma3_text": ("", {"head_dim": 16}),
-    "gemma3n_text": (
-        "",
-        {
-            "head_dim": 16,
-            "num_kv_shared_layers": 0,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 90,
-        },
-    ),
-    "phi3": ("", {}),
-    "olmo2": ("", {}),
-    "mixtral": ("", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen2_moe": (
-        "",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "shared_expert_intermediate_size": 48,
-        },
-    ),
-    "olmo3": ("", {}),
-    "cohere2": ("", {}),
-    "exaone4": ("", {}),
-    "granitemoe": ("", {"num_local_experts": 4}),
-    "granitemoehybrid": (
-        "",
-        {
-            "layer_types": ["linear_attention", "full_attention"],
-            "num_local_experts": 0,
-            "mamba_n_heads": 4,
-            "mamba_d_state": 16,
-        },
-    ),
-    "nemotron_h": (
-        "",
-        {
-            "layers_block_type": ["linear_attention", "full_attention"],
-            "head_dim": 16,
-            "mamba_num_heads": 4,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 16,
-        },
-    ),
-    "gpt_oss": ("", {"head_dim": 16, "num_local_experts": 4}),
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("row", BLOCK_ROWS.values(), ids=BLOCK_ROWS.keys())
+def test_families(make_tiny_model: MAKE, row: Row) -> None:
+    tiny = make_tiny_model(row.made_as, **row.in_blocks)
+    assert_same_verdict(tiny.folder, "", {})
+    source = model_resolution.find_model(config_for(tiny.folder, {}).config.model)
+    spec = model_resolution.read_model(config_for(tiny.folder, {}).config.model, source).spec
+    buffers = (one for name, one in tiny.reference.named_buffers() if name.endswith(BUFFERS))
+    assert num_parameters(spec) == sum(one.numel() for one in (*tiny.reference.parameters(), *buffers))
+
+
+FOREIGN: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("layer 0 has 4 heads, 4 KV heads", {}),
     "opt": ("layer 0 has 4 heads, 4 KV heads", {"word_embed_proj_dim": 64, "ffn_dim": 128}),
     "diffllama": ("layer 0 attends twice", {}),
@@ -278,16 +238,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
-def test_architectures(make_tiny_model: MAKE, model_type: str) -> None:
-    reason, options = ARCHITECTURES[model_type]
-    tiny = make_tiny_model(model_type, **WIDE, **options)
-    assert_same_verdict(tiny.folder, reason, {})
-    if not reason:
-        source = model_resolution.find_model(config_for(tiny.folder, {}).config.model)
-        spec = model_resolution.read_model(config_for(tiny.folder, {}).config.model, source).spec
-        assert num_parameters(spec) == sum(p.numel() for p in tiny.reference.parameters())
+@pytest.mark.fast_cases(2)
+@pytest.mark.parametrize("model_type", FOREIGN)
+def test_architectures_of_transformers_that_are_refused(make_tiny_model: MAKE, model_type: str) -> None:
+    reason, options = FOREIGN[model_type]
+    assert_same_verdict(make_tiny_model(model_type, **WIDE, **options).folder, reason, {})
 
 
 def spoil(path: Path) -> None:

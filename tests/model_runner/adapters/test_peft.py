@@ -11,7 +11,7 @@ import torch
 from engine.model_runner.adapters.adapter_slots import SlotSizes
 from engine.models.adapters.read_adapter import read_adapter
 from tests.model_runner.conftest import SeeingExecutor
-from tests.model_runner.structures.test_nemotron_h import NEMOTRON
+from tests.model_runner.structures.families import NEMOTRON
 
 from .peft_adapters import ALL_LINEAR, PHI3_LINEAR, make_adapter
 

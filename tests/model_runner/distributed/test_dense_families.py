@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.launch.resolve.rank_spec import check_tp
-from tests.model_runner.structures.test_dense_families import GRANITE
+from tests.model_runner.structures.families import GRANITE
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks

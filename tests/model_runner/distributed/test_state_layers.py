@@ -8,20 +8,20 @@ import pytest
 
 from engine.launch.resolve.rank_spec import check_tp
 from engine.runtime.errors import ConfigError
-from tests.model_runner.structures.test_delta_nets import VARIANTS as QWEN
-from tests.model_runner.structures.test_lfm2 import MOE, VARIANTS
-from tests.model_runner.structures.test_mamba2 import DENSE, SPARSE
-from tests.model_runner.structures.test_nemotron_h import EXPERTS
+from tests.model_runner.structures.families import FAMILIES, LFM2_MOE, NEMOTRON_EXPERTS
 
 from .test_tensor_parallel import GREEDY, SEEDED, generate
 from .thread_group import ThreadGroup, on_ranks
 
+DENSE, SPARSE = (
+    FAMILIES[name].options for name in ("mamba2 dense, no rotary", "mamba2 experts, groups, rotary, biases")
+)
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "lfm2": ("lfm2", 2, VARIANTS["lfm2"]),
-    "biases": ("lfm2", 3, VARIANTS["four taps, biases, 9/3"] | {"block_multiple_of": 12}),
-    "lfm2_moe": ("lfm2_moe", 2, MOE),
-    "qwen3_next": ("qwen3_next", 2, QWEN["qwen3_next"][1]),
-    "qwen3_5_text": ("qwen3_5_text", 4, QWEN["qwen3_5_text"][1]),
+    "lfm2": ("lfm2", 2, FAMILIES["lfm2"].options),
+    "biases": ("lfm2", 3, FAMILIES["lfm2 four taps, biases, 9/3"].options | {"block_multiple_of": 12}),
+    "lfm2_moe": ("lfm2_moe", 2, LFM2_MOE),
+    "qwen3_next": ("qwen3_next", 2, FAMILIES["qwen3_next"].options),
+    "qwen3_5_text": ("qwen3_5_text", 4, FAMILIES["qwen3_5_text"].options),
     "granite, one group": ("granitemoehybrid", 2, DENSE),
     "granite, a group for two ranks": (
         "granitemoehybrid",
@@ -29,7 +29,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {**DENSE, "mamba_n_groups": 2, "mamba_proj_bias": True},
     ),
     "granite, a group for each rank": ("granitemoehybrid", 2, SPARSE),
-    "nemotron_h": ("nemotron_h", 2, EXPERTS),
+    "nemotron_h": ("nemotron_h", 2, NEMOTRON_EXPERTS),
 }
 
 
@@ -49,7 +49,7 @@ def test_ranks_together_say_what_one_says(make_tiny_model, model_type, size, opt
 
 def test_channels_that_do_not_divide_are_refused(make_tiny_model):
     options = {"hidden_size": 90, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8}
-    tiny = make_tiny_model("lfm2", **VARIANTS["lfm2"] | options)
+    tiny = make_tiny_model("lfm2", **FAMILIES["lfm2"].options | options)
     with pytest.raises(ConfigError, match="the 90 channels of its convolutions cannot be divided by it"):
         check_tp(tiny.spec, 4)
 
@@ -64,6 +64,6 @@ def test_groups_of_mamba_that_do_not_divide_are_refused(make_tiny_model):
 
 
 def test_key_heads_of_delta_nets_that_do_not_divide_are_refused(make_tiny_model):
-    tiny = make_tiny_model("qwen3_next", **QWEN["qwen3_next"][1])
+    tiny = make_tiny_model("qwen3_next", **FAMILIES["qwen3_next"].options)
     with pytest.raises(ConfigError, match="the 2 key heads of its delta nets cannot be divided by it"):
         check_tp(tiny.spec, 4)

@@ -30,7 +30,7 @@ from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate
 from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel, engine_config, int32
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
-from tests.model_runner.structures.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
+from tests.model_runner.structures.families import GEMMA3N, GEMMA4, SHARING
 
 SEEDED = SamplingParams(
     temperature=0.9, top_p=0.95, seed=11, max_new_tokens=64, frequency_penalty=0.4, repetition_penalty=1.2

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.model_runner.structures.test_delta_nets import VARIANTS as QWEN
-from tests.model_runner.structures.test_lfm2 import VARIANTS
-from tests.model_runner.structures.test_mamba2 import SPARSE
+from tests.model_runner.structures.families import FAMILIES
 from tests.triton_interpreter import repair_interpreter
 
 from .graphs.test_cuda_graph_executor import make
@@ -15,20 +13,13 @@ from .recording_device import RerunningDevice
 repair_interpreter()
 
 
-MODELS = {
-    "lfm2": ("lfm2", VARIANTS["lfm2"]),
-    "qwen3_5_text": QWEN["qwen3_5_text"],
-    "granite": ("granitemoehybrid", SPARSE),
-}
-
-
 @pytest.mark.fast_cases(2)
 @pytest.mark.parametrize(  # 9 run as 10
-    ("name", "num"), [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("granite", 2)]
+    ("name", "num"),
+    [("lfm2", 2), ("lfm2", 9), ("qwen3_5_text", 2), ("mamba2 experts, groups, rotary, biases", 2)],
 )
 def test_recorded_decodes_give_the_same_tokens(make_tiny_model, name, num):
-    model_type, options = MODELS[name]
-    tiny = make_tiny_model(model_type, **options)
+    tiny = make_tiny_model(FAMILIES[name].model_type, **FAMILIES[name].options)
     device = RerunningDevice()
     driver = make(tiny, device)
     prompts = [[(7 * n + 5 * k) % 96 for k in range(3 + 2 * n)] for n in range(num)]

@@ -17,139 +17,30 @@ from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
-from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 
 from ..kernels.cpu.test_native_blocks import quantized
-from .text_checks import check_bfloat16, check_prefill_and_decode, check_recording, tokens_of
+from .families import FAMILIES
+from .text_checks import tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
 
-DELTA: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-}
-EXPERTS = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 40,
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", {**DELTA, **EXPERTS, "mlp_only_layers": [1], "norm_topk_prob": False}),
-    "qwen3_5_text": ("qwen3_5_text", {**DELTA, "tie_word_embeddings": True, "linear_num_key_heads": 4}),
-    "qwen3_5_moe_text": (
-        "qwen3_5_moe_text",
-        {
-            **DELTA,
-            **EXPERTS,
-            "linear_conv_kernel_dim": 3,
-            "attention_bias": True,
-            "linear_num_value_heads": 6,
-        },
-    ),
-}
-variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
+families = pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 
 
-@variants
-def test_logits_are_those_of_transformers(make_tiny_model, make_driver, unpack, model_type, options):
-    tiny = make_tiny_model(model_type, **options)
-    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, length=100)
-
-
-@pytest.mark.parametrize(
-    ("variant", "chunks"), [("qwen3_next", (37, 1, 2, 24)), ("qwen3_5_text", (1, 1, 1, 1, 60))]
-)
-def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack, variant, chunks):
-    model_type, options = VARIANTS[variant]
-    tiny = make_tiny_model(model_type, **options)
-    driver = make_driver(tiny.spec, tiny.folder)
-    decoding = [driver.start(tokens_of(length, seed=length)) for length in (1, 2, 40)]
-    driver.step([(req, len(req.tokens)) for req in decoding])
-    prompt = tokens_of(64, seed=7)
-    long = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    found: list[float] = []
-
-    for chunk in chunks:
-        result = driver.step([(long, chunk), *((req, 1) for req in decoding)])
-        found += unpack(result.prompt_logprobs[0])[0].tolist() if result.prompt_logprobs else []
-    for _ in range(3):
-        driver.step([(long, 1), *((req, 1) for req in decoding)])
-
-    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(63), prompt[1:]], atol=2e-4)
-    for req in (*decoding, long):
-        predicted = tiny.logprobs(req.tokens)[req.prompt_len - 1 : -1].argmax(-1).tolist()
-        assert predicted == req.output
-
-
-def test_a_row_begins_without_the_state_of_the_request_before(make_tiny_model, make_driver):
-    model_type, options = VARIANTS["qwen3_5_text"]
-    tiny = make_tiny_model(model_type, **options)
-    driver = make_driver(tiny.spec, tiny.folder, rows=1)
-    for seed in range(2):
-        prompt = tokens_of(20 + seed, seed=seed)
-        assert driver.generate([prompt], num=4) == [tiny.greedy(prompt, 4)]
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_text"])
-def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver, variant):
-    model_type, options = VARIANTS[variant]
-    tiny = make_tiny_model(model_type, dtype="bfloat16", **options, hidden_size=96)
-    recorded, eager = (make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2))
-    check_recording(recorded, eager)
-
-
-@pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("variant", ["qwen3_next", "qwen3_5_text"])
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack, variant):
-    model_type, options = VARIANTS[variant]
-    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
-    check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
-
-
-def test_deterministic_bits_do_not_depend_on_chunks(make_tiny_model, make_driver, unpack):
-    model_type, options = VARIANTS["qwen3_5_moe_text"]
-    tiny = make_tiny_model(model_type, dtype="bfloat16", **options, hidden_size=96)
-    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", deterministic=True)
-    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    found = []
-    for chunks in ((64,), (37, 1, 26), (2, 62)):
-        req = driver.start(tokens_of(64), params)
-        parts = [driver.step([(req, chunk)]).prompt_logprobs[0] for chunk in chunks]
-        found.append(np.concatenate([unpack(part)[0] for part in parts]))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-
-
-@variants
-def test_memory_is_what_the_checkpoint_has(make_tiny_model, model_type, options):
-    tiny = make_tiny_model(model_type, **options)
-    spec, state = tiny.spec, tiny.spec.state
-    sizes = {name: parameter.numel() for name, parameter in tiny.reference.named_parameters()}
-    assert num_parameters(spec) == sum(sizes.values())
-    in_float32 = [
-        size for name, size in sizes.items() if "norm" in name or name.endswith(("A_log", "dt_bias"))
-    ]
-    assert weight_bytes(spec, 2) == 2 * (num_parameters(spec) + sum(in_float32))
+@families
+def test_states_take_the_sizes_of_the_heads(make_tiny_model, name):
+    options = FAMILIES[name].options
+    spec = make_tiny_model(name, **options).spec
     heads, keys = options["linear_num_value_heads"], options["linear_num_key_heads"]
     conv = (options.get("linear_conv_kernel_dim", 4) - 1) * (2 * 16 * keys + 24 * heads)
-    assert state.slot_bytes(2) == 3 * (2 * conv + 4 * heads * 16 * 24)
+    assert spec.state.slot_bytes(2) == 3 * (2 * conv + 4 * heads * 16 * 24)
 
 
 def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_driver):
-    model_type, options = VARIANTS["qwen3_next"]
-    tiny = make_tiny_model(model_type, **options)
+    tiny = make_tiny_model("qwen3_next", **FAMILIES["qwen3_next"].options)
     path = tiny.folder / "model.safetensors"
     further = {"mtp.fc.weight": torch.zeros(48, 96), "mtp.layers.0.mlp.gate.weight": torch.zeros(8, 48)}
     save_file({**load_file(path), **further}, path)
@@ -172,8 +63,7 @@ def test_layers_that_predict_further_tokens_are_not_read(make_tiny_model, make_d
     ],
 )
 def test_unknown_forms_are_refused_by_name(make_tiny_model, change, message):
-    model_type, options = VARIANTS["qwen3_5_text"]
-    folder = make_tiny_model(model_type, **options).folder
+    folder = make_tiny_model("qwen3_5_text", **FAMILIES["qwen3_5_text"].options).folder
     config = json.loads((folder / "config.json").read_text()) | change
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=message):
@@ -292,12 +182,15 @@ IN_FILES: dict[str, Any] = {
 
 
 @pytest.mark.fast_cases(1)
-@variants
-def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, model_type, options):
+@families
+def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, name):
+    options = FAMILIES[name].options
     changes = {
-        name: value for name, value in IN_FILES.items() if name in options or name == "linear_num_key_heads"
+        field: value
+        for field, value in IN_FILES.items()
+        if field in options or field == "linear_num_key_heads"
     }
-    tiny = make_tiny_model(model_type, **(options | changes))
+    tiny = make_tiny_model(name, **(options | changes))
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny)
     file = GGUFFile(path)
@@ -318,10 +211,10 @@ def round_inputs(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
 
 
 def test_blocks_of_a_gguf_file_stay_quantized(make_tiny_model, make_driver, unpack, tmp_path, monkeypatch):
-    model_type, options = VARIANTS["qwen3_5_text"]
+    options = FAMILIES["qwen3_5_text"].options
     sizes = {"hidden_size": 96, "intermediate_size": 64, "layer_types": IN_FILES["layer_types"]}
     heads = {"linear_num_key_heads": 2, "linear_value_head_dim": 32, "num_attention_heads": 6}
-    tiny = make_tiny_model(model_type, **(options | sizes | heads))
+    tiny = make_tiny_model("qwen3_5_text", **(options | sizes | heads))
     path = tmp_path / "tiny.gguf"
     write_gguf(path, tiny, "Q8_0")
     spec = read_gguf_spec(GGUFFile(path))

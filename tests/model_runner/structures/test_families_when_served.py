@@ -17,9 +17,7 @@ from tests.model_runner.conftest import LATENT_MIXTURE, Driver
 from tests.model_runner.sampling.test_draft_bits import Seen, begin, check_drafts, prompt_of
 from tests.model_runner.test_fixed_order import alone, in_company, params, tokens_of
 
-from .test_dense_families import GRANITE
-from .test_gemma_streams import GEMMA3N, GEMMA4, SHARING
-from .test_mixtures import GLM4, GPT_OSS, LLAMA4
+from .families import GEMMA3N, GEMMA4, GLM4_MOE, GPT_OSS, GRANITE, LLAMA4, SHARING
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -32,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**GPT_OSS, **HEADS, "sliding_window": 40},
     "deepseek_v3": {"hidden_size": 64, **LATENT_MIXTURE},
-    "glm4_moe": {**GLM4, **HEADS, "use_qk_norm": True, "n_group": 3, "topk_group": 2},
+    "glm4_moe": {**GLM4_MOE, **HEADS, "use_qk_norm": True, "n_group": 3, "topk_group": 2},
     "llama4_text": {**LLAMA4, **HEADS, "attention_chunk_size": 40},
     "granite": {**GRANITE, **HEADS},
     "gemma4_text": {**GEMMA4, **SHARING, **HEADS, "sliding_window": 40},

@@ -3,145 +3,31 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from engine.model_runner.adapters.adapter_slots import SlotSizes
-from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.models.adapters.read_adapter import read_adapter
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.errors import ConfigError
 from tests.model_runner.adapters.peft_adapters import ALL_LINEAR, make_adapter
 
-from .text_checks import (
-    check_bfloat16,
-    check_chunks_and_prefixes,
-    check_int8_cache,
-    check_memory,
-    check_prefill_and_decode,
-    check_recording,
-    tokens_of,
-)
+from .families import FAMILIES
+from .text_checks import check_prefill_and_decode, tokens_of
 
-LOCAL, FULL = "sliding_attention", "full_attention"
-ROPES = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
-    LOCAL: {"rope_type": "default", "rope_theta": 100.0},
-}
-GEMMA4 = {
-    "head_dim": 16,
-    "global_head_dim": 32,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "layer_types": [LOCAL, FULL, LOCAL, FULL],
-    "sliding_window": 19,
-    "rope_parameters": ROPES,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 96,
-    "tie_word_embeddings": True,
-}
-SHARING = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "final_logit_softcapping": 4.0}
-UNIFIED = {name: value for name, value in GEMMA4.items() if "per_layer_input" not in name}
-GEMMA3N = {
-    "head_dim": 16,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 5,
-    "layer_types": [LOCAL, FULL, LOCAL, LOCAL, FULL],
-    "sliding_window": 19,
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 90,
-    "laurel_rank": 12,
-    "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0, 0.3],
-    "tie_word_embeddings": True,
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma4, shared keys, wide MLPs": ("gemma4_text", {**GEMMA4, **SHARING}),
-    "gemma4, keys are values, own head, biases": (
-        "gemma4_text",
-        {
-            **GEMMA4,
-            "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
-            "attention_bias": True,
-            "tie_word_embeddings": False,
-            "vocab_size_per_layer_input": 110,
-        },
-    ),
-    "gemma4 without inputs of layers, all rotate": (
-        "gemma4_text",
-        {
-            **GEMMA4,
-            "hidden_size_per_layer_input": 0,
-            "num_hidden_layers": 7,
-            "layer_types": None,
-            "rope_parameters": ROPES | {FULL: {"rope_type": "default", "rope_theta": 1000.0}},
-        },
-    ),
-    "gemma4_unified": (
-        "gemma4_unified_text",
-        {**UNIFIED, **SHARING, "attention_k_eq_v": True, "num_key_value_heads": 4},
-    ),
-    "gemma3n": ("gemma3n_text", GEMMA3N),
-    "gemma3n, three streams, own widths, own cap": (
-        "gemma3n_text",
-        {
-            **GEMMA3N,
-            "altup_num_inputs": 3,
-            "altup_active_idx": 1,
-            "altup_correct_scale": False,
-            "intermediate_size": [80, 64, 80, 48, 96],
-            "num_kv_shared_layers": 0,
-            "activation_sparsity_pattern": None,
-            "final_logit_softcapping": 7.0,
-            "tie_word_embeddings": False,
-        },
-    ),
-}
-variants = pytest.mark.parametrize(("model_type", "options"), VARIANTS.values(), ids=VARIANTS.keys())
 families = pytest.mark.parametrize("name", ["gemma4, shared keys, wide MLPs", "gemma3n"])
-
-
-@pytest.mark.fast_cases(4)
-@variants
-def test_every_variant_is_that_of_transformers(make_tiny_model, make_driver, unpack, model_type, options):
-    tiny = make_tiny_model(model_type, **options)
-    check_chunks_and_prefixes(tiny, make_driver(tiny.spec, tiny.folder), unpack)
-    check_memory(tiny)
-
-
-@pytest.mark.fast_cases(1)
-@families
-def test_in_bfloat16_and_with_an_int8_cache(make_tiny_model, make_driver, unpack, name):
-    model_type, options = VARIANTS[name]
-    tiny = make_tiny_model(model_type, **options)
-    check_int8_cache(tiny, make_driver(tiny.spec, tiny.folder, kv_cache_dtype="int8"), unpack)
-    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
-    check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
-
-
-@pytest.mark.fast_cases(1)
-@families
-def test_steps_are_recorded(make_tiny_model, make_driver, name):
-    if reasons := reasons_against_library():
-        pytest.skip("; ".join(reasons))
-    model_type, options = VARIANTS[name]
-    tiny = make_tiny_model(model_type, dtype="bfloat16", **options)
-    check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
 
 
 @pytest.mark.fast_cases(1)
 @families
 def test_adapters_change_every_linear_layer(make_tiny_model, make_driver, tmp_path, name):
-    model_type, options = VARIANTS[name]
-    tiny = make_tiny_model(model_type, **options)
+    row = FAMILIES[name]
+    tiny = make_tiny_model(row.model_type, **row.options)
     names = [*ALL_LINEAR, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"]
-    if model_type == "gemma3n_text":
+    if row.model_type == "gemma3n_text":
         names += ["linear_left", "linear_right"]
     adapter = make_adapter(tiny.reference, tmp_path / "adapter", target_modules=names, seed=3)
     spec = read_adapter(adapter.folder, "one", tiny.spec)
@@ -200,9 +86,9 @@ def test_adapters_change_every_linear_layer(make_tiny_model, make_driver, tmp_pa
 def test_what_is_not_understood_is_refused_by_name(tmp_path, name, changes, message):
     from transformers import AutoConfig
 
-    model_type, options = VARIANTS[name]
+    row = FAMILIES[name]
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 80, "num_key_value_heads": 2}
-    AutoConfig.for_model(model_type, **sizes | options).save_pretrained(tmp_path)
+    AutoConfig.for_model(row.model_type, **sizes | row.options).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -212,8 +98,8 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, name, changes, mess
 
 def test_published_fields_and_the_keys_of_layers_that_share(make_tiny_model, make_driver, unpack):
     """Published folders name the wide heads by `global_head_dim`, and may have tensors that no layer uses."""
-    model_type, options = VARIANTS["gemma4, shared keys, wide MLPs"]
-    tiny = make_tiny_model(model_type, **options)
+    row = FAMILIES["gemma4, shared keys, wide MLPs"]
+    tiny = make_tiny_model(row.model_type, **row.options)
     path = tiny.folder / "config.json"
     config = json.loads(path.read_text())
     del config["per_layer_config"]
@@ -229,8 +115,8 @@ def test_published_fields_and_the_keys_of_layers_that_share(make_tiny_model, mak
 
 
 def test_a_folder_of_gemma3n_with_towers(make_tiny_model, make_driver, unpack):
-    model_type, options = VARIANTS["gemma3n"]
-    tiny = make_tiny_model(model_type, **options)
+    row = FAMILIES["gemma3n"]
+    tiny = make_tiny_model(row.model_type, **row.options)
     path = tiny.folder / "config.json"
     inner = json.loads(path.read_text())
     del inner["architectures"]

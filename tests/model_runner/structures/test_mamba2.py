@@ -16,60 +16,19 @@ from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_gguf_weights
-from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 
-from .test_dense_families import GRANITE
-from .text_checks import (
-    check_bfloat16,
-    check_int8_cache,
-    check_prefill_and_decode,
-    check_recording,
-    tokens_of,
-)
+from .families import FAMILIES, MAMBA, MAMBA_EXPERTS
+from .text_checks import tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
 
-MAMBA: dict[str, Any] = {
-    **GRANITE,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
-    "num_local_experts": 0,
-    "intermediate_size": 64,
-    "shared_intermediate_size": 64,
-    "mamba_n_heads": 4,
-    "mamba_d_state": 16,
-}
-EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "dense, no rotary": {**MAMBA, "tie_word_embeddings": True},
-    "experts, groups, rotary, biases": {
-        **MAMBA,
-        **EXPERTS,
-        "mamba_n_heads": 6,
-        "mamba_n_groups": 2,
-        "mamba_d_state": 20,
-        "mamba_d_conv": 3,
-        "mamba_proj_bias": True,
-        "mamba_conv_bias": False,
-        "mamba_chunk_size": 16,
-        "position_embedding_type": "rope",
-    },
-}
-variants = pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
-DENSE, SPARSE = VARIANTS.values()
-WIDE = {**SPARSE, "hidden_size": 96, "num_attention_heads": 6}
-"""With heads of 16 numbers, as the C++ kernels of attention need them."""
-
-
-@variants
-def test_logits_are_those_of_transformers(make_tiny_model, make_driver, unpack, options):
-    tiny = make_tiny_model("granitemoehybrid", **options)
-    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, length=100)
+DENSE, SPARSE = (
+    FAMILIES[name].options for name in ("mamba2 dense, no rotary", "mamba2 experts, groups, rotary, biases")
+)
 
 
 def test_time_steps_have_bounds(make_tiny_model, make_driver, unpack):
@@ -83,70 +42,12 @@ def test_time_steps_have_bounds(make_tiny_model, make_driver, unpack):
     np.testing.assert_allclose(np.concatenate(found), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "chunks"),
-    [(SPARSE, (37, 1, 2, 24)), pytest.param(DENSE, (1, 1, 1, 1, 60), marks=pytest.mark.slow)],
-)
-def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack, options, chunks):
-    tiny = make_tiny_model("granitemoehybrid", **options)
-    driver = make_driver(tiny.spec, tiny.folder)
-    decoding = [driver.start(tokens_of(length, seed=length)) for length in (1, 2, 40)]
-    driver.step([(req, len(req.tokens)) for req in decoding])
-    prompt = tokens_of(64, seed=7)
-    long = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    found: list[float] = []
-
-    for chunk in chunks:
-        result = driver.step([(long, chunk), *((req, 1) for req in decoding)])
-        found += unpack(result.prompt_logprobs[0])[0].tolist() if result.prompt_logprobs else []
-    for _ in range(3):
-        driver.step([(long, 1), *((req, 1) for req in decoding)])
-
-    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(63), prompt[1:]], atol=2e-4)
-    for req in (*decoding, long):
-        predicted = tiny.logprobs(req.tokens)[req.prompt_len - 1 : -1].argmax(-1).tolist()
-        assert predicted == req.output
-
-
-def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver):
-    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **WIDE)
-    recorded, eager = (make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2))
-    check_recording(recorded, eager)
-
-
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(make_tiny_model, make_driver, unpack):
-    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **DENSE)
-    check_bfloat16(tiny, make_driver(tiny.spec, tiny.folder, dtype="bfloat16"), unpack)
-
-
-def test_keys_and_values_in_8_bits(make_tiny_model, make_driver, unpack):
-    tiny = make_tiny_model("granitemoehybrid", **DENSE)
-    check_int8_cache(tiny, make_driver(tiny.spec, tiny.folder, kv_cache_dtype="int8"), unpack)
-
-
-def test_deterministic_bits_do_not_depend_on_chunks(make_tiny_model, make_driver, unpack):
-    tiny = make_tiny_model("granitemoehybrid", dtype="bfloat16", **WIDE)
-    driver = make_driver(tiny.spec, tiny.folder, dtype="bfloat16", deterministic=True)
-    params = SamplingParams(temperature=0.0, prompt_logprobs=0)
-    found = []
-    for chunks in ((64,), (37, 1, 26), (2, 62)):
-        req = driver.start(tokens_of(64), params)
-        parts = [driver.step([(req, chunk)]).prompt_logprobs[0] for chunk in chunks]
-        found.append(np.concatenate([unpack(part)[0] for part in parts]))
-    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
-
-
-@variants
-def test_memory_is_what_the_checkpoint_has(make_tiny_model, options):
-    tiny = make_tiny_model("granitemoehybrid", **options)
-    sizes = {name: parameter.numel() for name, parameter in tiny.reference.named_parameters()}
-    assert num_parameters(tiny.spec) == sum(sizes.values())
-    vectors = ("A_log", "dt_bias", ".D", "mamba.norm.weight")
-    in_float32 = [size for name, size in sizes.items() if name.endswith(vectors)]
-    assert weight_bytes(tiny.spec, 2) == 2 * (num_parameters(tiny.spec) + sum(in_float32))
+@pytest.mark.parametrize("options", [DENSE, SPARSE], ids=["dense", "experts"])
+def test_states_take_the_sizes_of_the_heads(make_tiny_model, options):
+    spec = make_tiny_model("granitemoehybrid", **options).spec
     groups = options.get("mamba_n_groups", 1)
     conv = (options.get("mamba_d_conv", 4) - 1) * (96 + 2 * groups * options["mamba_d_state"])
-    assert tiny.spec.state.slot_bytes(2) == 3 * (2 * conv + 4 * 96 * options["mamba_d_state"])
+    assert spec.state.slot_bytes(2) == 3 * (2 * conv + 4 * 96 * options["mamba_d_state"])
 
 
 def test_layers_have_two_names_in_published_files(make_tiny_model):
@@ -269,7 +170,7 @@ def _as_stored(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[s
     "options",
     [
         pytest.param({**DENSE, "mamba_n_groups": 2}, marks=pytest.mark.slow),
-        {**MAMBA, **EXPERTS, "position_embedding_type": "rope", "mamba_n_groups": 2},
+        {**MAMBA, **MAMBA_EXPERTS, "position_embedding_type": "rope", "mamba_n_groups": 2},
     ],
     ids=["dense", "experts, rotary"],
 )

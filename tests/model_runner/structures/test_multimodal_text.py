@@ -26,8 +26,8 @@ from tests.model_runner.adapters.peft_adapters import ALL_LINEAR, make_adapter
 from tests.model_runner.conftest import LATENT_MIXTURE, Driver, TinyModel
 from tests.model_runner.distributed.test_tensor_parallel import load_rank
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
-from tests.model_runner.structures.test_architectures import tokens_of
-from tests.model_runner.structures.test_gemma_streams import GEMMA4, SHARING
+from tests.model_runner.structures.families import GEMMA4, SHARING
+from tests.model_runner.structures.text_checks import tokens_of
 from tests.model_runner.weights.test_gguf_architectures import write
 
 TEXT = {

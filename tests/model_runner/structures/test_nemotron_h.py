@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,93 +15,23 @@ from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
-from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
-from engine.runtime.sampling_params import SamplingParams
 
-from .text_checks import check_prefill_and_decode, check_recording, tokens_of
+from .families import NEMOTRON, NEMOTRON_EXPERTS
+from .text_checks import tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
 
-NEMOTRON: dict[str, Any] = {
-    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "mamba_num_heads": 6,
-    "mamba_head_dim": 16,
-    "n_groups": 2,
-    "ssm_state_size": 20,
-    "layer_norm_epsilon": 1e-4,
-    "time_step_min": 1e-9,  # transformers bounds the steps of prompts by it, but not those of decodes
-}
 
-
-EXPERTS: dict[str, Any] = {
-    **NEMOTRON,
-    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
-    "num_hidden_layers": 6,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 2,
-    "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 40,
-    "routed_scaling_factor": 1.7,
-}
-variants = pytest.mark.parametrize("options", [NEMOTRON, EXPERTS], ids=["dense", "experts"])
+variants = pytest.mark.parametrize("options", [NEMOTRON, NEMOTRON_EXPERTS], ids=["dense", "experts"])
 
 
 @variants
-def test_logits_are_those_of_transformers(make_tiny_model, make_driver, unpack, options):
-    tiny = make_tiny_model("nemotron_h", **options)
-    check_folder_weights(tiny.folder, tiny.spec)
-    check_prefill_and_decode(tiny, make_driver(tiny.spec, tiny.folder), unpack, length=100)
-
-
-def test_chunks_beside_decodes_change_nothing(make_tiny_model, make_driver, unpack):
-    """The last layer is an MLP, which computes only the tokens that need logits."""
-    kinds = ["full_attention", "linear_attention", "linear_attention", "mlp"]
-    options = {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}
-    tiny = make_tiny_model(
-        "nemotron_h", **NEMOTRON | options | {"layers_block_type": kinds, "num_hidden_layers": 4}
-    )
-    driver = make_driver(tiny.spec, tiny.folder)
-    decoding = [driver.start(tokens_of(length, seed=length)) for length in (1, 2, 40)]
-    driver.step([(req, len(req.tokens)) for req in decoding])
-    prompt = tokens_of(64, seed=7)
-    long = driver.start(prompt, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    found: list[float] = []
-    for chunk in (37, 1, 2, 24):
-        result = driver.step([(long, chunk), *((req, 1) for req in decoding)])
-        found += unpack(result.prompt_logprobs[0])[0].tolist() if result.prompt_logprobs else []
-    driver.step([(long, 1), *((req, 1) for req in decoding)])
-    np.testing.assert_allclose(found, tiny.logprobs(prompt)[torch.arange(63), prompt[1:]], atol=2e-4)
-    for req in (*decoding, long):
-        predicted = tiny.logprobs(req.tokens)[req.prompt_len - 1 : -1].argmax(-1).tolist()
-        assert predicted == req.output
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param(NEMOTRON, marks=pytest.mark.slow), EXPERTS],
-    ids=["dense", "experts"],
-)
-def test_decodes_are_recorded_and_prompts_are_programs(make_tiny_model, make_driver, options):
-    tiny = make_tiny_model("nemotron_h", dtype="bfloat16", **options, hidden_size=96)
-    check_recording(*(make_driver(tiny.spec, tiny.folder, dtype="bfloat16") for _ in range(2)))
-
-
-@variants
-def test_memory_is_what_the_checkpoint_has(make_tiny_model, options):
-    tiny = make_tiny_model("nemotron_h", **options)
-    sizes = {name: parameter.numel() for name, parameter in tiny.reference.named_parameters()}
-    sizes |= {name: buffer.numel() for name, buffer in tiny.reference.named_buffers() if "correction" in name}
-    assert num_parameters(tiny.spec) == sum(sizes.values())
-    vectors = ("A_log", "dt_bias", ".D", "mixer.norm.weight")
-    in_float32 = [size for name, size in sizes.items() if name.endswith(vectors)]
-    assert weight_bytes(tiny.spec, 2) == 2 * (num_parameters(tiny.spec) + sum(in_float32))
-    assert tiny.spec.num_kv_layers == 1 and tiny.spec.state.num_layers == 2
+def test_only_attention_has_a_cache_and_only_mamba_a_state(make_tiny_model, options):
+    spec = make_tiny_model("nemotron_h", **options).spec
+    assert spec.num_kv_layers == 1 and spec.state.num_layers == 2
 
 
 def test_older_files_are_the_same_model(make_tiny_model, make_driver):
@@ -221,8 +151,8 @@ def write_gguf(path: Path, tiny: TinyModel) -> None:
     [
         pytest.param(NEMOTRON, marks=pytest.mark.slow),
         {
-            **EXPERTS,
-            "layers_block_type": EXPERTS["layers_block_type"][:3],
+            **NEMOTRON_EXPERTS,
+            "layers_block_type": NEMOTRON_EXPERTS["layers_block_type"][:3],
             "num_hidden_layers": 3,
             "n_group": 1,
         },

@@ -22,7 +22,7 @@ from engine.models.spec.streams_spec import LAYER_TABLE
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.structures.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
+from tests.model_runner.structures.families import GEMMA3N, GEMMA4, SHARING
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
 LONGROPE = {

@@ -20,15 +20,14 @@ from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.structures.test_mixtures import LLAMA4, SCOUT_ROPE
-from tests.model_runner.structures.test_mixtures import VARIANTS as OF_FOLDERS
+from tests.model_runner.structures.families import FAMILIES, LLAMA4, SCOUT_ROPE
 
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 
 FIXED = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
 """Of Llama 4: not in files."""
 VARIANTS = {
-    **OF_FOLDERS,
+    **{name: (row.model_type, row.options) for name, row in FAMILIES.items()},
     "llama4": (
         "llama4_text",
         {**LLAMA4, **FIXED, "rope_parameters": {**SCOUT_ROPE, "original_max_position_embeddings": 8192}},

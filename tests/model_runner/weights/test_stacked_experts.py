@@ -18,7 +18,7 @@ from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.structures.test_mixtures import VARIANTS
+from tests.model_runner.structures.families import FAMILIES
 from tests.model_runner.structures.text_checks import tokens_of
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -28,7 +28,7 @@ FLOATS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 @pytest.fixture
 def in_mxfp4(make_tiny_model: Any) -> Any:
     """gpt-oss with random codes of 4 bits as experts, in the folder and in the model of transformers."""
-    tiny = make_tiny_model("gpt_oss", **{**VARIANTS["gpt_oss"][1], **SIZES})
+    tiny = make_tiny_model("gpt_oss", **{**FAMILIES["gpt_oss"].options, **SIZES})
     file = tiny.folder / "model.safetensors"
     tensors, random = load_file(file), torch.Generator().manual_seed(3)
     parameters = dict(tiny.reference.named_parameters())

@@ -26,8 +26,7 @@ from tests.model_runner.conftest import LATENT_MIXTURE, MIXTURE, Driver, Request
 from tests.model_runner.distributed.test_tensor_parallel import PROMPTS
 from tests.model_runner.distributed.thread_group import ThreadGroup, on_ranks
 from tests.model_runner.drafted_steps import step_with_drafts
-from tests.model_runner.structures.test_gemma_streams import GEMMA3N, GEMMA4, SHARING
-from tests.model_runner.structures.test_mixtures import GPT_OSS
+from tests.model_runner.structures.families import GEMMA3N, GEMMA4, GPT_OSS, SHARING
 from tests.scheduler.grammar.toy_matcher import FixedMasks
 from tests.selection import examples
 from tests.triton_interpreter import repair_interpreter
