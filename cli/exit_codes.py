@@ -7,7 +7,7 @@ from typing import Final
 
 
 class ExitCode(enum.IntEnum):
-    """What a script can tell from the end of a command."""
+    """Exit codes of all commands, for scripts."""
 
     SUCCESS = 0
     FAILED = 1

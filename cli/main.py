@@ -183,7 +183,7 @@ def _command_path(arguments: Sequence[str]) -> str:
 
 
 def _answer(error: typer.TyperException, arguments: Sequence[str]) -> str:
-    """What to use instead of an option of another engine; "" if the error is another one."""
+    """Replacement for an option of another engine; "" if the error is another one."""
     if " ".join(arguments[:2]) != "bench offline" and arguments[0] not in (
         "serve",
         "fleet",

@@ -86,7 +86,7 @@ def why_unreachable(base: str, error: Exception, *, connected: bool, hint: str) 
 
 
 def _certificate_problem(text: str) -> str:
-    """What is wrong with a certificate, and the fix. OpenSSL: `[SSL: ...] ... failed: REASON (_ssl.c:1006)`."""
+    """Describe the fault of a certificate, and the fix. OpenSSL: `[SSL: ...] ... failed: REASON (_ssl.c:1006)`."""
     reason = text.rpartition("verify failed: ")[2].partition(" (_ssl.c")[0].rstrip(".")
     if "mismatch" in reason:
         return f"{reason}; use a name in the URL that the certificate has"

@@ -236,7 +236,7 @@ def _example(pooling: PoolingSpec | None) -> tuple[str, dict[str, Any], str]:
 
 
 def _does(pooling: PoolingSpec) -> str:
-    """What the model does, in a line."""
+    """One line about the kind of output of the model."""
     if pooling.task == "embed":
         ending = ", of length 1" if pooling.normalize else ""
         return f"It makes vectors of {counted(pooling.size, 'number')} ({pooling.pooling} pooling{ending})."

@@ -33,7 +33,7 @@ class OverruledToken(msgspec.Struct, frozen=True):
 
 
 class GrammarReport(msgspec.Struct, frozen=True):
-    """What a grammar cost, and how often it changed the answer.
+    """Cost of a grammar, and how often it changed the answer.
 
     Attributes:
         compile_ms: time to compile it; 0 if it was compiled already.

@@ -21,7 +21,7 @@ from .backend import MaskRow, Matcher, Vocabulary
 _MAX_RANK: Final = 16
 """Longer tokens are not preferred: they are runs of blanks and the like."""
 _MAX_SHORT_TOKENS: Final = 2048
-"""Of the document whose forced tokens are counted."""
+"""Tokens of the document whose forced tokens are counted."""
 _STRING: Final = (b'"',)
 _CHARACTER: Final = (b"\x80", b"\xa0", b"\x90")
 _ESCAPE: Final = (b"n", b"0")

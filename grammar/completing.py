@@ -30,7 +30,7 @@ MAX_CHECKED_TOKENS: Final = 256
 FREE_TEXT_TOKENS: Final = 64
 """A string that may end, and that may go on with more tokens than these, is taken for free text."""
 MAX_SEARCHED_TOKENS: Final = 1024
-"""Of all searches of one mask: 10 to 20 ms."""
+"""Limit over all searches of one mask: 10 to 20 ms."""
 CHECKED_WAY_TOKENS: Final = 8
 """A way is taken for valid after a token if its first tokens are, with more slack than these."""
 FIRST_SEARCH_TOKENS: Final = 512

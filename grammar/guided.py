@@ -151,7 +151,7 @@ class GuidedMatcher:
         return [] if self._inner is None else self._inner.forced()
 
     def _fill_start(self, mask: MaskRow, opening: BlockOpening) -> None:
-        """What the grammar allows, and the tokens that spell the marker that opens a block."""
+        """Allow the tokens of the grammar, and those that spell the marker that opens a block."""
         mask.fill(0)
         if self._inner is not None:
             self._inner.fill(mask)

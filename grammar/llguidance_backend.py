@@ -29,7 +29,7 @@ MAX_LEXER_STATES: Final = 50_000
 """Per grammar; a state has 1 to 2 kB. The library's default, 250,000, is more than the whole cache may hold."""
 _BASE_BYTES: Final = 64 << 10
 _PATTERN_BYTES: Final = 2 << 20
-"""Of a regex or a grammar: states of its lexer are added while texts are matched, 2.3 MB for `.*a.{200}b`."""
+"""Memory of a regex or a grammar: states of its lexer are added while texts are matched, 2.3 MB for `.*a.{200}b`."""
 _BYTES_PER_TEXT_BYTE: Final = 40
 """Memory of a compiled grammar per byte of its text: 36 for an enum of 5,000 strings."""
 _OPTIONS_KEY: Final = "x-guidance"
@@ -162,7 +162,7 @@ class LLGuidanceGrammar:
 
 
 class _TokenizerWrapper:
-    """What `LLTokenizer` reads of a tokenizer."""
+    """Interface that `LLTokenizer` needs of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

@@ -25,7 +25,7 @@ _HEX: Final = re.compile(r"x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[xu]\{([0-9A-Fa-f
 _CONTROL: Final = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0}
 _LINE_ENDS: Final = r"\n\r\u{2028}\u{2029}"
 _BLANKS: Final = r"\t\n\v\f\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
-"""What `\\s` is in ECMAScript."""
+"""Characters that `\\s` matches in ECMAScript."""
 _SPECIAL: Final = frozenset(r"\.+*?()|[]{}^$#&-~/")
 
 
@@ -260,7 +260,7 @@ class _Reader:
             self._atom(text, start)
 
     def _escaped(self, *, in_class: bool) -> tuple[str, int | None]:
-        """What an escape matches, and its code point if it is one character; `_i` moves past it."""
+        """Parse an escape: its pattern, and its code point if it is one character; `_i` moves past it."""
         start, pattern = self._i, self._pattern
         char = pattern[start + 1 : start + 2]
         if not char:

@@ -106,7 +106,7 @@ def _p99(samples: Samples) -> Samples:
 
 
 def _of_first_token(figure: str) -> Callable[[Run], float | None]:
-    """Of TTFT; vectors come in one piece, and have E2E only."""
+    """Reader of a TTFT figure; vectors come in one piece, and have E2E only."""
     return lambda run: getattr(run.summary.ttft_ms, figure) if run.summary.vector_rate is None else None
 
 

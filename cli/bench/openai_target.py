@@ -81,7 +81,7 @@ _START_ONE: Final = "start one with `engine serve`, or check --url"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOptions:
-    """What every request of a run has in common."""
+    """Options that all requests of a run share."""
 
     model: str
     endpoint: Endpoint

@@ -1,4 +1,4 @@
-"""What `bench serve` and `bench offline` have in common: warm up, run the load, print and write the figures.
+"""Common part of `bench serve` and `bench offline`: warm up, run the load, print and write the figures.
 
 They differ only in their target.
 """

@@ -122,7 +122,7 @@ class AnswerStats:
         return " · ".join(parts)
 
     def loop_note(self) -> str:
-        """What to say of an answer that was stopped because it repeats itself."""
+        """Note for an answer that was stopped because it repeats itself."""
         assert self.loop is not None
         return (
             f"[stopped: the answer repeats the same {len(self.loop.unit)} characters {self.loop.times} times; a higher "

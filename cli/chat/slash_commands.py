@@ -39,7 +39,7 @@ class SlashCommand:
 
 PATH: Final = ("PATH",)
 MAX_FILE_BYTES: Final = 1_000_000
-"""Of a text file that goes with a question."""
+"""Limit for a text file that goes with a question."""
 _ON_OFF: Final = ("on", "off")
 
 

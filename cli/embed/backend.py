@@ -28,7 +28,7 @@ _FIXES: Final = {
     "serve a model for it, or start the server with": "name an embedder with --model, or pass",
     "serve a reranker": "name a reranker or an embedder with --model",
 }
-"""What the engine suggests to its clients -> what the user of a command does."""
+"""Advice of the engine to API clients -> the option of the command that does it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class EmbedOptions:
     truncate: bool = False
 
     def given(self) -> dict[str, Any]:
-        """Those that were given, by the names of the API: other servers do not know all of them."""
+        """Return the given options by their API names: other servers do not know all of them."""
         values = {
             "dimensions": self.dimensions,
             "normalize": self.normalize,

@@ -46,7 +46,7 @@ _TEXTS_PER_REQUEST: Final = 32
 """The smallest limit of the known servers (Text Embeddings Inference)."""
 _REQUESTS_AT_ONCE: Final = 8
 _ATTEMPTS: Final = 20
-"""Of a request that a full queue refuses."""
+"""Attempts per request while a full queue refuses it."""
 _MAX_WAIT_S: Final = 30.0
 _DOES: Final = {"generate": "generates text", "embed": "makes vectors of texts", "score": "scores texts"}
 _SUITABLE: Final[Mapping[str, tuple[str, ...]]] = {"embed": ("embed",), "score": ("score", "embed")}

@@ -20,7 +20,7 @@ _ROWS_SHOWN: Final = 20
 _NUMBERS_SHOWN: Final = 4
 _TEXT_COLUMNS: Final = 40
 _MATRIX_ROWS: Final = 8
-"""Of the similarities of all texts to all texts: as many columns as fit 80 characters."""
+"""Most texts whose similarity matrix is printed: as many columns as fit 80 characters."""
 
 
 class VectorWriter(Protocol):

@@ -186,7 +186,7 @@ class _FleetRun:
 
 
 def ready_text(model: str, num_servers: int, url: str) -> str:
-    """What a user sees when all servers are there."""
+    """Text shown when all servers are ready."""
     return (
         f"\nReady: {counted(num_servers, 'server')} of {model}\n"
         f"  The servers: curl {url}/replicas\n"

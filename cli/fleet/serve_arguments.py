@@ -33,7 +33,7 @@ _REFUSED: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ServeArguments:
-    """What each server is started with.
+    """Arguments with which each server is started.
 
     Attributes:
         arguments: the model and the options, as they were given.
@@ -67,7 +67,7 @@ class ServeArguments:
         return {name: value for name, value in os.environ.items() if name.startswith("ENGINE_")}
 
     def needs(self, share: int) -> dict[str, float]:
-        """What a server takes of a machine, in Ray's units."""
+        """Resources of a machine that one server takes, in Ray's units."""
         if self.device == "cuda":
             parallel = self.merged.config.parallel
             return {"CPU": 1.0, "GPU": float(parallel.tp * parallel.dp)}

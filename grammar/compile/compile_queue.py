@@ -34,7 +34,7 @@ MAX_WALL: Final = 60.0
 """Times the limit of CPU time: a compilation that takes longer makes no progress, and its process is replaced."""
 
 Key = tuple[str, bool]
-"""Of a compilation: the key of the grammar, and whether it is measured."""
+"""Key of a compilation: the key of the grammar, and whether it is measured."""
 
 
 @dataclass(slots=True, eq=False)

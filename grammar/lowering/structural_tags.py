@@ -63,7 +63,7 @@ class StructuralTags:
         self.warnings: list[str] = []
 
     def use(self, tag: Node) -> GrammarUse:
-        """What a request with this tag is constrained to.
+        """Return the constraint of a request with this tag.
 
         Raises:
             GrammarError: it has a wrong form, or a part of it is invalid.

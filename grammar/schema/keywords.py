@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 
 class Fate(enum.StrEnum):
-    """What becomes of a keyword.
+    """Treatment of a keyword.
 
     ENFORCED: no answer violates it. APPROXIMATED: not enforced, or not fully; with `strict` it is an error, otherwise a
     warning. ANNOTATION: it does not restrict documents. REFUSED: always an error.
@@ -147,7 +147,7 @@ FORMAT_PATTERNS: Final = {
     "time": "^[0-9]{2}:[0-9]{2}:[0-5]",
     "date-time": f"^{_DATE}[Tt][0-9]{{2}}:[0-9]{{2}}:[0-5]",
 }
-"""What the library's formats must match too: it allows 2021-02-29, and :60 at times without a leap second."""
+"""Patterns besides the library's formats: it allows 2021-02-29, and :60 at times without a leap second."""
 
 FORMAT_SAMPLES: Final = {
     "date-time": "2000-01-01T00:00:00Z",

@@ -1,4 +1,4 @@
-"""What the check of a schema says: `SchemaReport`, `SchemaError`, and the `Notes` that it takes at each `Place`."""
+"""Result of the check of a schema: `SchemaReport`, `SchemaError`, and the `Notes` that it takes at each `Place`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .keywords import KEYWORDS, Fate
 Schema = dict[str, Any] | bool
 Members = dict[str, Any]
 MAX_VALUE_CHARS: Final = 60
-"""Of a value in a message."""
+"""Longest value that a message quotes."""
 MAX_HINTS: Final = 20
-"""Of misspelled keywords; a hint takes 0.1 ms."""
+"""Hints for misspelled keywords at most; a hint takes 0.1 ms."""
 
 
 class Finding(NamedTuple):
-    """What becomes of one keyword at one place.
+    """Treatment of one keyword at one place.
 
     Attributes:
         pointer: JSON pointer of the object that has the keyword; "" for the whole schema.

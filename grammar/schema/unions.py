@@ -16,7 +16,7 @@ NAMES_PER_STEP: Final = 16
 
 
 class _Facts(NamedTuple):
-    """What comparisons need of a schema.
+    """Facts about a schema that comparisons need.
 
     Attributes:
         values: of `const`, or of a short `enum`, comparable; None without.

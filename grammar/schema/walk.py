@@ -15,9 +15,9 @@ from .references import References
 from .report import Members, Notes, Place, Schema, shown
 
 MAX_POINTER_CHARS: Final = 4096
-"""Of the path to a place. The pointers of all places are kept, and each has the names of the objects around it."""
+"""Longest path to a place. The pointers of all places are kept, and each has the names of the objects around it."""
 MAX_HOPS: Final = 32
-"""Of references from `propertyNames` on."""
+"""Longest chain of references from `propertyNames` on."""
 _COMBINING: Final = ("allOf", "anyOf", "oneOf")
 _TYPED: Final = ("type", "enum", "const", "$ref", "$dynamicRef", "$recursiveRef")
 _IN_ORDER: Final = ("type", "propertyNames", "minProperties", "maxProperties", "unevaluatedItems")

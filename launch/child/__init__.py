@@ -1,1 +1,1 @@
-"""What each child process shares: start-up, process limits, control channel, stack dumps and crash reports."""
+"""Parts of each child process: start-up, process limits, control channel, stack dumps and crash reports."""

@@ -1,4 +1,4 @@
-"""What a process takes of its machine: open files, the spinning of its threads, memory."""
+"""Resources that a process takes of its machine: open files, the spinning of its threads, memory."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ _SHARED_TMP: Final = Path("/tmp")
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """What a supervisor notes about its server in its private directory, for `engine ps` and `engine rm`.
+    """Notes of a supervisor about its server in its private directory, for `engine ps` and `engine rm`.
 
     The lock of the directory says whether the server runs: no process id is trusted. Servers of this user are found
     that have the same directory for temporary files, or /tmp.

@@ -27,7 +27,7 @@ _UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes "no limit" as a number just below
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFacts:
-    """What the engine may use on this machine.
+    """Resources that the engine may use on this machine.
 
     Attributes:
         num_cpus: logical CPUs in the affinity mask.

@@ -32,7 +32,7 @@ meanwhile waits for some 100 ms."""
 CPU_LEAST_STEP_TOKENS: Final = 512
 """Fewer do not use the matmuls fully."""
 _CPU_STEP_FLOP: Final = 1e11
-"""Of each thread: half a second of bfloat16 matmuls."""
+"""Work of each thread: half a second of bfloat16 matmuls."""
 
 
 def encoder_settings(config: EngineConfig, spec: ModelSpec) -> tuple[EngineConfig, Mapping[str, str]]:

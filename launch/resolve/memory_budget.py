@@ -66,7 +66,7 @@ class MemoryBudget:
 
     @property
     def left_bytes(self) -> int:
-        """What remains after weights, workspace and swapped KV; negative if those alone do not fit."""
+        """Memory that remains after weights, workspace and swapped KV; negative if those alone do not fit."""
         return self.usable_bytes - self.weights_bytes - self.workspace_bytes - self.swap_bytes
 
     @property
@@ -154,7 +154,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def capacity_of(config: EngineConfig, spec: ModelSpec) -> Capacity:
-    """What a scheduler with this resolved configuration can hold."""
+    """Capacity of a scheduler with this resolved configuration."""
     max_model_len, max_total_tokens = config.model.max_model_len, config.cache.max_total_tokens
     max_running_requests = config.scheduler.max_running_requests
     assert isinstance(max_model_len, int), "the configuration is not resolved"

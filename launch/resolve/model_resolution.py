@@ -30,7 +30,7 @@ class WeightsError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """What will run.
+    """The model to run, with its files.
 
     Attributes:
         source: the files.
@@ -87,7 +87,7 @@ def runs_in_transformers(config: ModelConfig, spec: ModelSpec) -> bool:
 
 
 def text_only(spec: ModelSpec, weights: WeightsSummary | None) -> str:
-    """What is served of a multimodal folder, for messages; "" for any other model."""
+    """Describe the served part of a multimodal folder, for messages; "" for any other model."""
     if not spec.files.language_of:
         return ""
     text = f"only the text of this {spec.files.language_of} model"

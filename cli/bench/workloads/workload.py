@@ -44,7 +44,7 @@ class DatasetName(enum.StrEnum):
 
 
 class PromptTokenizer(TextEncoder, Protocol):
-    """What makes the prompts of every workload."""
+    """Tokenizer that makes the prompts of every workload."""
 
     def ordinary_token_ids(self) -> list[int]:
         """Every token id that is not special."""
