@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageStates:
-    """What a pipeline stage gives to the next one, or takes from the one before; see `Layer`.
+    """Tensors that a pipeline stage hands to the next one; see `Layer`.
 
     Attributes:
         x: [T, hidden] output of the last block, not yet added to the residual stream.

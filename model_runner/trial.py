@@ -135,7 +135,7 @@ def measure(
 
 
 def _launch_ms(runner: ModelRunner, plan: StepPlan) -> float:
-    """What a step costs the host; its kernels are compiled."""
+    """Host time of a step; its kernels are compiled."""
     started_s = time.perf_counter()
     pending = runner.launch(plan)
     launch_ms = 1e3 * (time.perf_counter() - started_s)

@@ -54,7 +54,7 @@ NOT_WEIGHTS: Final = frozenset({"rope_freqs.weight", "rope_factors_long.weight",
 """Tensors of the rope scaling, see `gguf_rope`."""
 
 A_LOG: Final = "A_log"
-"""Of state layers; the file has the negative exponential."""
+"""Name of a parameter of state layers; the file has the negative exponential."""
 _HEAD_VECTORS: Final = {A_LOG: "ssm_a", "D": "ssm_d", "dt_bias": "ssm_dt.bias"}
 """Parameters of a state layer with a number for each head; delta nets have no D."""
 
@@ -164,7 +164,7 @@ class SplitKV(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the whole matrix."""
+        """Shape of the whole matrix."""
         num_heads, size, width = self.keys.shape
         return num_heads * (width + self.values.shape[1]), size
 

@@ -110,7 +110,7 @@ def _precision(snapshot: Path) -> str:
 
 
 def _last_used_s(paths: Iterable[Path]) -> float:
-    """Of the weights; the small files are read by others, too."""
+    """Time of the last use of the weights; other programs read the small files, too."""
     weights = [path for path in paths if path.suffix in (".gguf", ".safetensors")]
     return max((max(path.stat().st_atime, path.stat().st_mtime) for path in weights), default=0.0)
 

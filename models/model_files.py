@@ -21,7 +21,7 @@ _HEAD_BYTES: Final = 256
 
 
 def stand_in(path: Path) -> str | None:
-    """What `path` is, and what to do; None: it looks like neither, or cannot be read."""
+    """Say which kind of stand-in `path` is, and the fix; None: it looks like neither, or cannot be read."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD_BYTES)
@@ -101,7 +101,7 @@ def _parse(data: bytes) -> tuple[object, list[str]]:
 
 
 _MAX_QUOTED_CHARS: Final = 300
-"""Of the library's message, which may quote the file."""
+"""Longest part of the library's message, which may quote the file."""
 
 
 @contextlib.contextmanager

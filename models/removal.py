@@ -25,7 +25,7 @@ _LOCK_S: Final = 0.1
 
 
 class Removed(NamedTuple):
-    """What `remove` removed: files, and bytes of the disk that are free now."""
+    """Result of `remove`: removed files, and bytes of the disk that are free now."""
 
     num_files: int
     freed_bytes: int

@@ -99,7 +99,7 @@ def _find_source(
 
 
 def not_fetched(model: str | None, *, need_weights: bool = True) -> str:
-    """What a start downloads first: "the default model, 89 MiB"; "" if nothing. No network is used.
+    """Describe the download of a start: "the default model, 89 MiB"; "" if nothing. No network is used.
 
     Raises:
         ConfigError: the name does not say which of several GGUF models.

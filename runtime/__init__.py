@@ -1,1 +1,1 @@
-"""What every process shares: messages, configuration, errors, sockets, logs, child processes. No torch."""
+"""Parts that every process shares: messages, configuration, errors, sockets, logs, child processes. No torch."""

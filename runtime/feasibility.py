@@ -12,7 +12,7 @@ from .transport.message_base import Record
 
 
 class Capacity(Record, frozen=True):
-    """What one scheduler can hold.
+    """Limits of one scheduler.
 
     Attributes:
         max_model_len: positions of one sequence, prompt and output together.

@@ -12,7 +12,7 @@ import msgspec
 
 
 class PoolingKind(enum.StrEnum):
-    """What the result of a pooling request is.
+    """Kind of the result of a pooling request.
 
     EMBED: the text's vector, as the model's `PoolingSpec` says. SCORE: the outputs of the model's classification head,
     before any activation. LABELS: log-probabilities of some tokens as the next one.

@@ -28,7 +28,7 @@ from .request_checks import (
 
 MAX_SEED: Final = 2**63 - 1
 MAX_COUNT: Final = 2**31 - 1
-"""Of tokens: above any context length and vocabulary size; fits into int32 and into every message."""
+"""Most tokens: above any context length and vocabulary size; fits into int32 and into every message."""
 MAX_TEMPERATURE: Final = 100.0
 MAX_TOP_LOGPROBS: Final = 20
 MAX_STOP_STRINGS: Final = 1024
@@ -269,7 +269,7 @@ _OTHER_NAMES: Final = {
     "top_logprobs": "logprobs",
     "stop_strings": "stop",
 }
-"""What the OpenAI API and other engines call a field."""
+"""Names of fields in the OpenAI API and in other engines."""
 
 
 _ADVICE: Final = {

@@ -105,7 +105,7 @@ no_masks: Final[GetMasks] = _NoMasks()
 
 
 class ForwardMode(enum.IntEnum):
-    """What kinds of work a step holds. IDLE is a step without tokens (it may still finish rows)."""
+    """Kinds of work that a step holds. IDLE is a step without tokens (it may still finish rows)."""
 
     EXTEND = 1
     DECODE = 2
@@ -236,7 +236,7 @@ class StepPlan(Record, frozen=True):
 
 
 class StepResult(Record, frozen=True):
-    """What a step produced.
+    """Results of a step.
 
     Attributes:
         step_id: of the plan.
@@ -324,7 +324,7 @@ class LaunchStep(Message, frozen=True):
 
 
 class StageResult(Record, frozen=True):
-    """What one pipeline stage says of a step; only the last one has tokens.
+    """Results of one pipeline stage for a step; only the last one has tokens.
 
     `unmasked`: [n] int64, the likeliest token without its mask, of each row with one; see `GetMasks`.
     """

@@ -33,7 +33,7 @@ _FLOAT32_BYTES: Final = 4
 
 
 class SplitShape(NamedTuple):
-    """What the number of splits depends on besides the lengths.
+    """Facts besides the lengths on which the number of splits depends.
 
     Attributes:
         num_heads, num_kv_heads, head_dim: of this rank.

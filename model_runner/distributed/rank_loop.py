@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RankTransfer(Protocol):
-    """What moves the rank's KV to or from other engines, beside its loop."""
+    """Moves the rank's KV to or from other engines, beside its loop."""
 
     def launched(self, step_id: int) -> None:
         """The rank has launched a step."""

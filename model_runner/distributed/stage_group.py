@@ -57,5 +57,5 @@ class StageGroup:
         return self._world.min_over_ranks(value)
 
     def meet(self, place: str) -> None:
-        """Of the ranks of all stages."""
+        """Wait until the ranks of all stages are at this place."""
         self._world.meet(place)

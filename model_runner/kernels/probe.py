@@ -94,7 +94,7 @@ class Facts:
 
 
 class Trial(NamedTuple):
-    """What a child process found out about sgl_kernel.
+    """Findings of a child process about sgl_kernel.
 
     Attributes:
         error: in one line; None: it works.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class DecoderEnds(NamedTuple):
-    """What is before the layers, on the first pipeline stage, and after them, on the last; None on the others."""
+    """Modules before the layers, on the first pipeline stage, and after them, on the last; None on the others."""
 
     embedding: Embedding | None
     norm: Norm | None

@@ -161,7 +161,7 @@ class _CheckpointExperts:
         return gate_up, [load(weights, *self._down([module])) for module in self._modules]
 
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """Those of down are zeros except on one rank, because the ranks' results are summed."""
+        """Biases of gate_up and down. Down's are zeros except on one rank, because the ranks' results are summed."""
         if not self._has_bias:
             return None
         num_experts, stacked = len(self._modules), self._weights.stacked

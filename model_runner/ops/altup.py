@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class AltUpWeights(NamedTuple):
-    """What mixes the streams of one layer, float32 and contiguous.
+    """Weights that mix the streams of one layer, float32 and contiguous.
 
     A mixture is made by the numbers tanh(router @ (x / rms(x))) of a token, one for each stream.
 

@@ -1,4 +1,4 @@
-"""What LoRA adapters change in a linear layer or in the embedding."""
+"""Changes that LoRA adapters make to a linear layer or to the embedding."""
 
 # Shapes: T tokens, K inputs, N outputs.
 

@@ -67,7 +67,7 @@ class ExpertSource(Protocol):
         ...
 
     def biases(self) -> tuple[Tensor, Tensor] | None:
-        """Of gate_up [E, 2N] and of down [E, K], in the serving dtype; None: there are none. Called once."""
+        """Biases of gate_up [E, 2N] and of down [E, K], in the serving dtype; None: there are none. Called once."""
         ...
 
 

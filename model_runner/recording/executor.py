@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StepOutput(NamedTuple):
-    """What the model computed, on the device; valid until the executor runs the next step.
+    """Results of the model, on the device; valid until the executor runs the next step.
 
     Attributes:
         logits: [R, V] in `CausalLM.logits_dtype`, see `InputBatch.sample_indices`; None if no request samples.
@@ -84,5 +84,5 @@ class StepExecutor(Protocol):
 
     @property
     def recorded_decodes(self) -> RecordedDecodes | None:
-        """Of the last pipeline stage; None: no decodes are recorded here."""
+        """Recorded decodes of the last pipeline stage; None: no decodes are recorded here."""
         ...

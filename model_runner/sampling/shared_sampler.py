@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SamplerLike(Protocol):
-    """What a `ModelRunner` uses of a sampler; see `Sampler`."""
+    """Interface of a sampler for a `ModelRunner`; see `Sampler`."""
 
     @property
     def recorded_bytes(self) -> Sequence[int]: ...

@@ -234,7 +234,7 @@ _Rows = tuple[Tensor, int, Tensor, Tensor]
 
 
 class _Kinds(NamedTuple):
-    """What the rows of a batch need; a kernel is compiled for each.
+    """Needs of the rows of a batch; a kernel is compiled for each combination.
 
     Attributes:
         table: more than the argmax of the model's logits.

@@ -1,1 +1,1 @@
-"""Of state layers: the runs of a step over state slots, and the operations in plain torch."""
+"""State layers: the runs of a step over state slots, and the operations in plain torch."""

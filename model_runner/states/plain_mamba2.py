@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class MambaInputs(NamedTuple):
-    """What tokens bring to the states, all of it in float32 (or float64 for tests).
+    """Inputs of the tokens to the states, all of it in float32 (or float64 for tests).
 
     Attributes:
         x: [T, H, P], multiplied by the time step.

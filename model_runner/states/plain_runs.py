@@ -1,4 +1,4 @@
-"""What the state layers with a recurrent state have in common in plain torch: the convolution, and chunks of tokens."""
+"""Common part of the recurrent state layers in plain torch: the convolution, and chunks of tokens."""
 
 # Shapes: T tokens, K channels, L taps, N chunks of C tokens.
 

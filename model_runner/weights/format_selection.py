@@ -78,7 +78,7 @@ def _become_blocks(found: QuantizationSpec, target: QuantTarget) -> bool:
 
 
 def quant_target(device: torch.device, dtype: torch.dtype) -> QuantTarget:
-    """What this machine can run. GPU kernels are probed only if the model runs on a GPU."""
+    """Find the formats that this machine can run. GPU kernels are probed only if the model runs on a GPU."""
     if device.type != "cuda":
         reason = f"runs on GPUs only, not on {device.type}"
         return QuantTarget(

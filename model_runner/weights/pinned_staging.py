@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 STAGING_BYTES: Final = 256 << 20
-"""Of one buffer: the layers of a model of 8B in bfloat16 fit, its embedding does not and goes the ordinary way."""
+"""Size of one buffer: the layers of a model of 8B in bfloat16 fit, its embedding does not and is copied unstaged."""
 
 
 class Staging(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 _BODY: Final = ("language_model.model.", "model.language_model.", "language_model.")
-"""What `model.` is called: by transformers before 4.52, since then, and in files without an output head."""
+"""Names for `model.`: of transformers before 4.52, since then, and in files without an output head."""
 _HEAD: Final = "language_model.lm_head."
 _VISION: Final = ("vision_tower.", "multi_modal_projector.")
 _AUDIO: Final = ("audio_tower.", "multi_modal_projector.")

@@ -37,7 +37,7 @@ _QWEN3_TEMPLATE: Final = (
     "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
     "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""Of the model card of Qwen3-Reranker, in all sizes."""
+"""Prompt from the model card of Qwen3-Reranker, in all sizes."""
 _QWEN3_INSTRUCTION: Final = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_NAME: Final = "qwen3-reranker"
 
@@ -172,7 +172,7 @@ def _labels(fields: Fields) -> tuple[int, tuple[str, ...]]:
 
 
 def _activation(fields: Fields, modules: Modules | None, num_labels: int) -> ScoreActivation:
-    """What turns outputs of the classifier into scores, as sentence-transformers decides it."""
+    """Find the function that turns outputs of the classifier into scores, as sentence-transformers decides it."""
     inner = fields.get("sentence_transformers")
     places = [
         *([(modules.settings, "activation_fn")] if modules is not None else []),

@@ -205,7 +205,7 @@ def architecture_of(fields: Fields) -> str:
 
 
 def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:
-    """What the files say."""
+    """Find the task in the model's own files."""
     if modules is not None:
         return FoundTask("score" if modules.is_scorer else "embed", f"it has {MODULES}", modules)
     architecture = architecture_of(fields)

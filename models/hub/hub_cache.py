@@ -152,7 +152,7 @@ class HubCache:
 
 
 def place_of(snapshot: Path, files: Iterable[str]) -> Path:
-    """What to load of a snapshot's files: the first GGUF file, or the folder."""
+    """Path to load from a snapshot's files: the first GGUF file, or the folder."""
     ggufs = [path for path in files if path.lower().endswith(".gguf")]
     return snapshot / ggufs[0] if ggufs else snapshot
 

@@ -298,7 +298,7 @@ class _Download:
 
 
 def _bar_class(advance: Callable[[int], None]) -> Any:
-    """What huggingface_hub takes for tqdm: it passes the bytes on. Other calls are about the look of a bar."""
+    """Progress bar for huggingface_hub in place of tqdm: it passes the bytes on, and draws nothing."""
 
     class Bar:
         def __init__(self, *_args: object, **_fields: object) -> None:

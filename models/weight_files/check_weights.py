@@ -38,7 +38,7 @@ _COMPARED_BYTES: Final = 1 << 20
 
 
 class WeightsSummary(NamedTuple):
-    """What is in the files."""
+    """Summary of the weight files."""
 
     num_files: int
     num_tensors: int

@@ -127,7 +127,7 @@ def modules_beside_layers(spec: ModelSpec) -> Iterator[Module]:
 
 
 def stream_modules(spec: ModelSpec) -> Iterator[Module]:
-    """What a layer has for its inputs and for further residual streams, by the names in the layer."""
+    """Modules of a layer for its inputs and for further residual streams, by the names in the layer."""
     size, inputs, altup = spec.hidden_size, spec.streams.layer_inputs, spec.streams.altup
     if spec.form.layer_scalars:
         yield Module("", (1,), part="layer_scalar")

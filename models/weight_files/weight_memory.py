@@ -248,7 +248,7 @@ def _latent_linears(spec: ModelSpec) -> list[_Linear]:
 
 
 def _as_linears(modules: Iterable[Module]) -> list[_Linear]:
-    """Those of the modules that are linear layers, each alone."""
+    """Make a linear layer of each module that is one, each alone."""
     return [
         _Linear({module.name: module.shape[0]}, module.shape[1]) for module in modules if module.is_linear
     ]

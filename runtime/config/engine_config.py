@@ -204,7 +204,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What runs next, how much of it in one step, and how cautiously KV memory is reserved."""
+    """Order and size of the steps, and how cautiously KV memory is reserved."""
 
     preset: Annotated[
         PresetName | None,

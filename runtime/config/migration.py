@@ -239,7 +239,7 @@ CHAT_SHORT: Final[Mapping[str, str]] = {
 
 
 def answer_for(name: str, *, chat: bool = False) -> str:
-    """What to use instead of another engine's flag or key; "" if it is unknown.
+    """Replacement for another engine's flag or key; "" if it is unknown.
 
     Args:
         name: `--gpu-memory-utilization`, `gpu_memory_utilization`, `-ngl`, with or without `=value`.

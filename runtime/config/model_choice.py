@@ -1,4 +1,4 @@
-"""What a user may choose about a model: its task, how it pools, how its weights are quantized."""
+"""Choices of a user about a model: its task, how it pools, how its weights are quantized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Quantization = Literal[QuantMethod, "none"]
 
 
 class TaskChoice(NamedTuple):
-    """What the user asks of a model.
+    """Task that the user asks of a model.
 
     Attributes:
         task: "auto": what the model's files say.

@@ -18,7 +18,7 @@ _NAME: Final = re.compile(r"[A-Za-z0-9._-]{0,64}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogConfig:
-    """What the engine logs; never prompt text."""
+    """Contents of the engine's logs; never prompt text."""
 
     log_level: Annotated[LogLevel, "Lowest severity that is logged."] = "info"
     log_format: Annotated[

@@ -1,4 +1,4 @@
-"""What the declaration of a setting uses: `Alias`, another engine's name for it, and range checks.
+"""Parts of the declaration of a setting: `Alias`, another engine's name for it, and range checks.
 
 An alias is part of the annotation, `Annotated[int, "help", Alias("max_num_seqs")]`, and is accepted wherever the
 setting's own name is: flag, YAML file, `LLM(...)`. A name with another meaning is not an alias: vLLM's

@@ -34,7 +34,7 @@ class PoolMemory(Protocol):
 
     @property
     def page_bytes(self) -> int:
-        """Of one page, all tensors."""
+        """Bytes of one page, over all tensors."""
         ...
 
     def read(self, page_ids: Pages) -> list[memoryview]:
@@ -114,7 +114,7 @@ class PageTarget(Protocol):
     polls: bool
 
     def target(self) -> bytes:
-        """What a `PageWriter` must know of it."""
+        """Description of this target for a `PageWriter`."""
         ...
 
     def progress(self) -> None:

@@ -1,4 +1,4 @@
-"""What transfer libraries read from the environment, where an engine needs another value than their own default."""
+"""Environment settings of transfer libraries, where an engine needs another value than their own default."""
 
 from __future__ import annotations
 

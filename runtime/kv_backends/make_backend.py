@@ -9,7 +9,7 @@ from .base import PageTarget, PageWriter, PoolMemory
 
 
 def make_writer(backend: str, memory: PoolMemory, host: str) -> PageWriter | None:
-    """That of a prefill engine.
+    """Make the backend of a prefill engine.
 
     Raises:
         ConfigError: the backend's library is missing or unusable.
@@ -28,7 +28,7 @@ def make_writer(backend: str, memory: PoolMemory, host: str) -> PageWriter | Non
 
 
 def make_target(backend: str, memory: PoolMemory, host: str) -> PageTarget | None:
-    """That of a decode engine.
+    """Make the backend of a decode engine.
 
     Raises:
         ConfigError: as `make_writer`.

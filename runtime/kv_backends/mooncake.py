@@ -25,7 +25,7 @@ _MAX_PIECES: Final = 2048
 
 
 class _Target(Record, frozen=True):
-    """What a writer must know of the other side: its session, and (address, bytes of a page, pages) of each tensor."""
+    """Description of the other side: its session, and (address, bytes of a page, pages) of each tensor."""
 
     session: str
     regions: tuple[tuple[int, int, int], ...]

@@ -27,7 +27,7 @@ _INITIATOR: Final = "NIXL_INIT_AGENT"
 
 
 class _Target(Record, frozen=True):
-    """What a writer must know of the other side.
+    """Description of the other side for a writer.
 
     Attributes:
         metadata: of its agent.

@@ -32,7 +32,7 @@ from .message_base import Logprobs, Message, ProcessIdentity, Record
 
 
 class KVLayout(Record, frozen=True):
-    """What two engines must have in common so that a page of one is a page of the other.
+    """Facts that must be equal on two engines so that a page of one is a page of the other.
 
     Attributes:
         release: version of the engine.
@@ -75,7 +75,7 @@ class KVLayout(Record, frozen=True):
 
 
 def digest_of(tensors: tuple[tuple[str, int], ...]) -> str:
-    """Of (dtype, bytes of a page) of the tensors of a pool."""
+    """Digest of (dtype, bytes of a page) of the tensors of a pool."""
     return blake2b(msgspec.json.encode(tensors), digest_size=8).hexdigest()
 
 

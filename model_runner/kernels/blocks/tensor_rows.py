@@ -31,7 +31,7 @@ ROUNDED_AT_A_TIME: Final = 4096
 
 
 _PIECE_BYTES: Final = 32 << 20
-"""Of a large tensor so much of the file is mapped at a time."""
+"""Bytes of the file that are mapped at a time for a large tensor."""
 
 _NUMBERS: Final = {one.name: number for number, one in GGML_TYPES.items()}
 
@@ -153,7 +153,7 @@ class TensorRows:
 
     @cached_property
     def factors(self) -> Tensor:
-        """Of a type that is rounded: the factors of `round_to_blocks`, [N / 4096] float32."""
+        """Factors of `round_to_blocks` for a type that is rounded, [N / 4096] float32."""
         whole = self if self.blocks is None else replace(self, blocks=None)  # inputs are taken after rounding
         return torch.tensor([factor_for(largest) for largest in whole._scanned[0].tolist()])
 

@@ -60,7 +60,7 @@ class KernelVariant:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one variant uses on one architecture.
+    """Resources of one variant on one architecture.
 
     Attributes:
         registers: per thread; 255 is the maximum.

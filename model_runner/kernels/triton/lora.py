@@ -38,7 +38,7 @@ _TILE_INPUTS: Final = 64
 _TILE_OUTPUTS: Final = 64
 _TILE_RANK: Final = 32
 _TILE_NUMBERS: Final = 64 * 128
-"""Of A in a tile, at most, for large ranks."""
+"""Elements of A in a tile, at most, for large ranks."""
 _EXPAND_STAGES: Final = 1
 """Loads ahead of the products: few, or the parts of A x that are added up do not fit into the registers."""
 _SPLIT_INPUTS: Final = 1024

@@ -1,1 +1,1 @@
-"""What queries and keys get between their projections and attention, besides rotary."""
+"""Steps between the projections of queries and keys and attention, besides rotary."""

@@ -1,1 +1,1 @@
-"""What layers add beside attention and MLPs: inputs of their own (Gemma 3n, Gemma 4), further residual streams."""
+"""Additions to layers beside attention and MLPs: inputs of their own (Gemma 3n, Gemma 4), further residual streams."""

@@ -70,7 +70,7 @@ class BuiltInModel(NamedTuple):
 
     @property
     def described(self) -> str:
-        """What messages call it."""
+        """Name of the model in messages."""
         return "the default model" if self.short_names[0] == _DEFAULT_SHORT_NAME else self.name
 
 
