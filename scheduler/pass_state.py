@@ -135,7 +135,7 @@ PASSES_BEFORE_ALARM: Final = 6
 
 
 class StallAction(enum.Enum):
-    """What the scheduler does about a pass without progress."""
+    """Reaction of the scheduler to a pass without progress."""
 
     NOTHING = "nothing"
     REPAIR = "repair"

@@ -16,7 +16,7 @@ from .requests.requests import Requests
 
 
 class Work(NamedTuple):
-    """What a step computes: prompt chunks, and one token for each decoding request."""
+    """Work of a step: prompt chunks, and one token for each decoding request."""
 
     chunks: list[Chunk]
     decode_rows: IntArray

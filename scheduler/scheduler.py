@@ -183,7 +183,7 @@ class Scheduler:
         return self._parts.calls.take()
 
     def take_block_events(self) -> Sequence[BlockEvent]:
-        """What entered and left the prefix cache since the last call, in order; empty unless `records_blocks`."""
+        """Take the changes of the prefix cache since the last call, in order; empty unless `records_blocks`."""
         return self._parts.block_events.take()
 
     def take_transfer_commands(self) -> list[TransferCommand]:

@@ -145,7 +145,7 @@ SLO_METRICS = ("ttft", "tpot", "e2el")
 
 
 class Percentiles(msgspec.Struct, frozen=True):
-    """Of one latency, in milliseconds; 0 without measurements."""
+    """Statistics of one latency, in milliseconds; 0 without measurements."""
 
     mean: float
     p50: float

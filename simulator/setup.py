@@ -22,7 +22,7 @@ from .simulated_engine import ReplicaSettings
 
 GIB: Final = 1 << 30
 WORKSPACE_BYTES: Final = 4 * GIB
-"""Of a GPU: activations, logits, graphs, libraries."""
+"""Workspace of a GPU: activations, logits, graphs, libraries."""
 MAX_CPU_RUNNING: Final = 64  # the value of `resolve` for up to four threads
 SWAP_SPACE_GIB: Final = 4.0  # of host memory, per GPU replica
 MAX_AUTO_LEN: Final = 32_768

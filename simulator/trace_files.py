@@ -175,7 +175,7 @@ class TraceKind(enum.Enum):
 
     @property
     def default_time_unit(self) -> TimeUnit:
-        """Of a timestamp that is a number."""
+        """Unit of a timestamp that is a number."""
         return _DEFAULTS[self][1] if self in _DEFAULTS else "s"
 
 

@@ -188,7 +188,7 @@ class Supervisor:
         )
 
     def _settings(self, socket_dirs: Sequence[SocketDir]) -> list[Settings]:
-        """Of all processes, in the order of their start; the tokenizer manager is among those of the first replica."""
+        """Settings of all processes, in the order of their start; the first replica's include the tokenizer manager."""
         ranks = self._config.parallel.local_ranks[1:]  # the first one is in the scheduler's process
         endpoints = [socket_dir.endpoints(ranks) for socket_dir in socket_dirs]
         if len(endpoints) > 1:

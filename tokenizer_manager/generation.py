@@ -36,7 +36,7 @@ Prompt = str | list[int]
 
 
 class Constraint(NamedTuple):
-    """What an answer is constrained to.
+    """Constraint of an answer.
 
     Attributes:
         use: for the scheduler; without reasoning.

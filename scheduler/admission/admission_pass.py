@@ -28,7 +28,7 @@ _MAX_SKIPPED = 256
 
 @dataclass(frozen=True, slots=True)
 class AdmissionParts:
-    """What every walk needs; `look_ahead`: see `StepLimits`."""
+    """Parts that every walk needs; `look_ahead`: see `StepLimits`."""
 
     requests: Requests
     policy: SchedulePolicy

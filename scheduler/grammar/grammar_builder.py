@@ -35,7 +35,7 @@ from ...runtime.messages import GenerateRequest, GrammarReady, SchedulerInput
 logger = logging.getLogger(__name__)
 
 _NICENESS: Final = 10
-"""Of the thread: on a busy machine a new grammar waits, and the steps of other requests do not."""
+"""Niceness of the thread: on a busy machine a new grammar waits, and the steps of other requests do not."""
 
 Compiled = tuple[CompiledGrammar, ...]
 UseOf = Callable[[str], GrammarUse | None]

@@ -147,7 +147,7 @@ class GrammarDrafts:
         return token_ids[:num_valid], min(num_forced, num_valid)
 
     def take_answers(self) -> dict[str, MatcherDrafts]:
-        """What matchers have said since the last call, by rid."""
+        """Take the answers of the matchers since the last call, by rid."""
         if not self._answers:
             return {}
         answers, self._answers = self._answers, {}

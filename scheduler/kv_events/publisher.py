@@ -34,7 +34,7 @@ from .wire import END_OF_REPLAY, EventBatch, batches, wire_event
 logger = logging.getLogger(__name__)
 
 MAX_BUFFER_BYTES: Final = 64 << 20
-"""Of payloads that are kept for replays."""
+"""Most bytes of payloads that are kept for replays."""
 _MAX_QUEUED: Final = 100_000
 """Messages on the way to the thread."""
 _MAX_REQUEST_BYTES: Final = 1024

@@ -170,7 +170,7 @@ class BlockEvents(BlockRecorder):
         return events
 
     def hashes(self) -> set[int]:
-        """Of all blocks in the tree; for checks."""
+        """Return the hashes of all blocks in the tree; for checks."""
         return {block_hash for run in self._runs.values() for block_hash in run.hashes}
 
     def _open_run(self, node: RadixNode) -> _Run | None:
@@ -212,7 +212,7 @@ class BlockEvents(BlockRecorder):
 
 
 def first_hash(lora_id: str) -> int:
-    """What the hash of a prompt's first block is chained to: the adapter."""
+    """Digest of the adapter, to which the hash of a prompt's first block is chained."""
     return _digest(lora_id.encode())
 
 

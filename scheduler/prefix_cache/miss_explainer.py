@@ -116,7 +116,7 @@ class MissExplainer:
         return CacheMiss(rid, prompt_len, prefix_len, kind, prefix_len + num_equal, own_kind=own_kind)
 
     def _within(self, match: PrefixMatch, page: bytes, *, inside: bool) -> tuple[MissKind, int]:
-        """What the request's own namespace has in place of the next page, and how many of its tokens are equal."""
+        """Find the page of the own namespace in place of the next page, and how many of its tokens are equal."""
         node: RadixNode | None = match.node
         num_equal = 0
         if inside:

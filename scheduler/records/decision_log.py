@@ -155,7 +155,7 @@ class RefusedToken(NamedTuple):
 
 
 class MatcherDrafts(NamedTuple):
-    """What the matcher of a request said about its drafts.
+    """Verdict of a request's matcher about its drafts.
 
     Attributes:
         forced: tokens that its grammar forces.

@@ -101,7 +101,7 @@ def output_row(
 def text_options(
     sampling: SamplingParams, delivered_ids: bytes = b"", keep_special_ids: tuple[int, ...] = ()
 ) -> TextOptions:
-    """What the detokenizer needs to know, and the tokens whose text the client already has."""
+    """Make the options of the detokenizer, with the tokens whose text the client already has."""
     return TextOptions(
         stop=sampling.stop,
         include_stop_str_in_output=sampling.include_stop_str_in_output,

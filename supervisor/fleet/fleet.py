@@ -47,7 +47,7 @@ class FleetSettings:
 
 
 class Phase(enum.StrEnum):
-    """What a replica does: STARTING -> READY -> DRAINING -> gone; after a failure BACKOFF -> STARTING, or FAILED."""
+    """Phase of a replica: STARTING -> READY -> DRAINING -> gone; after a failure BACKOFF -> STARTING, or FAILED."""
 
     STARTING = "starting"
     READY = "ready"

@@ -49,7 +49,7 @@ class Status(NamedTuple):
 
 
 class ServerOptions(NamedTuple):
-    """What the servers of a fleet have in common.
+    """Options that the servers of a fleet share.
 
     Attributes:
         needs: what a server takes of its machine, in Ray's units.

@@ -56,7 +56,7 @@ class RayCluster:
 
 
 class RayUse(NamedTuple):
-    """What asked for Ray, for messages: the setting with its value, how to do without, and what is not on Ray."""
+    """Reason for using Ray, for messages: the setting with its value, how to do without, and what is not on Ray."""
 
     setting: str = "executor is ray"
     instead: str = "--executor local"

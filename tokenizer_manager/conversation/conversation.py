@@ -60,7 +60,7 @@ class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says about reasoning.
+    """Options of a request about reasoning.
 
     Attributes:
         enabled: None: as the model's template does by default.

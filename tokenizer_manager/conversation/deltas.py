@@ -55,7 +55,7 @@ Delta = Reasoning | Content | CallBegin | CallArguments | CallEnd
 
 
 _Kind = type[Reasoning] | type[Content] | int | None
-"""Of the deltas that can be joined: the number of a call for its arguments; None: cannot be joined."""
+"""Key of deltas that can be joined: the number of a call for its arguments; None: cannot be joined."""
 
 
 def merged(deltas: Iterable[Delta]) -> Iterator[Delta]:

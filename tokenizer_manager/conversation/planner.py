@@ -117,7 +117,7 @@ class Planner:
         self._check_schema = check_schema
 
     def render_input(self, conversation: Conversation) -> RenderInput:
-        """What the template is given.
+        """Make the input of the template.
 
         Raises:
             RequestError: the tools or the choice are refused.

@@ -96,7 +96,7 @@ class TemplateRenderer:
                 budget.wanted = False
 
     async def plan(self, conversation: Conversation, job: Callable[[], T]) -> T:
-        """What `job`, a step of planning, returns; on a thread if the conversation has tools, in place otherwise.
+        """Run `job`, a step of planning; on a thread if the conversation has tools, in place otherwise.
 
         The schemas of a request's tools have up to `--max-schema-kb`, which takes some hundred milliseconds to check.
 

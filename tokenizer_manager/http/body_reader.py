@@ -33,7 +33,7 @@ MAX_WAIT_S: Final = 5.0
 LONG_S: Final = 0.02
 """CPU time of a body after which its thread rests."""
 _REST: Final = 5.0
-"""Of the CPU time of the body: a row of them takes a sixth of a core."""
+"""Rest per CPU time of the body: a series of bodies takes a sixth of a core."""
 _MAX_REST_S: Final = 0.2
 
 T = TypeVar("T")

@@ -58,7 +58,7 @@ _MAX_SHOWN_ADAPTERS: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What is served, and how it is set.
+    """Facts about the served model and its settings.
 
     Attributes:
         config: resolved settings.
@@ -135,7 +135,7 @@ class Engine(ServerFacts):
         return await self.read(exchange, _as_it_is, optional=optional)
 
     async def read(self, exchange: Exchange, build: Callable[[Body], T], *, optional: bool = False) -> T:
-        """What `build` makes of the request's JSON object; off the event loop where the body is large.
+        """Read the request's JSON object, and `build` from it; off the event loop where the body is large.
 
         Args:
             build: checks the object; see `BodyReader.read`.

@@ -1,1 +1,1 @@
-"""What clients ask of embedders and scorers: inputs, parameters, and scores; shared by the endpoints and `LLM`."""
+"""Requests of clients to embedders and scorers: inputs, parameters, and scores; shared by the endpoints and `LLM`."""

@@ -214,6 +214,6 @@ class _CustomText:
         return decoded
 
     def end(self) -> str:
-        """What was held back, if the arguments have another shape."""
+        """End the arguments; return the held text if they have another shape."""
         held, self._held = self._held, ""
         return "" if self._begun else held

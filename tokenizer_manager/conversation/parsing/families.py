@@ -83,7 +83,7 @@ class ToolFamily:
 
     @property
     def begin(self) -> Pieces:
-        """What begins the first call."""
+        """Beginning of the first call."""
         return self.section_begin or self.call_begin
 
     @property

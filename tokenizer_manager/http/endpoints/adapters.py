@@ -46,7 +46,7 @@ class AdapterBody(msgspec.Struct, kw_only=True):
 
 
 class AdaptersBody(msgspec.Struct, kw_only=True):
-    """What a load or an unload has done, and the adapters that there are now."""
+    """Result of a load or an unload, and the adapters that are present now."""
 
     success: bool = True
     message: str

@@ -37,7 +37,7 @@ class GrammarCheckRequest(ConstraintFields, kw_only=True):
 
 
 class KeywordBody(msgspec.Struct, kw_only=True):
-    """What becomes of one keyword: enforced, approximated (with `strict` an error), annotation or refused."""
+    """Treatment of one keyword: enforced, approximated (with `strict` an error), annotation or refused."""
 
     pointer: str
     keyword: str
@@ -162,7 +162,7 @@ def checked_grammar(
 
 
 def _findings(request: GrammarCheckRequest, config: EngineConfig) -> tuple[Finding, ...]:
-    """Of all keywords: the check above ends at the first that it refuses."""
+    """Return the findings about all keywords: the check above ends at the first that it refuses."""
     try:
         explained = constraint_of(request, config.answers, config.limits, strict_server=False, explain=True)
     except RequestError:

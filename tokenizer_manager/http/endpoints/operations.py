@@ -146,7 +146,7 @@ def _owner(config: EngineConfig) -> str:
 
 
 def _replicas(engine: EngineState) -> list[ReplicaBody]:
-    """Of several; empty for one, whose report is that of the server."""
+    """Reports of several replicas; empty for a single one, whose report is the server's."""
     if engine.num_replicas == 1:
         return []
     return [

@@ -1,4 +1,4 @@
-"""What routers ask of their workers: `/model_info` and `/v1/loads`, with the names that SGLang gave them.
+"""Endpoints for routers: `/model_info` and `/v1/loads`, with the names that SGLang gave them.
 
 sglang-router, smg and vllm-router register a worker by its model and its capacity, and choose among workers by their
 loads: one of each replica (`--dp`), which they call a data-parallel rank.
@@ -138,7 +138,7 @@ async def old_load(exchange: Exchange, engine: Engine) -> None:
 
 
 def all_loads(engine: Engine) -> list[LoadBody]:
-    """Of each replica, from its scheduler's latest report; all zero before the first one."""
+    """Return the load of each replica, from its scheduler's latest report; all zero before the first one."""
     reports = engine.manager.engine.reports
     return [_load_of(rank, report, engine.manager.capacity) for rank, report in enumerate(reports)]
 

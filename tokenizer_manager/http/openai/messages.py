@@ -266,7 +266,7 @@ def tools_and_choice(request: ChatRequest) -> tuple[tuple[Tool, ...], ToolChoice
 
 
 def reasoning_options(request: ChatRequest) -> ReasoningOptions:
-    """What a request says about reasoning, in the spellings of several APIs.
+    """Read the options about reasoning, in the spellings of several APIs.
 
     Raises:
         RequestError: a value is invalid, or two spellings disagree.

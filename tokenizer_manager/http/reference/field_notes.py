@@ -1,4 +1,4 @@
-"""What `/openapi.json` and `/docs` say besides types: an example for each endpoint, and the meaning of each field.
+"""Notes in `/openapi.json` and `/docs` besides types: an example for each endpoint, and the meaning of each field.
 
 An example is accepted by a server with any model that has a chat template, or (`OF_EMBEDDERS`) with any embedder, or
 (`OF_ADAPTERS`) with a folder of adapters; the tests send them. A note has as key a field, or `Struct.field` where the
@@ -221,7 +221,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "duration": DEFAULT_DURATION_S,
     "rate": DEFAULT_RATE_HZ,
 }
-"""Of the server. What a model's own files say instead comes to `with_notes` as `model_defaults`."""
+"""Defaults of the server. Defaults from a model's own files come to `with_notes` as `model_defaults`."""
 
 
 _ORDER: Final = {key.rpartition(".")[2]: idx for idx, key in enumerate(NOTES)}

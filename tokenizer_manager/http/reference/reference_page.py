@@ -198,7 +198,7 @@ def _type_of(field: Mapping[str, Any]) -> str:
 
 
 def _range_of(field: Mapping[str, Any]) -> str:
-    """What a value may be, in words."""
+    """Describe the allowed values, in words."""
     words = [_range_of(option) for option in field.get("anyOf", ())]
     if "enum" in field:
         words.append(", ".join(str(value) for value in field["enum"] if value is not None))

@@ -53,7 +53,7 @@ class Timings(msgspec.Struct):
 
 
 def grammar_of(generation: Generation, tokenizer: Tokenizer) -> GrammarReport | UnsetType:
-    """What the grammar of a generation did so far; UNSET for free text, and before the grammar is ready."""
+    """Report the grammars of a generation so far; UNSET for free text, and before the grammar is ready."""
     guided = [choice.guided for choice in generation.choices if choice.guided is not None]
     reports = [report for each in guided if (report := each.report(tokenizer)) is not None]
     return merged(reports) or UNSET

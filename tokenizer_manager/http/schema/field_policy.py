@@ -183,7 +183,7 @@ def policy_of(fields: Iterable[str], no_effect: Iterable[str] = ()) -> FieldPoli
 
 
 class Notes:
-    """What is noticed while a request is read."""
+    """Observations while a request is read."""
 
     def __init__(self, warnings: list[str], *, strict: bool) -> None:
         """Begin.

@@ -16,7 +16,7 @@ from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, P
 
 MAX_TTL_S: Final = 86_400.0
 MAX_OPENAI_TEMPERATURE: Final = 2.0
-"""Of OpenAI's APIs; `SamplingParams` goes up to 100."""
+"""Maximum of OpenAI's APIs; `SamplingParams` goes up to 100."""
 MAX_PROFILE_S: Final = 3600.0
 MIN_PROFILE_HZ: Final = 1.0
 MAX_PROFILE_HZ: Final = 1000.0
