@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Literal
 
 import numpy as np
@@ -12,14 +11,12 @@ from msgspec import structs
 from safetensors.torch import load_file, save_file
 
 from engine.model_runner.kernels.cpu.library import reasons_against_library
-from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.quantization import QuantizationSpec
 from engine.models.weight_files.check_weights import check_folder_weights
 from engine.models.weight_files.weight_memory import weight_bytes
-from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 
-from .families import ERNIE, FAMILIES, PHIMOE_LONGROPE
+from .families import ERNIE, FAMILIES
 from .text_checks import check_prefill_and_decode, tokens_of
 
 ONE_OF_EACH = (
@@ -53,55 +50,6 @@ def test_decodes_are_recorded_and_repeat_the_eager_ones(make_tiny_model, make_dr
     assert driver.native.recorded_sizes == [2] and driver.native.num_replayed > 4
     driver.run_eagerly()
     assert driver.generate(prompts, num=8) == found
-
-
-@pytest.mark.parametrize(
-    ("variant", "change", "message"),
-    [
-        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0, clipped queries, keys and values are not supported"),
-        ("phimoe", {"num_experts_per_tok": 3}, "num_experts_per_tok is 3, this router always chooses 2"),
-        (
-            "phimoe longrope, few near",
-            {"rope_parameters": {**PHIMOE_LONGROPE, "long_mscale": 1.3}},
-            "long_mscale is 1.3, expected short_mscale, 1.2",
-        ),
-        ("mixtral", {"num_experts_per_tok": 9}, "9 experts for each token, but there are only 6"),
-        ("mixtral", {"hidden_act": "gelu"}, "only 'silu' is supported for mixtral"),
-        ("ernie4_5_moe", {"moe_norm_min": 1e-3}, "moe_norm_min is 0.001, only 1e-12 or less is supported"),
-        (
-            "granite 4 with experts",
-            {"num_experts_per_tok": 9},
-            "9 experts for each token, but there are only 6",
-        ),
-        (
-            "llama4 as Scout",
-            {"attention_chunk_size": None},
-            "attention_chunk_size is None, expected a whole number",
-        ),
-        (
-            "llama4 as Scout",
-            {"layer_types": ["sliding_attention"] * 4},
-            "layer_types is .*expected a list of full_attention and chunked_attention",
-        ),
-        (
-            "llama4 as Scout",
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type is 'yarn', which is not supported; supported are: default, linear, llama3",
-        ),
-        (
-            "llama4 as Scout",
-            {"moe_layers": None, "interleave_moe_layer_step": 0},
-            "interleave_moe_layer_step is 0, expected a whole number from 1",
-        ),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(make_tiny_model, variant, change, message):
-    row = FAMILIES[variant]
-    folder = make_tiny_model(row.model_type, **row.options).folder
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), **change}))
-    with pytest.raises(ConfigError, match=message):
-        read_hf_spec(folder)
 
 
 WHOLE_BLOCKS = {
