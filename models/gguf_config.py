@@ -18,7 +18,7 @@ from .families.registry import GGUF_FAMILIES
 from .fields import Fields
 from .gguf.gguf_file import GGUFFile
 from .gguf_names import FUSED, stacked_names, stored_names
-from .spec.layer_form import FUSED_QKV, PRE_NORMS
+from .spec.layer_form import FUSED_QKV, PRE_NORMS, Biases
 from .spec.model_spec import DTypeName, ModelSpec
 from .spec.quantization import GGUF_FORMS, QuantizationSpec
 
@@ -80,7 +80,7 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
     if model_type == "glm4_moe" and "blk.0.attn_q_norm.weight" not in file.tensors:
-        facts["qk_norm"] = False
+        facts["form"] = structs.replace(facts["form"], qk_norm=False)
     if facts["form"].head_bias and "output.bias" not in file.tensors:
         facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(
@@ -93,9 +93,11 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
         rope_theta=rope_theta,
         max_position_embeddings=fields.integer(f"{arch}.context_length", 1, 1 << 30),
         tie_word_embeddings="output.weight" not in file.tensors,
-        attention_bias=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors)),
-        attention_out_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_up.bias" in file.tensors,
+        biases=Biases(
+            qkv=bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & set(file.tensors)),
+            attention_out="blk.0.attn_output.bias" in file.tensors,
+            mlp="blk.0.ffn_up.bias" in file.tensors,
+        ),
         torch_dtype=_dtype(file),
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         bos_token_id=fields.known_token_id("tokenizer.ggml.bos_token_id", vocab_size),

@@ -84,12 +84,12 @@ class SelfAttention:
             names, sizes, outputs, gates = _gated_parts(context, name)
             gate_names, gate_sizes = [f"{name}.q_proj"] * len(gates), [2 * q_size] * len(gates)
             self.gate = Linear(
-                context, gate_names, spec.hidden_size, gate_sizes, bias=spec.attention_bias, outputs=gates
+                context, gate_names, spec.hidden_size, gate_sizes, bias=spec.biases.qkv, outputs=gates
             )
         if fused:
             num_parts = 1 if outputs is None else len(outputs)
             names, sizes = [f"{name}.qkv_proj"] * num_parts, [sum(sizes)] * num_parts
-        self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.attention_bias, outputs=outputs)
+        self.qkv = Linear(context, names, spec.hidden_size, sizes, bias=spec.biases.qkv, outputs=outputs)
         self.sinks: Tensor | None = None
         if spec.attention.sinks:
             mine = [Slice(0, *equal_span(spec.num_heads, context.group))]
@@ -100,7 +100,7 @@ class SelfAttention:
             f"{name}.{spec.form.names.attention_out}",
             q_size,
             spec.hidden_size,
-            bias=spec.attention_out_bias,
+            bias=spec.biases.attention_out,
         )
 
     def __call__(

@@ -57,7 +57,7 @@ class DecoderParts:
         """The attention of a layer."""
         spec, name = self._spec, f"{self._spec.layer_name(layer_id)}.self_attn"
         factors, qk_norms = self._query_factors, None
-        if spec.qk_norm and not self._form.qk_norm_over_heads:
+        if self._form.qk_norm and not self._form.qk_norm_over_heads:
             head_norm = partial(self._rms_norm, self.context, size=spec.head_dim, eps=spec.rms_norm_eps)
             names = self._form.names
             qk_norms = head_norm(f"{name}.{names.q_norm}"), head_norm(f"{name}.{names.k_norm}")
@@ -78,7 +78,7 @@ class DecoderParts:
             f"{spec.layer_name(layer_id)}.{self._form.names.mlp}",
             spec.hidden_size,
             spec.intermediate_size,
-            bias=spec.mlp_bias,
+            bias=spec.biases.mlp,
             fused=self._form.fused_gate_up,
             activation=activation,
         )
@@ -95,7 +95,7 @@ class DecoderParts:
         spec, prefix = self._spec, f"{self._spec.layer_name(layer_id)}.mlp."
         up, down = (prefix + name for name in self._form.mlp_names)
         return PlainMLP(
-            self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.mlp_bias, activation
+            self.context, up, down, spec.hidden_size, spec.intermediate_size, spec.biases.mlp, activation
         )
 
     def pre_norm_layer(self, layer_id: int, mixer: Attention | None = None) -> Layer:

@@ -156,8 +156,8 @@ class EncoderAttention:
         rows = [3 * size // len(qkv_names)] * len(qkv_names)
         self.layer_id = layer_id
         self.head_dim = spec.head_dim
-        self.qkv = Linear(context, qkv_names, size, rows, bias=spec.attention_bias)
-        self.o = RowLinear(context, out_name, size, size, bias=spec.attention_out_bias)
+        self.qkv = Linear(context, qkv_names, size, rows, bias=spec.biases.qkv)
+        self.o = RowLinear(context, out_name, size, size, bias=spec.biases.attention_out)
         self._rotate_and_store = context.ops.rotate_and_store
 
     def __call__(self, x: Tensor, angles: Angles, batch: ForwardBatch, select_rows: SelectRows) -> Tensor:
@@ -177,8 +177,8 @@ class EncoderMLP:
         assert encoder is not None
         size, inner = spec.hidden_size, spec.intermediate_size
         wide = 2 * inner if encoder.gated_mlp else inner
-        self.up = Linear(context, [up_name], size, [wide], bias=spec.mlp_bias)
-        self.down = RowLinear(context, down_name, inner, size, bias=spec.mlp_bias)
+        self.up = Linear(context, [up_name], size, [wide], bias=spec.biases.mlp)
+        self.down = RowLinear(context, down_name, inner, size, bias=spec.biases.mlp)
         self.activation: Callable[[Tensor], Tensor]
         if encoder.gated_mlp:
             self.activation = _gated(context.ops, encoder.activation)

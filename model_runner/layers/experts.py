@@ -42,7 +42,7 @@ def _dense(context: ModelContext, name: str, inner: int, *, is_summed: bool) -> 
     """A dense MLP, in the form of the experts: with a gate, or without."""
     spec, experts = context.spec, context.spec.experts
     assert experts is not None
-    bias, size = spec.mlp_bias, spec.hidden_size
+    bias, size = spec.biases.mlp, spec.hidden_size
     if not experts.gated:
         up, down = (f"{name}.{part}" for part in spec.form.mlp_names)
         return PlainMLP(context, up, down, size, inner, bias, "relu2", is_summed=is_summed)

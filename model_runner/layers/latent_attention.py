@@ -43,7 +43,7 @@ class LatentAttention:
         self.q = _Queries(context, name, latent)
         size = spec.hidden_size
         self.kv = Linear(
-            context, [f"{name}.kv_a_proj_with_mqa"], size, [latent.row_size], bias=spec.attention_bias
+            context, [f"{name}.kv_a_proj_with_mqa"], size, [latent.row_size], bias=spec.biases.qkv
         )
         self.kv_norm = RMSNorm(context, f"{name}.kv_a_layernorm", latent.kv_lora_rank, latent.norm_eps)
         self.num_heads = len(heads)
@@ -51,7 +51,11 @@ class LatentAttention:
         self.absorb = ops.pack_heads(up_keys.transpose(1, 2))
         self.up_values = ops.pack_heads(up_values)
         self.o = RowLinear(
-            context, f"{name}.o_proj", spec.num_heads * latent.v_head_dim, size, bias=spec.attention_out_bias
+            context,
+            f"{name}.o_proj",
+            spec.num_heads * latent.v_head_dim,
+            size,
+            bias=spec.biases.attention_out,
         )
 
     def __call__(
@@ -94,7 +98,7 @@ class _Queries:
             self.up = Linear(context, [f"{name}.q_proj"], size, [q_size], bias=False, outputs=outputs)
             return
         self.down = (
-            Linear(context, [f"{name}.q_a_proj"], size, [rank], bias=spec.attention_bias),
+            Linear(context, [f"{name}.q_a_proj"], size, [rank], bias=spec.biases.qkv),
             RMSNorm(context, f"{name}.q_a_layernorm", rank, latent.norm_eps),
         )
         self.up = Linear(context, [f"{name}.q_b_proj"], rank, [q_size], bias=False, outputs=outputs)

@@ -50,7 +50,7 @@ def _layer(context: ModelContext, layer_id: int) -> Layer:
         return UnitOffsetRMSNorm(context, f"{name}.{part}", size, spec.rms_norm_eps)
 
     qk_norms = None
-    if spec.qk_norm:
+    if spec.form.qk_norm:
         qk_norms = norm("self_attn.q_norm", spec.head_dim), norm("self_attn.k_norm", spec.head_dim)
     return Layer(
         context.ops.add,

@@ -6,6 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.encoder_spec import EncoderActivation, EncoderSpec
+from ..spec.layer_form import Biases
 from .family import Facts, Family
 from .hf_rope import MAX_POSITIONS
 
@@ -43,9 +44,7 @@ def _learned(fields: Fields, *, offset: int, token_types: int) -> Facts:
         "rope_theta": 10000.0,  # not used
         "max_position_embeddings": rows - offset,
         "rotary_dim": None,
-        "attention_bias": True,
-        "attention_out_bias": True,
-        "mlp_bias": True,
+        "biases": Biases(qkv=True, attention_out=True, mlp=True),
         "encoder": EncoderSpec(
             post_norm=True,
             activation=encoder_activation(fields, "hidden_act"),

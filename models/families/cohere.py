@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import PARALLEL, WindowsSpec
+from ..spec.layer_form import PARALLEL, Biases, WindowsSpec
 from .family import GGUF, LAYER_NAMES, LAYER_NORM_EPS, Facts, Family
 from .gguf_readers import windowed_layers
 from .hf_readers import rope_facts, windows_by_types
@@ -37,8 +37,7 @@ def _layers(fields: Fields, default_theta: float) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     scale = fields.number("logit_scale", 1e-6, 1e6, default=0.0625)
     return rope_facts(fields, read_rope(fields, default_theta)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "form": structs.replace(PARALLEL, logits_scale=scale),
     }
 

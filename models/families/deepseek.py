@@ -15,7 +15,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import PRE_NORMS, AttentionForm, LatentSpec, RopeScaling
+from ..spec.layer_form import PRE_NORMS, AttentionForm, Biases, LatentSpec, RopeScaling
 from ..spec.model_spec import FilesSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, yarn_scaling
@@ -26,18 +26,16 @@ _MAX_SIZE: Final = 1 << 14
 
 
 def _deepseek_v2(fields: Fields) -> Facts:
-    return (
-        _latent_attention(fields, interleaved=True)
-        | experts_after(fields, first_layers(fields, default=0), _softmax_routing, num_shared=2)
-        | _mlp_bias(fields)
-    )
+    facts = _latent_attention(fields, interleaved=True)
+    facts |= experts_after(fields, first_layers(fields, default=0), _softmax_routing, num_shared=2)
+    return facts | {"biases": structs.replace(facts["biases"], mlp=_mlp_bias(fields))}
 
 
-def _mlp_bias(fields: Fields) -> Facts:
+def _mlp_bias(fields: Fields) -> bool:
     bias = fields.boolean("mlp_bias", default=False)
     if bias and len(first_layers(fields, default=0)) < fields.integer("num_hidden_layers", 1, 1 << 12):
         raise fields.error("mlp_bias", True, "only false is supported for a model with experts")
-    return {"mlp_bias": bias}
+    return bias
 
 
 def _deepseek_v3(fields: Fields) -> Facts:
@@ -92,8 +90,7 @@ def _latent_attention(fields: Fields, *, interleaved: bool) -> Facts:
         "head_dim": latent.row_size,
         "rotary_dim": latent.qk_rope_head_dim,
         "attention": AttentionForm(query_scale=rope.mscale**2 * latent.qk_head_dim**-0.5),
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "form": structs.replace(PRE_NORMS, interleaved_rope=interleaved),
     }
 

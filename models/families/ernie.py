@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ERNIE_NAMES, ExpertsSpec, Routing
-from ..spec.layer_form import LayerForm
+from ..spec.layer_form import Biases, LayerForm
 from .deepseek import further_layers
 from .family import GGUF, Facts, Family
 from .gguf_readers import mixture_of
@@ -22,16 +22,14 @@ _LEAST_SUM: Final = 1e-12  # of shares before they are divided by it: too little
 def _ernie4_5(fields: Fields) -> Facts:
     bias = fields.boolean("use_bias", default=False)
     return rope_facts(fields, read_rope(fields, 500_000.0)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias, mlp=bias),
         "form": FORM,
     }
 
 
 def _ernie4_5_moe(fields: Fields) -> Facts:
     facts = _ernie4_5(fields)
-    form = structs.replace(FORM, head_bias=facts["mlp_bias"])
+    form = structs.replace(FORM, head_bias=facts["biases"].mlp)
     return facts | further_layers(fields) | {"form": form, "experts": _experts(fields)}
 
 

@@ -19,7 +19,7 @@ FORM: Final = structs.replace(POST_NORMS_OVER_HEADS, qk_norm_over_heads=False)
 
 def _exaone4(fields: Fields) -> Facts:
     """Where some layers have a window, only those rotate."""
-    facts = rope_facts(fields, read_rope(fields)) | {"qk_norm": True, "form": FORM}
+    facts = rope_facts(fields, read_rope(fields)) | {"form": FORM}
     if fields.get("sliding_window") is None:
         return facts
     windowed = windows_by_types(fields, 4, "sliding_window_pattern")
@@ -34,7 +34,7 @@ _PATTERN: Final = 4  # every fourth layer has no window
 
 def _exaone4_gguf(fields: Fields, arch: str) -> Facts:
     """Where some layers have a window, only those rotate."""
-    facts: Facts = {"qk_norm": True, "form": FORM}
+    facts: Facts = {"form": FORM}
     window = fields.integer(f"{arch}.attention.sliding_window", 0, 1 << 30, default=0)
     if not window:
         return facts

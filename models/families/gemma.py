@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, AttentionForm, WindowsSpec
+from ..spec.layer_form import FOUR_NORMS, AttentionForm, Biases, WindowsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import layer_types, rope_facts, windows_by_pattern, windows_by_types
 from .hf_rope import MAX_POSITIONS, read_rope, read_two_ropes
@@ -19,8 +19,7 @@ def _gemma2(fields: Fields) -> Facts:
     _refuse_bidirectional(fields)
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, read_rope(fields)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "windows": WindowsSpec(
             size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
             layers=windows_by_types(fields, 2),
@@ -29,7 +28,9 @@ def _gemma2(fields: Fields) -> Facts:
     }
 
 
-def _caps(fields: Fields, of_scores: float | None, of_logits: float | None) -> Facts:
+def _caps(
+    fields: Fields, of_scores: float | None, of_logits: float | None, *, qk_norm: bool = False
+) -> Facts:
     """The scale and the caps, and the form of the layers; the arguments are the defaults."""
     scalar = fields.number("query_pre_attn_scalar", 1e-6, 1e9, default=256.0)
     cap = cap_of(fields, "final_logit_softcapping", of_logits)
@@ -38,7 +39,7 @@ def _caps(fields: Fields, of_scores: float | None, of_logits: float | None) -> F
             query_scale=float(scalar**-0.5),
             score_cap=cap_of(fields, "attn_logit_softcapping", of_scores),
         ),
-        "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=cap),
+        "form": structs.replace(FOUR_NORMS, float32_norms=True, qk_norm=qk_norm, logits_cap=cap),
     }
 
 
@@ -68,15 +69,13 @@ def _gemma3(fields: Fields) -> Facts:
     rope, local_theta = read_two_ropes(fields, 1_000_000.0, "rope_local_base_freq", 10_000.0)
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, rope) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "windows": WindowsSpec(
             size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=4096),
             layers=_gemma3_windows(fields),
             rope_theta=local_theta,
         ),
-        **_caps(fields, None, None),
+        **_caps(fields, None, None, qk_norm=True),
     }
 
 
@@ -108,7 +107,9 @@ def _gemma2_gguf(fields: Fields, arch: str) -> Facts:
     }
 
 
-def _caps_gguf(fields: Fields, arch: str, of_scores: float, of_logits: float, *, is_27b: bool) -> Facts:
+def _caps_gguf(
+    fields: Fields, arch: str, of_scores: float, of_logits: float, *, is_27b: bool, qk_norm: bool = False
+) -> Facts:
     """The scale and the caps, and the form of the layers; 0 is no cap. The numbers are the defaults.
 
     The file does not have the scale: it is by the head size, except in the largest model.
@@ -121,7 +122,7 @@ def _caps_gguf(fields: Fields, arch: str, of_scores: float, of_logits: float, *,
     logits = fields.number(f"{arch}.final_logit_softcapping", 0.0, 1e6, default=of_logits)
     return {
         "attention": AttentionForm(query_scale=scale, score_cap=scores or None),
-        "form": structs.replace(FOUR_NORMS, float32_norms=True, logits_cap=logits or None),
+        "form": structs.replace(FOUR_NORMS, float32_norms=True, qk_norm=qk_norm, logits_cap=logits or None),
     }
 
 
@@ -132,13 +133,12 @@ def _gemma3_gguf(fields: Fields, arch: str) -> Facts:
     num_layers = fields.integer("gemma3.block_count", 1, 1 << 12)
     pattern = fields.integer("gemma3.attention.sliding_window_pattern", 1, 1 << 12, default=6)
     return {
-        "qk_norm": True,
         "windows": WindowsSpec(
             size=fields.integer("gemma3.attention.sliding_window", 1, 1 << 30),
             layers=windows_by_pattern(pattern, num_layers),
             rope_theta=fields.number("gemma3.rope.freq_base_swa", 1.0, 1e15, default=10000.0),
         ),
-        **_caps_gguf(fields, arch, 0.0, 0.0, is_27b=num_layers == _GEMMA3_27B_LAYERS),
+        **_caps_gguf(fields, arch, 0.0, 0.0, qk_norm=True, is_27b=num_layers == _GEMMA3_27B_LAYERS),
     }
 
 

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import FOUR_NORMS, AttentionForm, LayerForm, LayerHeads, RopeScaling, WindowsSpec
+from ..spec.layer_form import (
+    FOUR_NORMS,
+    AttentionForm,
+    Biases,
+    LayerForm,
+    LayerHeads,
+    RopeScaling,
+    WindowsSpec,
+)
 from ..spec.streams_spec import AltUpSpec, LayerInputsSpec, StreamsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gemma import cap_of
@@ -231,9 +239,7 @@ def _common(
             raise fields.error(name, fields.get(name), "which these models do not have; remove the field")
     bias = fields.boolean("attention_bias", default=False)
     return {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "attention": _UNSCALED,
         "windows": WindowsSpec(
             size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=window),
@@ -242,7 +248,10 @@ def _common(
         ),
         "streams": StreamsSpec(kv_sources=sources),
         "form": structs.replace(
-            FOUR_NORMS, logits_cap=cap_of(fields, "final_logit_softcapping", cap), value_norm=True
+            FOUR_NORMS,
+            qk_norm=True,
+            logits_cap=cap_of(fields, "final_logit_softcapping", cap),
+            value_norm=True,
         ),
     }
 
@@ -395,7 +404,6 @@ def _common_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...], shared: 
         raise fields.error(f"{arch}.feed_forward_length", list(widths), "expected numbers above 0")
     facts: Facts = {"intermediate_size": max(widths)} if widths else {}
     return facts | {
-        "qk_norm": True,
         "attention": _UNSCALED,
         "windows": WindowsSpec(
             size=fields.integer(f"{arch}.attention.sliding_window", 1, 1 << 30),
@@ -408,7 +416,7 @@ def _common_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...], shared: 
             layer_inputs=LayerInputsSpec(size=size, vocab_size=1) if size else None,
         ),
         "form": structs.replace(
-            FOUR_NORMS, logits_cap=cap or None, value_norm=True, layer_scalars=arch == "gemma4"
+            FOUR_NORMS, qk_norm=True, logits_cap=cap or None, value_norm=True, layer_scalars=arch == "gemma4"
         ),
     }
 

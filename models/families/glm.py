@@ -8,7 +8,7 @@ from typing import Final
 from msgspec import structs
 
 from ..fields import Fields
-from ..spec.layer_form import GLM4, PRE_NORMS, LayerForm
+from ..spec.layer_form import GLM4, PRE_NORMS, QK_NORMS, Biases, LayerForm
 from ..spec.model_spec import FilesSpec
 from .deepseek import (
     SIGMOID,
@@ -36,7 +36,7 @@ def _glm4(fields: Fields) -> Facts:
 def _layers(fields: Fields, form: LayerForm) -> Facts:
     rope = read_rope(fields, default_partial=0.5)
     return partial_rope_facts(fields, rope, _HEAD_DIM) | {
-        "attention_bias": fields.boolean("attention_bias", default=True),
+        "biases": Biases(qkv=fields.boolean("attention_bias", default=True)),
         "form": form,
     }
 
@@ -48,8 +48,8 @@ def _glm4_moe(fields: Fields) -> Facts:
         | experts_after(fields, first_layers(fields, default=1), routing, num_shared=1)
         | further_layers(fields)
         | {
-            "attention_bias": fields.boolean("attention_bias", default=False),
-            "qk_norm": fields.boolean("use_qk_norm", default=False),
+            "biases": Biases(qkv=fields.boolean("attention_bias", default=False)),
+            "form": structs.replace(PRE_NORMS, qk_norm=fields.boolean("use_qk_norm", default=False)),
         }
     )
 
@@ -66,7 +66,7 @@ def _glm4_moe_gguf(fields: Fields, arch: str) -> Facts:
     """Layers that predict further tokens count as blocks of the file."""
     further = fields.integer(f"{arch}.nextn_predict_layers", 0, 1 << 8, default=0)
     num_layers = fields.integer(f"{arch}.block_count", further + 1, 1 << 12) - further
-    facts = {"num_layers": num_layers, "files": FilesSpec(num_mtp_layers=further), "qk_norm": True}
+    facts = {"num_layers": num_layers, "files": FilesSpec(num_mtp_layers=further), "form": QK_NORMS}
     return facts | experts_after_gguf(fields, arch, SIGMOID)
 
 

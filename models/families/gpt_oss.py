@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ClampedSwiGLU, ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, WindowsSpec
+from ..spec.layer_form import AttentionForm, Biases, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers, yarn_scaling
 from .hf_readers import rope_facts, windows_by_types
@@ -23,8 +23,7 @@ def _gpt_oss(fields: Fields) -> Facts:
         raise fields.error("rope_parameters", fields.get("rope_parameters"), "expected an object with yarn")
     bias = fields.boolean("attention_bias", default=True)
     return rope_facts(fields, read_rope(fields, _THETA)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "attention": AttentionForm(sinks=True),
         "windows": WindowsSpec(
             size=fields.integer("sliding_window", 1, MAX_POSITIONS, default=128),

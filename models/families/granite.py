@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import GRANITE_NAMES, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames
+from ..spec.layer_form import AttentionForm, Biases, LayerForm, ModuleNames
 from ..spec.state_spec import Mamba2Spec, StateSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import kv_heads, mixture_of
@@ -26,9 +26,7 @@ def _granite(fields: Fields) -> Facts:
 
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, read_rope(fields)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "biases": Biases(qkv=bias, attention_out=bias, mlp=fields.boolean("mlp_bias", default=False)),
         "attention": AttentionForm(query_scale=multiplier("attention_multiplier")),
         "form": LayerForm(
             embedding_scale=multiplier("embedding_multiplier"),
@@ -58,7 +56,7 @@ def _mixture(fields: Fields, shared_size: int) -> Facts:
         names=GRANITE_NAMES,
     )
     form = structs.replace(facts["form"], names=names, mlp_names=("input_linear", "output_linear"))
-    return facts | {"form": form, "mlp_bias": False, "experts": experts}
+    return facts | {"form": form, "biases": structs.replace(facts["biases"], mlp=False), "experts": experts}
 
 
 def _granite_hybrid(fields: Fields) -> Facts:

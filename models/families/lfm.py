@@ -18,6 +18,7 @@ from .hf_rope import read_rope
 LFM2_FORM: Final = LayerForm(
     norms=("operator_norm", "ffn_norm"),
     mlp_names=("w1", "w3", "w2"),
+    qk_norm=True,
     names=ModuleNames(
         mlp="feed_forward",
         attention_out="out_proj",
@@ -72,7 +73,6 @@ def _body(fields: Fields) -> Facts:
         conv_bias=fields.boolean("conv_bias", default=False),
     )
     return rope_facts(fields, read_rope(fields, _THETA)) | {
-        "qk_norm": True,
         "form": LFM2_FORM,
         "state": state if any(layers) else None,
     }
@@ -119,7 +119,6 @@ def _lfm2_gguf(fields: Fields, arch: str) -> Facts:
     )
     return {
         "num_kv_heads": max(heads),
-        "qk_norm": True,
         "form": LFM2_FORM,
         "state": state if any(state.layers) else None,
     }

@@ -6,6 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.experts_spec import MIXTRAL_NAMES
+from ..spec.layer_form import Biases
 from .family import GGUF, Facts, Family
 from .gguf_readers import mixture_of
 from .hf_readers import rope_facts, window_everywhere
@@ -15,9 +16,7 @@ from .hf_rope import read_rope
 def _llama(fields: Fields) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, read_rope(fields)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "biases": Biases(qkv=bias, attention_out=bias, mlp=fields.boolean("mlp_bias", default=False)),
     }
 
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, TemperatureTuning, WindowsSpec
+from ..spec.layer_form import AttentionForm, Biases, LayerForm, ModuleNames, TemperatureTuning, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import layer_types, rope_facts, rope_layers, windows_by_pattern
@@ -37,8 +37,7 @@ def _llama4(fields: Fields) -> Facts:
         "rope_layers": rotates,
         "windows": windows,
         "attention": AttentionForm(chunked=windows is not None, temperature=temperature),
-        "attention_bias": bias,
-        "attention_out_bias": bias,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "form": structs.replace(FORM, unit_qk_norm=fields.boolean("use_qk_norm", default=True)),
         "intermediate_size": fields.integer("intermediate_size_mlp", 1, 1 << 22, default=16_384),
         "experts": _experts(fields),

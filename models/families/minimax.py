@@ -46,7 +46,6 @@ def _minimax_m2(fields: Fields) -> Facts:
         names=_NAMES,
     )
     return partial_rope_facts(fields, rope, _HEAD_DIM) | {
-        "qk_norm": True,
         "form": PRE_NORMS_OVER_HEADS,
         "experts": experts,
         "files": FilesSpec(num_mtp_layers=fields.integer("num_mtp_modules", 0, 1 << 8, default=0)),
@@ -63,7 +62,7 @@ def _minimax_m2_gguf(fields: Fields, arch: str) -> Facts:
         raise fields.error(key, fields.get(key), f"only {_SIGMOID} (sigmoid) is supported")
     experts = mixture_of(fields, arch, _NAMES)
     experts = structs.replace(experts, routing=_routing(experts.num_active))
-    return {"qk_norm": True, "form": PRE_NORMS_OVER_HEADS, "experts": experts}
+    return {"form": PRE_NORMS_OVER_HEADS, "experts": experts}
 
 
 FAMILIES: Final = (

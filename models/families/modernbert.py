@@ -6,7 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.encoder_spec import EncoderSpec
-from ..spec.layer_form import WindowsSpec
+from ..spec.layer_form import Biases, WindowsSpec
 from .bert import encoder_activation
 from .family import Facts, Family
 from .hf_readers import layer_types
@@ -30,9 +30,7 @@ def _modernbert(fields: Fields) -> Facts:
     facts: Facts = {
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "biases": Biases(qkv=bias, attention_out=bias, mlp=fields.boolean("mlp_bias", default=False)),
         "encoder": EncoderSpec(
             post_norm=False,
             activation=encoder_activation(fields, "hidden_activation", _GATED),

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import LayerForm, ModuleNames
+from ..spec.layer_form import Biases, LayerForm, ModuleNames
 from ..spec.model_spec import FilesSpec
 from ..spec.state_spec import Mamba2Spec, StateSpec
 from .deepseek import sigmoid_routing
@@ -61,7 +61,7 @@ def _nemotron_h(fields: Fields) -> Facts:
         ),
         "rope_theta": 10000.0,
         "rope_layers": (False,) * len(kinds),
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "biases": Biases(mlp=fields.boolean("mlp_bias", default=False)),
         "form": structs.replace(NEMOTRON_FORM, mlp_layers=tuple(kind in (_MLP, _EXPERTS) for kind in kinds)),
         "experts": _experts(fields, kinds) if _EXPERTS in kinds else None,
         "state": _mamba2(fields, tuple(kind == _MAMBA for kind in kinds)),

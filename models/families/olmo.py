@@ -6,7 +6,7 @@ from typing import Final
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS, RopeScaling, WindowsSpec
+from ..spec.layer_form import POST_NORMS_OVER_HEADS, PRE_NORMS_OVER_HEADS, Biases, RopeScaling, WindowsSpec
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .gguf_readers import mixture_of, windowed_layers
 from .hf_readers import rope_facts, windows_by_types
@@ -39,9 +39,7 @@ def _olmo3(fields: Fields) -> Facts:
 def _layers(fields: Fields) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     return {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "form": POST_NORMS_OVER_HEADS,
     }
 
@@ -67,7 +65,7 @@ _PATTERN: Final = 4  # every fourth layer has no window
 
 
 def _olmo2_gguf(fields: Fields, arch: str) -> Facts:
-    facts: Facts = {"qk_norm": True, "form": POST_NORMS_OVER_HEADS}
+    facts: Facts = {"form": POST_NORMS_OVER_HEADS}
     key = f"{arch}.attention.sliding_window"
     window = fields.integer(key, 0, 1 << 30, default=0)
     if not window:
@@ -85,7 +83,7 @@ def _olmo2_gguf(fields: Fields, arch: str) -> Facts:
 
 def _olmoe_gguf(fields: Fields, arch: str) -> Facts:
     experts = mixture_of(fields, arch, ExpertNames(), normalize=False)
-    return {"qk_norm": True, "form": PRE_NORMS_OVER_HEADS, "experts": experts}
+    return {"form": PRE_NORMS_OVER_HEADS, "experts": experts}
 
 
 NAMES: Final = {

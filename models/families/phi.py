@@ -9,7 +9,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import MIXTRAL_NAMES, ExpertsSpec, Routing
-from ..spec.layer_form import FUSED, LayerForm, WindowsSpec
+from ..spec.layer_form import FUSED, Biases, LayerForm, WindowsSpec
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import mixture_of
 from .hf_readers import partial_rope_facts, rope_facts, window_everywhere
@@ -45,8 +45,7 @@ def _phimoe(fields: Fields) -> Facts:
         rope_facts(fields, rope)
         | window_everywhere(fields)
         | {
-            "attention_bias": bias,
-            "attention_out_bias": bias,
+            "biases": Biases(qkv=bias, attention_out=bias),
             "form": LayerForm(norm="layer", norm_bias=True, head_bias=head_bias),
             "experts": experts,
         }

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from ..fields import Fields
 from ..spec.experts_spec import ExpertNames, ExpertsSpec, Routing
-from ..spec.layer_form import AttentionForm, LayerForm, ModuleNames, WindowsSpec
+from ..spec.layer_form import QK_NORMS, AttentionForm, Biases, LayerForm, ModuleNames, WindowsSpec
 from ..spec.model_spec import FilesSpec
 from ..spec.quantization import BLOCK_LEN
 from ..spec.state_spec import DeltaSpec, StateSpec
@@ -23,7 +23,7 @@ _DELTA_HEAD_DIM: Final = 256
 
 
 def _qwen2(fields: Fields) -> Facts:
-    return rope_facts(fields, read_rope(fields)) | _qwen_windows(fields) | {"attention_bias": True}
+    return rope_facts(fields, read_rope(fields)) | _qwen_windows(fields) | {"biases": Biases(qkv=True)}
 
 
 def _qwen3(fields: Fields) -> Facts:
@@ -36,7 +36,7 @@ def _qwen2_moe(fields: Fields) -> Facts:
     return (
         rope_facts(fields, read_rope(fields))
         | windows
-        | {"attention_bias": fields.boolean("qkv_bias", default=True), "experts": experts}
+        | {"biases": Biases(qkv=fields.boolean("qkv_bias", default=True)), "experts": experts}
     )
 
 
@@ -92,9 +92,8 @@ def _experts(fields: Fields, default_normalize: bool = False) -> ExpertsSpec:
 def _qwen3_attention(fields: Fields) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     return rope_facts(fields, read_rope(fields)) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
+        "biases": Biases(qkv=bias, attention_out=bias),
+        "form": QK_NORMS,
     }
 
 
@@ -114,7 +113,9 @@ def _qwen_windows(fields: Fields) -> Facts:
 
 
 _DELTA_KINDS: Final = ("linear_attention", "full_attention")
-DELTA_FORM: Final = LayerForm(norm="offset_rms", float32_norms=True, names=ModuleNames(mtp="mtp."))
+DELTA_FORM: Final = LayerForm(
+    qk_norm=True, norm="offset_rms", float32_norms=True, names=ModuleNames(mtp="mtp.")
+)
 
 
 def _qwen3_next(fields: Fields) -> Facts:
@@ -165,9 +166,7 @@ def _delta_nets(fields: Fields, *, fused: bool = False) -> Facts:
     bias = fields.boolean("attention_bias", default=False)
     rope = read_rope(fields, default_partial=0.25)
     return partial_rope_facts(fields, rope, _DELTA_HEAD_DIM) | {
-        "attention_bias": bias,
-        "attention_out_bias": bias,
-        "qk_norm": True,
+        "biases": Biases(qkv=bias, attention_out=bias),
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,
@@ -188,11 +187,11 @@ def _delta_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def _qwen3_gguf(fields: Fields, arch: str) -> Facts:
-    return {"qk_norm": True}
+    return {"form": QK_NORMS}
 
 
 def _qwen3_moe_gguf(fields: Fields, arch: str) -> Facts:
-    return {"qk_norm": True, "experts": mixture_of(fields, arch, ExpertNames())}  # always normalized
+    return {"form": QK_NORMS, "experts": mixture_of(fields, arch, ExpertNames())}  # always normalized
 
 
 def _qwen2_moe_gguf(fields: Fields, arch: str) -> Facts:
@@ -259,7 +258,6 @@ def _delta_nets_gguf(fields: Fields, arch: str, *, fused_small: bool = False) ->
     return {
         "num_layers": num_layers,
         "files": FilesSpec(num_mtp_layers=further),
-        "qk_norm": True,
         "form": DELTA_FORM,
         "attention": AttentionForm(output_gate=True),
         "state": state if any(state.layers) else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..fields import Fields
+from ..spec.layer_form import Biases
 from .family import GGUF, LAYER_NAMES, Facts, Family
 from .gguf_readers import no_facts
 from .hf_readers import rope_facts
@@ -13,9 +14,11 @@ from .hf_rope import read_rope
 
 def _seed_oss(fields: Fields) -> Facts:
     return rope_facts(fields, read_rope(fields)) | {
-        "attention_bias": fields.boolean("attention_bias", default=True),
-        "attention_out_bias": fields.boolean("attention_out_bias", default=False),
-        "mlp_bias": fields.boolean("mlp_bias", default=False),
+        "biases": Biases(
+            qkv=fields.boolean("attention_bias", default=True),
+            attention_out=fields.boolean("attention_out_bias", default=False),
+            mlp=fields.boolean("mlp_bias", default=False),
+        ),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..fields import Fields
-from ..spec.layer_form import WindowsSpec
+from ..spec.layer_form import Biases, WindowsSpec
 from .family import GGUF, Facts, Family
 from .hf_readers import layer_types, rope_facts, rope_layers
 from .hf_rope import MAX_POSITIONS, read_rope
@@ -19,9 +19,7 @@ def _smollm3(fields: Fields) -> Facts:
         | _windows(fields, rotates)
         | {
             "rope_layers": rotates,
-            "attention_bias": bias,
-            "attention_out_bias": bias,
-            "mlp_bias": fields.boolean("mlp_bias", default=False),
+            "biases": Biases(qkv=bias, attention_out=bias, mlp=fields.boolean("mlp_bias", default=False)),
         }
     )
 

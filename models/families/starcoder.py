@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..fields import Fields
-from ..spec.layer_form import LayerForm
+from ..spec.layer_form import Biases, LayerForm
 from .family import GGUF, LAYER_NAMES, LAYER_NORM_EPS, Facts, Family
 from .hf_readers import rope_facts, window_everywhere
 from .hf_rope import read_rope
@@ -18,7 +18,7 @@ def _starcoder2(fields: Fields) -> Facts:
     return (
         rope_facts(fields, read_rope(fields))
         | window_everywhere(fields)
-        | {"attention_bias": bias, "attention_out_bias": bias, "mlp_bias": bias, "form": FORM}
+        | {"biases": Biases(qkv=bias, attention_out=bias, mlp=bias), "form": FORM}
     )
 
 

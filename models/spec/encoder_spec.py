@@ -12,6 +12,7 @@ from typing import Final, Literal
 import msgspec
 
 from ...runtime.config.model_choice import PoolingType
+from .layer_form import Biases
 
 EncoderActivation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 """`gelu` is the exact one, by the error function."""
@@ -45,18 +46,16 @@ class EncoderSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.position_rows - self.position_offset
 
     def num_parameters(
-        self, *, vocab_size: int, size: int, inner: int, num_layers: int, biases: tuple[bool, bool, bool]
+        self, *, vocab_size: int, size: int, inner: int, num_layers: int, biases: Biases
     ) -> int:
         """Weights of the encoder.
 
         Args:
             size, inner: hidden size, and width of the MLP.
-            biases: whether q, k and v, the attention output, and the MLP have biases.
         """
-        qkv, out, mlp = biases
         wide = 2 * inner if self.gated_mlp else inner
         layer = 4 * size * size + size * wide + inner * size
-        layer += 3 * size * qkv + size * out + (wide + size) * mlp
+        layer += 3 * size * biases.qkv + size * biases.attention_out + (wide + size) * biases.mlp
         # Pre-norm: the first layer's attention has none, and there is a final one instead.
         num_norms = 1 + 2 * num_layers
         norms = num_norms * size * (2 if self.norm_bias else 1)

@@ -105,6 +105,17 @@ class LayerHeads(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
 
 
+class Biases(msgspec.Struct, frozen=True, kw_only=True):
+    """Which linear layers have biases: q, k and v; the output of attention; the MLP."""
+
+    qkv: bool = False
+    attention_out: bool = False
+    mlp: bool = False
+
+
+NO_BIASES: Final = Biases()
+
+
 class ModuleNames(msgspec.Struct, frozen=True, kw_only=True):
     """Names of modules that differ between families; the default is Llama's. `final_norm` is outside of layers.
 
@@ -130,7 +141,8 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
         mlp: `gated`: down(act(gate) * up); `plain`: down(act(up)).
         qkv_names: modules of `self_attn` with q, k and v; one name: a matrix of all three.
         mlp_names: modules of `mlp`, down last; one name before it in a gated MLP: a matrix of gate and up.
-        qk_norm_over_heads: q and k have one norm each over all of their heads together.
+        qk_norm: each head of q and k is normalized before rotary.
+        qk_norm_over_heads: if they are, q and k have one norm each over all of their heads together.
         unit_qk_norm: in layers that rotate, heads of q and k are divided by their root mean squares, without weights.
         interleaved_rope: rotary turns neighboring elements of a head, (0, 1), (2, 3), ...; else the halves are paired.
         embedding_scale: a factor of the embedding's vectors.
@@ -153,6 +165,7 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MLPKind = "gated"
     qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    qk_norm: bool = False
     qk_norm_over_heads: bool = False
     unit_qk_norm: bool = False
     interleaved_rope: bool = False
@@ -181,7 +194,10 @@ class LayerForm(msgspec.Struct, frozen=True, kw_only=True):
 PRE_NORMS: Final = LayerForm()
 """A norm before attention and one before the MLP."""
 
-PRE_NORMS_OVER_HEADS: Final = LayerForm(qk_norm_over_heads=True)
+QK_NORMS: Final = LayerForm(qk_norm=True)
+"""The same with norms of each head of q and k, as in Qwen3."""
+
+PRE_NORMS_OVER_HEADS: Final = LayerForm(qk_norm=True, qk_norm_over_heads=True)
 """The same with norms of q and k over all heads, as in OLMoE."""
 
 FUSED_QKV: Final = ("qkv_proj",)
@@ -201,7 +217,7 @@ FOUR_NORMS: Final = LayerForm(
 """Norms before and after attention and the MLP, as in Gemma."""
 
 POST_NORMS_OVER_HEADS: Final = LayerForm(
-    norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm_over_heads=True
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"), qk_norm=True, qk_norm_over_heads=True
 )
 """Norms after attention and the MLP only, as in OLMo 2."""
 

@@ -16,9 +16,11 @@ from ...runtime.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from .encoder_spec import EncoderSpec, PoolingSpec
 from .experts_spec import ExpertsSpec
 from .layer_form import (
+    NO_BIASES,
     PLAIN_ATTENTION,
     PRE_NORMS,
     AttentionForm,
+    Biases,
     LatentSpec,
     LayerForm,
     LayerHeads,
@@ -47,7 +49,7 @@ class LayerView(NamedTuple):
 
 
 class FilesSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files of a model hold beside what is computed.
+    """Facts about the files of a model, which only their readers use.
 
     Attributes:
         language_of: `model_type` of the multimodal folder around this language model, see `language_part`.
@@ -76,15 +78,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     rope_scaling: RopeScaling = RopeScaling()
     max_position_embeddings: int
     tie_word_embeddings: bool
-    attention_bias: bool = False  # of the q, k and v projections
-    attention_out_bias: bool = False
-    mlp_bias: bool = False
+    biases: Biases = NO_BIASES
     torch_dtype: DTypeName  # dtype of the saved weights, or the best choice for a quantized file
     eos_token_ids: tuple[int, ...] = ()  # sampling one of them ends a text
     bos_token_id: int | None = None
     rotary_dim: int | None = None  # leading elements of a head that rotate; None: all
     rope_layers: tuple[bool, ...] = ()  # one for each layer: whether it rotates q and k; empty: all do
-    qk_norm: bool = False  # each head of q and k is normalized before rotary
     windows: WindowsSpec | None = None  # None: no layer has a window
     experts: ExpertsSpec | None = None
     state: StateSpec | None = None  # of layers without keys and values; None: all layers attend

@@ -1,4 +1,4 @@
-"""`StreamsSpec`: what the decoders of Gemma 3n and Gemma 4 have beside Gemma 3's layers.
+"""`StreamsSpec`: the parts of Gemma 3n and Gemma 4 that no other decoder has.
 
 Layers of different sizes, layers that attend to keys and values of others, inputs of layers, further residual streams.
 """

@@ -142,7 +142,7 @@ def encoder_modules(spec: ModelSpec, prefix: str) -> Iterator[Module]:
 def _linears(spec: ModelSpec, names: EncoderNames, *, gated: bool) -> Iterator[Module]:
     size, inner = spec.hidden_size, spec.intermediate_size
     for name in names.qkv:
-        yield Module(name, (3 * size // len(names.qkv), size), is_linear=True, has_bias=spec.attention_bias)
-    yield Module(names.attention_out, (size, size), is_linear=True, has_bias=spec.attention_out_bias)
-    yield Module(names.mlp_in, (inner * (2 if gated else 1), size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(names.mlp_out, (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+        yield Module(name, (3 * size // len(names.qkv), size), is_linear=True, has_bias=spec.biases.qkv)
+    yield Module(names.attention_out, (size, size), is_linear=True, has_bias=spec.biases.attention_out)
+    yield Module(names.mlp_in, (inner * (2 if gated else 1), size), is_linear=True, has_bias=spec.biases.mlp)
+    yield Module(names.mlp_out, (size, inner), is_linear=True, has_bias=spec.biases.mlp)

@@ -149,7 +149,7 @@ def stream_modules(spec: ModelSpec) -> Iterator[Module]:
 
 def _head_norms(spec: ModelSpec, layer: int) -> Iterator[Module]:
     names = spec.form.names.q_norm, spec.form.names.k_norm
-    for name, size in zip(names, spec.qk_norm_sizes(layer), strict=True) if spec.qk_norm else ():
+    for name, size in zip(names, spec.qk_norm_sizes(layer), strict=True) if spec.form.qk_norm else ():
         if size:
             yield Module(f"self_attn.{name}", (size,))
 
@@ -217,9 +217,9 @@ def attention_modules(spec: ModelSpec, layer: int) -> Iterator[Module]:
     if spec.form.fused_qkv:
         sizes = [sum(sizes)]
     for name, rows in zip(spec.form.qkv_names, sizes, strict=False):
-        yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.attention_bias)
+        yield Module(f"self_attn.{name}", (rows, size), is_linear=True, has_bias=spec.biases.qkv)
     name = f"self_attn.{spec.form.names.attention_out}"
-    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.attention_out_bias)
+    yield Module(name, (size, q_size), is_linear=True, has_bias=spec.biases.attention_out)
     if spec.attention.sinks:
         yield Module("self_attn", (spec.num_heads,), part="sinks")
 
@@ -239,11 +239,11 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
         yield Module("self_attn.q_proj", (q_size, size), is_linear=True)
     else:
         q_rank = latent.q_lora_rank
-        yield Module("self_attn.q_a_proj", (q_rank, size), is_linear=True, has_bias=spec.attention_bias)
+        yield Module("self_attn.q_a_proj", (q_rank, size), is_linear=True, has_bias=spec.biases.qkv)
         yield Module("self_attn.q_a_layernorm", (q_rank,))
         yield Module("self_attn.q_b_proj", (q_size, q_rank), is_linear=True)
     yield Module(
-        "self_attn.kv_a_proj_with_mqa", (latent.row_size, size), is_linear=True, has_bias=spec.attention_bias
+        "self_attn.kv_a_proj_with_mqa", (latent.row_size, size), is_linear=True, has_bias=spec.biases.qkv
     )
     yield Module("self_attn.kv_a_layernorm", (rank,))
     yield Module(
@@ -253,7 +253,7 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec) -> Iterator[Module]:
         "self_attn.o_proj",
         (size, spec.num_heads * latent.v_head_dim),
         is_linear=True,
-        has_bias=spec.attention_out_bias,
+        has_bias=spec.biases.attention_out,
     )
 
 
@@ -284,5 +284,5 @@ def _dense(name: str, size: int, inner: int, spec: ModelSpec) -> Iterator[Module
     *first, down = spec.form.mlp_names
     rows = 2 * inner if spec.form.fused_gate_up else inner
     for part in first:
-        yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.mlp_bias)
-    yield Module(f"{name}.{down}", (size, inner), is_linear=True, has_bias=spec.mlp_bias)
+        yield Module(f"{name}.{part}", (rows, size), is_linear=True, has_bias=spec.biases.mlp)
+    yield Module(f"{name}.{down}", (size, inner), is_linear=True, has_bias=spec.biases.mlp)

@@ -45,7 +45,7 @@ def num_parameters(spec: ModelSpec) -> int:
             size=spec.hidden_size,
             inner=spec.intermediate_size,
             num_layers=spec.num_layers,
-            biases=(spec.attention_bias, spec.attention_out_bias, spec.mlp_bias),
+            biases=spec.biases,
         )
     num_experts = spec.experts.num_experts if spec.experts is not None else 1
     return sum(
@@ -66,7 +66,7 @@ def multiplied_parameters(spec: ModelSpec) -> int:
 
 def _norm_parameters(spec: ModelSpec) -> int:
     norms = len(spec.form.norms) * spec.hidden_size * (2 if spec.form.norm_bias else 1)
-    heads = sum(sum(spec.qk_norm_sizes(layer)) for layer in spec.attention_layers) if spec.qk_norm else 0
+    heads = sum(sum(spec.qk_norm_sizes(layer)) for layer in spec.attention_layers) if spec.form.qk_norm else 0
     return spec.num_layers * norms + heads + spec.hidden_size
 
 

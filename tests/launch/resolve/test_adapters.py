@@ -27,9 +27,6 @@ BASE = msgspec.structs.replace(
     num_kv_heads=1,
     head_dim=8,
     vocab_size=50,
-    attention_bias=False,
-    attention_out_bias=False,
-    mlp_bias=False,
 )
 
 

@@ -12,6 +12,7 @@ from engine.launch.resolve.memory_budget import capacity_of
 from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.launch.resolve.resolve import resolve
 from engine.models.spec.encoder_spec import EncoderSpec
+from engine.models.spec.layer_form import Biases
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.config.config_sources import from_arguments, merge
@@ -33,9 +34,7 @@ MINILM = ModelSpec(
     max_position_embeddings=512,
     tie_word_embeddings=True,
     torch_dtype="float32",
-    attention_bias=True,
-    attention_out_bias=True,
-    mlp_bias=True,
+    biases=Biases(qkv=True, attention_out=True, mlp=True),
     encoder=EncoderSpec(post_norm=True, activation="gelu", position_rows=512, token_types=2),
 )
 BASE = msgspec.structs.replace(

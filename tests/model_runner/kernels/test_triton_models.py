@@ -22,7 +22,7 @@ from engine.model_runner.states import plain_delta_net, plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.models.families.llama4 import FORM, NAMES, TEMPERATURE, routing
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
-from engine.models.spec.layer_form import FOUR_NORMS, AttentionForm, WindowsSpec
+from engine.models.spec.layer_form import FOUR_NORMS, QK_NORMS, AttentionForm, WindowsSpec
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.sampling_params import SamplingParams
 from tests.conftest import HAS_NVIDIA_DRIVER
@@ -49,11 +49,11 @@ LLAMA = ModelSpec(
 )
 SPECS = {
     "llama": LLAMA,
-    "qwen3": msgspec.structs.replace(LLAMA, model_type="qwen3", qk_norm=True),
+    "qwen3": msgspec.structs.replace(LLAMA, model_type="qwen3", form=QK_NORMS),
     "qwen3_moe": msgspec.structs.replace(
         LLAMA,
         model_type="qwen3_moe",
-        qk_norm=True,
+        form=QK_NORMS,
         experts=ExpertsSpec(
             num_experts=4, intermediate_size=24, routing=Routing(num_active=2, normalize=True)
         ),
@@ -61,9 +61,8 @@ SPECS = {
     "gemma3": msgspec.structs.replace(
         LLAMA,
         model_type="gemma3_text",
-        qk_norm=True,
         tie_word_embeddings=True,
-        form=msgspec.structs.replace(FOUR_NORMS, float32_norms=True),
+        form=msgspec.structs.replace(FOUR_NORMS, qk_norm=True, float32_norms=True),
         windows=WindowsSpec(size=4, layers=(True, False), rope_theta=100.0),
         attention=AttentionForm(query_scale=0.3),
     ),

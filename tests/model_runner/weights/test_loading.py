@@ -20,6 +20,7 @@ from engine.model_runner.weights.reader import Slice, TensorStore, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
+from engine.models.spec.layer_form import Biases
 from engine.runtime.errors import ConfigError
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -114,7 +115,7 @@ class TestSafetensors:
         with pytest.raises(
             ConfigError, match=r"unexpected tensor 'model.layers.0.self_attn.k_proj.bias' \(8 in all\)"
         ):
-            make_driver(replace(tiny.spec, attention_bias=False, attention_out_bias=False), tiny.folder)
+            make_driver(replace(tiny.spec, biases=Biases()), tiny.folder)
 
     @pytest.mark.parametrize("keep", [0, 5, 200, -1])
     def test_truncated(self, make_tiny_llama, make_driver, keep):

@@ -90,7 +90,7 @@ def test_tensors_tell_vocabulary_head_biases_and_dtype(make_gguf: MakeGGUF) -> N
     }
     spec = read(make_gguf, tensors, llama__vocab_size=...)
     assert (spec.vocab_size, spec.tie_word_embeddings, spec.torch_dtype) == (130, False, "float32")
-    assert (spec.attention_bias, spec.mlp_bias) == (True, True)
+    assert (spec.biases.qkv, spec.biases.mlp) == (True, True)
 
 
 def test_every_kind_of_end_token_counts(make_gguf: MakeGGUF) -> None:

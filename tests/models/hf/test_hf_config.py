@@ -143,7 +143,7 @@ def test_what_transformers_writes_today(tmp_path: Path) -> None:
     spec = read_hf_spec(tmp_path)
 
     assert (spec.head_dim, spec.num_kv_heads, spec.num_layers) == (16, 1, 3)
-    assert (spec.attention_bias, spec.mlp_bias, spec.torch_dtype) == (True, True, "float16")
+    assert (spec.biases.qkv, spec.biases.mlp, spec.torch_dtype) == (True, True, "float16")
     assert (spec.rope_theta, spec.rope_scaling) == (1234.0, RopeScaling(kind="linear", factor=2.0))
     assert spec.eos_token_ids == (5, 6)
 
@@ -199,7 +199,7 @@ def test_gemma_3_as_it_was_published(tmp_path: Path) -> None:
 def test_windows_that_are_switched_off_are_none(tmp_path: Path) -> None:
     spec = read(tmp_path, **QWEN2, use_sliding_window=False, sliding_window=131072, max_window_layers=1)
     assert spec.window_of(1) is None
-    assert (spec.attention_bias, spec.attention_out_bias) == (True, False)
+    assert (spec.biases.qkv, spec.biases.attention_out) == (True, False)
 
 
 def test_heads_of_qwen3_are_wide_by_default(tmp_path: Path) -> None:

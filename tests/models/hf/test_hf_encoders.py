@@ -70,7 +70,7 @@ def test_bert(tmp_path):
     assert encoder.post_norm and encoder.activation == "gelu" and not encoder.gated_mlp and encoder.norm_bias
     assert (encoder.position_rows, encoder.position_offset, encoder.token_types) == (40, 0, 2)
     assert spec.max_position_embeddings == 40 and spec.rms_norm_eps == 1e-12 and spec.head_dim == 8
-    assert spec.attention_bias and spec.attention_out_bias and spec.mlp_bias
+    assert spec.biases.qkv and spec.biases.attention_out and spec.biases.mlp
     assert spec.eos_token_ids == ()
 
 
@@ -112,7 +112,7 @@ def test_modernbert(tmp_path):
     assert spec.windows is not None and spec.windows.layers == (False, True, True, False, True)
     assert spec.window_of(1) == 11, "5 tokens on each side and the token itself"
     assert spec.rope_theta == 160000.0 and spec.windows.rope_theta == 10000.0
-    assert not (spec.attention_bias or spec.attention_out_bias or spec.mlp_bias)
+    assert not (spec.biases.qkv or spec.biases.attention_out or spec.biases.mlp)
 
 
 def test_modernbert_in_the_spelling_of_transformers_5(tmp_path):

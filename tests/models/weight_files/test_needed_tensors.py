@@ -6,9 +6,10 @@ import math
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
-from engine.models.spec.layer_form import FOUR_NORMS
+from engine.models.spec.layer_form import FOUR_NORMS, QK_NORMS, Biases
 from engine.models.spec.model_spec import ModelSpec
 from engine.models.weight_files.needed_tensors import needed_modules
 from engine.models.weight_files.weight_memory import num_parameters
@@ -36,10 +37,10 @@ EXPERTS = ExpertsSpec(num_experts=5, intermediate_size=24, routing=Routing(num_a
     [
         ({}, 38_880),
         ({"tie_word_embeddings": True}, 35_680),
-        ({"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}, 39_744),
-        ({"model_type": "qwen3", "qk_norm": True}, 38_976),
-        ({"model_type": "qwen3_moe", "qk_norm": True, "experts": EXPERTS}, 53_120),
-        ({"model_type": "gemma3_text", "qk_norm": True, "form": FOUR_NORMS}, 39_168),
+        ({"biases": Biases(qkv=True, attention_out=True, mlp=True)}, 39_744),
+        ({"model_type": "qwen3", "form": QK_NORMS}, 38_976),
+        ({"model_type": "qwen3_moe", "form": QK_NORMS, "experts": EXPERTS}, 53_120),
+        ({"model_type": "gemma3_text", "form": structs.replace(FOUR_NORMS, qk_norm=True)}, 39_168),
         ({"model_type": "phi3"}, 38_880),
     ],
     ids=str,

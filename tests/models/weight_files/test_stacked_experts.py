@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
+from engine.models.spec.layer_form import QK_NORMS
 from engine.models.spec.model_spec import ModelSpec
 
 NUM, INNER, SIZE = 3, 4, 6
@@ -28,7 +29,7 @@ SPEC = ModelSpec(
     max_position_embeddings=16,
     tie_word_embeddings=True,
     torch_dtype="float32",
-    qk_norm=True,
+    form=QK_NORMS,
     experts=ExpertsSpec(
         num_experts=NUM, intermediate_size=INNER, routing=Routing(num_active=1), dense_layers=(1,)
     ),
