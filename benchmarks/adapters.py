@@ -83,7 +83,7 @@ def write_adapter(folder: Path, spec: ModelSpec, rank: int, seed: int) -> None:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     """Load the model and the adapters; time the cases in turn."""
-    from engine.model_runner.adapters.adapter_slots import SlotSizes
+    from engine.model_runner.adapters.adapter_store import SlotSizes
     from engine.model_runner.load import load_model_runner
     from engine.models.adapters.read_adapter import read_adapter
     from engine.models.load_spec import load_spec

@@ -42,7 +42,7 @@ from benchmarks.player import (
     model_spec,
 )
 from engine.launch.child.process_resources import shorten_spinning
-from engine.model_runner.kernels.cpu.isa import ISAS, Isa
+from engine.model_runner.kernels.cpu.compiler import ISAS, Isa
 
 
 class Case(NamedTuple):

@@ -87,7 +87,7 @@ def _run(merged: MergedConfig) -> int:
 
     from ..launch.child.crash_report import CrashReports
     from ..launch.resolve.prepare import log_config, prepare
-    from ..model_runner.kernels.cpu.first_build import compile_ahead
+    from ..model_runner.kernels.cpu.build import compile_ahead
     from ..runtime.logs import configure_logging
     from ..supervisor.supervisor import EngineReady, Supervisor
     from .doctor.command import warn_at_start
@@ -149,7 +149,7 @@ def _run_node(merged: MergedConfig) -> int:
 
     from ..launch.child.crash_report import CrashReports
     from ..launch.resolve.prepare import prepare
-    from ..model_runner.kernels.cpu.first_build import compile_ahead
+    from ..model_runner.kernels.cpu.build import compile_ahead
     from ..runtime.logs import configure_logging
     from ..supervisor.node_supervisor import NodeSupervisor
 

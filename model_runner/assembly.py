@@ -28,8 +28,7 @@ from .pooling.pooler import Pooler
 from .recording.eager_executor import EagerExecutor
 from .recording.graph_device import CudaGraphDevice
 from .recording.graphs.cuda_graph_executor import cuda_graph_executor
-from .recording.graphs.recorded_forward import RecordedForward
-from .recording.graphs.recorded_sampler import recorded_sampler
+from .recording.graphs.recorded_forward import RecordedForward, recorded_sampler
 from .recording.programs.forward_program import programmed_forward
 from .recording.programs.native_executor import native_executor
 from .request_states import RequestStates
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
     from ..models.spec.model_spec import ModelSpec
     from ..runtime.feasibility import Capacity
     from .adapter_runs import AdapterRuns
-    from .adapters.adapter_slots import AdapterSlots
+    from .adapters.adapter_store import AdapterSlots
     from .attention.backend import AttentionBackend
     from .distributed.pp_link import StageLink
     from .distributed.tp_group import TPGroup

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .attention.backend import BatchLayout
 from .input_batch import RELAYED, InputBatch, PromptSpan
-from .pooling.pooled_chunk import PooledChunk
+from .pooling.pooler import PooledChunk
 from .request_states import RequestStates, SamplingFlag
 from .sampling.draft_batch import DraftBatch
 from .sampling.sampling_batch import SamplingBatch, plan_sampling

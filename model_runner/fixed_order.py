@@ -11,8 +11,8 @@ import torch
 
 from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
+from .kernels import latent as native_latent
 from .kernels import native
-from .kernels.latent import native as native_latent
 from .kernels.native_experts import NativeExperts
 from .kernels.native_matmul import NativeMatmul
 from .op_selection import PROVIDERS, Provider, Target

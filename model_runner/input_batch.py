@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention.backend import BatchLayout
-    from .pooling.pooled_chunk import PooledChunk
+    from .pooling.pooler import PooledChunk
     from .sampling.draft_batch import DraftBatch
     from .sampling.sampling_batch import SamplingBatch
 

@@ -21,8 +21,7 @@ from ..models.spec.sizes import kv_dtype_of, max_drafts_of
 from ..runtime.errors import ConfigError
 from ..runtime.step_plan import MAX_DRAFT_STEP_TOKENS
 from .adapters.adapter_layers import AdapterLayers
-from .adapters.adapter_slots import AdapterSlots, SlotSizes
-from .adapters.adapter_store import AdapterStore
+from .adapters.adapter_store import AdapterSlots, AdapterStore, SlotSizes
 from .assembly import LoadedModel, assemble_runner
 from .distributed.join_group import ALONE, Place
 from .distributed.pp_link import NO_LINK, WiredLink

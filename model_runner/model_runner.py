@@ -22,10 +22,10 @@ from msgspec import structs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
 from ..runtime.transport.message_base import Logprobs
 from .adapter_runs import runs_or_none
+from .memory.device_memory import free_cached_memory, retry_after_oom
 from .memory.device_timer import DeviceTimer
-from .memory.oom_retry import free_cached_memory, retry_after_oom
 from .request_states import SamplingFlag
-from .sampling.logprobs import TokenLogprobs, concatenate
+from .sampling.logits import TokenLogprobs, concatenate
 from .sampling.sampler import Sampled
 from .structures.causal_lm import logits_of
 
@@ -37,15 +37,14 @@ if TYPE_CHECKING:
 
     from ..runtime.feasibility import Capacity
     from ..runtime.step_plan import GetMasks, GoOn, Pending, RowTokens
-    from .adapters.adapter_slots import AdapterSlots
+    from .adapters.adapter_store import AdapterSlots
     from .batch_builder import BatchBuilder
     from .input_batch import InputBatch, PromptSpan
     from .memory.host_kv_pool import HostPages
     from .memory.io_buffers import InputBuffers, OutputBuffers
     from .memory.kv_pool import KVPool
     from .memory.slot_table import SlotTable
-    from .pooling.pooled_chunk import PooledChunk
-    from .pooling.pooler import PooledRows, Pooler
+    from .pooling.pooler import PooledChunk, PooledRows, Pooler
     from .recording.executor import RecordedBytes, StepExecutor
     from .request_states import RequestStates
     from .sampling.shared_sampler import SamplerLike

@@ -16,15 +16,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from .kernels import native, native_linear, plain, sgl
-from .kernels.latent import native as native_latent
-from .kernels.latent import plain as plain_latent
-from .kernels.lora.plain import PlainDeltas
-from .kernels.states import native as native_states
-from .kernels.streams import native as native_streams
-from .kernels.streams import plain as plain_streams
+from .kernels import latent, native, native_linear, native_states, plain, sgl, streams
+from .kernels.plain_lora import PlainDeltas
 from .ops.ops import OpChoice, Ops
-from .states import plain_delta_net, plain_mamba2, plain_short_conv
+from .states import plain as plain_delta_net
+from .states import plain as plain_mamba2
+from .states import plain as plain_short_conv
 
 if TYPE_CHECKING:
     from ..models.spec.model_spec import ModelSpec
@@ -112,8 +109,8 @@ def _native_of(ops: Callable[[], Any], method: str) -> Provider:
     )
 
 
-_native_latent = partial(_native_of, native_latent.native_latent_ops)
-_native_streams = partial(_native_of, native_streams.native_stream_ops)
+_native_latent = partial(_native_of, latent.native_latent_ops)
+_native_streams = partial(_native_of, streams.native_stream_ops)
 _native_states = partial(_native_of, native_states.native_state_ops)
 
 
@@ -227,8 +224,8 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain.rotate_and_store),
     ),
     "scale": (_native("scale"), _plain(plain.scale)),
-    "pack_heads": (_native_latent("pack_heads"), _plain(plain_latent.pack_heads)),
-    "store_latent": (_native_latent("store_latent"), _plain(plain_latent.store_latent)),
+    "pack_heads": (_native_latent("pack_heads"), _plain(latent.pack_heads)),
+    "store_latent": (_native_latent("store_latent"), _plain(latent.store_latent)),
     "add": (_native("add"), _plain(plain.add)),
     "add_gated": (_native("add_gated"), _plain(plain.add_gated)),
     "take_rows": (_native("take_rows"), _plain(plain.take_rows)),
@@ -250,13 +247,13 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
         _plain(plain_mamba2.mamba2),
     ),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
-    "gelu_times": (_native_streams("gelu_times"), _plain(plain_streams.gelu_times)),
+    "gelu_times": (_native_streams("gelu_times"), _plain(streams.gelu_times)),
     "sparse_gelu_and_mul": (
         _native_streams("sparse_gelu_and_mul"),
-        _plain(plain_streams.sparse_gelu_and_mul),
+        _plain(streams.sparse_gelu_and_mul),
     ),
-    "ids_below": (_native_streams("ids_below"), _plain(plain_streams.ids_below)),
-    "altup": (_native_streams("altup"), _plain(plain_streams.PlainAltUp())),
+    "ids_below": (_native_streams("ids_below"), _plain(streams.ids_below)),
+    "altup": (_native_streams("altup"), _plain(streams.PlainAltUp())),
     "deltas": (
         _native("deltas"),
         _plain(PlainDeltas()),

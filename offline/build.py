@@ -58,7 +58,7 @@ def start_engine(prepared: Prepared, tokenizer: Tokenizer, *, on_step: Callable[
         check_log_file(config.log.decision_log)  # loading the weights takes seconds
 
     def build() -> EngineParts:
-        from ..model_runner.kernels.cpu.first_build import compile_ahead
+        from ..model_runner.kernels.cpu.build import compile_ahead
 
         compile_ahead(config.model.device, on_step)
         on_step("import torch")

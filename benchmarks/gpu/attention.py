@@ -1,7 +1,7 @@
 """Sections of `bench.py` that decide which attention serves: per layer, without host time, over full GPU memory.
 
     attention   decodes of each backend by head shape, batch and context; skewed lengths; steps with drafts;
-                prompts over an fp8 pool. It prints the lines for `model_runner/attention/measured_choice.py`.
+                prompts over an fp8 pool. It prints the lines for `model_runner/attention/selection.py`.
 
 Each figure is microseconds of one layer; "best" is the time to read the keys and values once.
 """

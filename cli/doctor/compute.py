@@ -100,8 +100,7 @@ def look() -> TorchFacts:
     except Exception as error:  # of any kind: a loader's OSError, an ImportError, a bug of another package
         return TorchFacts(error=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}")
     import_s = time.monotonic() - started_s
-    from ...model_runner.kernels.cpu.compiler import find_compilers
-    from ...model_runner.kernels.cpu.isa import best_isa
+    from ...model_runner.kernels.cpu.compiler import best_isa, find_compilers
     from ...model_runner.kernels.cpu.library import load_library, reasons_against_library
     from ...model_runner.kernels.probe import gather_facts, judge, log_lines
 

@@ -28,7 +28,7 @@ RUN pip install --extra-index-url ${TORCH_INDEX} -c constraints.txt --no-build-i
 WORKDIR /
 RUN ENGINE_CACHE_DIR=/opt/cache python -c "\
 from engine.model_runner.kernels.cpu.build import build; \
-from engine.model_runner.kernels.cpu.isa import ISAS; \
+from engine.model_runner.kernels.cpu.compiler import ISAS; \
 [print(build(isa)) for isa in ISAS if isa != 'portable']"
 
 FROM python:${PYTHON}

@@ -14,13 +14,42 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from ...runtime.errors import ConfigError
-from .adapter_weights import read_modules
+from .adapter_layers import read_modules
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from ...runtime.adapter_spec import AdapterSpec
     from ..ops.deltas import PackedDelta
     from .adapter_layers import AdapterLayers
+
+
+class SlotSizes(NamedTuple):
+    """The memory for adapters: see `AdapterLayers`."""
+
+    max_slots: int
+    max_rank: int
+    targets: Collection[str] | None = None
+
+
+class AdapterSlots:
+    """The slots of all layers; slot 0 is the base model and stays empty."""
+
+    def __init__(self, layers: AdapterLayers, store: AdapterStore) -> None:
+        self.layers = layers
+        self.store = store
+
+    def load(self, adapter_loads: bytes) -> None:
+        """Apply `StepPlan.adapter_loads`: [n, 2] int32 (slot, store id)."""
+        for slot, store_id in np.frombuffer(adapter_loads, dtype=np.int32).reshape(-1, 2).tolist():
+            assert 0 < slot < self.layers.num_slots, f"adapter slot {slot} of {self.layers.num_slots}"
+            stored = self.store.get(store_id)
+            for layer, packed in zip(self.layers.layers, stored.layers, strict=True):
+                layer.delta.put(slot, packed)
+
 
 logger = logging.getLogger(__name__)
 

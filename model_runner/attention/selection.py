@@ -1,8 +1,14 @@
-"""Selects the attention backends for prompts and for decodes: those requested, or the first that can run here."""
+"""Selects the attention backends for prompts and for decodes: those requested, or the first that can run here.
+
+`MEASURED` names the faster backend for decodes where the general order is wrong.
+`python3 benchmarks/gpu/path.py benchmarks.gpu.bench --only attention` measures all of them on a GPU and prints its
+lines. Until one has run, the table is empty and the general order holds.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -10,7 +16,6 @@ import torch
 from ...runtime.errors import ConfigError
 from .cpu_native import CpuNativeAttention
 from .fa3 import FlashAttention3
-from .measured_choice import MEASURED, Choices, measured_decodes
 from .split import split_backend
 from .torch_native import TorchNativeAttention
 from .triton_paged import TritonAttention
@@ -18,6 +23,20 @@ from .triton_paged import TritonAttention
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
     from .backend import AttentionBackend
+
+Choices = Mapping[tuple[tuple[int, int], int], str]
+"""(compute capability, query heads per KV head) -> name of the backend for decodes."""
+
+MEASURED: Final[Choices] = {}
+
+
+def measured_decodes(spec: ModelSpec, capability: tuple[int, int], choices: Choices) -> str | None:
+    """The backend for decodes of a model; None: not measured, or its layers have several head shapes."""
+    shapes = {spec.heads_of(layer_id) for layer_id in range(spec.num_layers)}
+    if len(shapes) != 1:
+        return None
+    return choices.get((capability, spec.num_heads // shapes.pop().num_kv_heads))
+
 
 logger = logging.getLogger(__name__)
 

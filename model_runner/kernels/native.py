@@ -19,11 +19,10 @@ from ..ops.experts import ExpertSource, ExpertWeights
 from ..ops.linear import LinearWeight
 from ..ops.rotation import HeadNorms, LayerKV
 from . import native_experts, plain
-from .compressed_linear import reasons_against_compression
 from .cpu.library import load_library, loaded_isa, reasons_against_library
-from .lora.native import NativeDeltas
 from .native_experts import NativeExperts
-from .native_linear import pack_native_linear
+from .native_linear import pack_native_linear, reasons_against_compression
+from .native_lora import NativeDeltas
 from .native_matmul import NativeMatmul
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..memory.weight_memory import WeightMemory
+from ..memory.huge_pages import WeightMemory
 from ..ops.linear import LinearWeight, PackLinear
 from .blocks.native_blocks import (
     TILES_FROM,

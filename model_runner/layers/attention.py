@@ -14,8 +14,7 @@ from ..ops.rotation import HeadNorms
 from ..weights.reader import Slice
 from .layer import kept_adapters
 from .linear import Linear, RowLinear
-from .query_key.joint_norms import NormsOverRanks, joint_norms
-from .query_key.unit_norms import unit_norms
+from .query_norms import NormsOverRanks, joint_norms, unit_norms
 from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from ..model_context import ModelContext
     from .layer import SelectRows
     from .norm import RMSNorm
-    from .query_key.query_factors import QueryFactors
+    from .query_norms import QueryFactors
 
 
 class SelfAttention:

@@ -10,10 +10,9 @@ from .decoder import Decoder, DecoderEnds, LayerRotary
 from .embedding import Embedding
 from .experts import build_mlp
 from .layer import Layer
-from .layer_norm import LayerNorm
 from .mlp import GatedMLP, PlainMLP
-from .norm import RMSNorm, UnitOffsetRMSNorm
-from .query_key.query_factors import QueryFactors
+from .norm import LayerNorm, RMSNorm, UnitOffsetRMSNorm
+from .query_norms import QueryFactors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

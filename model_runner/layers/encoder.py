@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...models.weight_files.encoder_tensors import NAMES, is_beside_encoder, prefix_of
 from .layer import SelectRows, all_rows
-from .layer_norm import LayerNorm
 from .linear import Linear, RowLinear
+from .norm import LayerNorm
 
 if TYPE_CHECKING:
     from ...models.spec.encoder_spec import EncoderActivation

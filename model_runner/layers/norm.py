@@ -1,4 +1,4 @@
-"""Root-mean-square normalization, alone and fused with the residual addition before it."""
+"""Norms of layers: root mean square and layer norm, alone and fused with the residual addition before them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,22 @@ class UnitOffsetRMSNorm(RMSNorm):
         self.weight = context.weights.tensor(f"{name}.weight", (size,), dtype=torch.float32) + 1.0
         self.eps = eps
         self._ops = context.ops
+
+
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight (+ bias) over the last axis."""
+
+    def __init__(self, context: ModelContext, name: str, size: int, eps: float, *, bias: bool) -> None:
+        """Take the weights from a checkpoint."""
+        self.weight = context.weights.tensor(f"{name}.weight", (size,))
+        self.bias = context.weights.tensor(f"{name}.bias", (size,)) if bias else None
+        self.eps = eps
+        self._ops = context.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., size] -> [..., size]."""
+        return self._ops.layer_norm(x, self.weight, self.bias, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); both arguments may be overwritten."""
+        return self._ops.add_layer_norm(x, residual, self.weight, self.bias, self.eps)

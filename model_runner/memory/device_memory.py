@@ -1,11 +1,12 @@
-"""`DeviceMemory`: measures the free memory of a device and the peak that a piece of work takes."""
+"""The free memory of a device, the peak that a piece of work takes, and one retry when memory runs out."""
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -76,3 +77,30 @@ def explained(what: str, memory: DeviceMemory | None, way_out: str) -> Iterator[
 def make_device_memory(device: torch.device) -> DeviceMemory | None:
     """None on the CPU: other processes share its memory, so it is not measured and the estimate is used."""
     return CudaMemory(device) if device.type == "cuda" else None
+
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def retry_after_oom(device: torch.device, call: Callable[[], T]) -> T:
+    """Make a call; if memory runs out, free the allocator's cached memory and make it once more.
+
+    Args:
+        device: of the memory.
+        call: a call that may be made twice.
+    """
+    try:
+        return call()
+    except torch.OutOfMemoryError as error:
+        logger.warning("out of memory: retry after freeing the allocator's cached memory: %s", error)
+    # Outside the `except` block: the error's traceback holds the tensors of the call.
+    free_cached_memory(device)
+    return call()
+
+
+def free_cached_memory(device: torch.device) -> None:
+    """Return the allocator's unused memory to the device, so that other sizes fit."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ..states.layer_states import LayerStates
-from ..states.state_runs import ZERO_SLOT, StateLayout, StateRuns
+from ..states.state_runs import ZERO_SLOT, LayerStates, StateLayout, StateRuns
 from .host_memory import reserve
 
 if TYPE_CHECKING:

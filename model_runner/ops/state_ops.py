@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..states.delta_weights import DeltaWeights
-    from ..states.layer_states import LayerStates
-    from ..states.mamba_weights import MambaWeights
-    from ..states.state_runs import StateRuns
+    from ..states.state_runs import LayerStates, StateRuns
+    from ..states.state_weights import DeltaWeights, MambaWeights
 
 
 class ShortConvOp(Protocol):

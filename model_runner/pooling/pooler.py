@@ -4,8 +4,8 @@ A prompt can be computed in several chunks. Its sum (mean) or first hidden state
 chunk that ends it. A retracted request starts again with its first chunk.
 """
 
-# Shapes: W tokens that need logits or hidden states, K hidden size, C chunks, n of them end their prompts, D numbers of
-# a result.
+# Shapes: W tokens that need logits or hidden states, K hidden size, C chunks, n of them end their prompts, D numbers
+# of a result, see `InputBatch`.
 
 from __future__ import annotations
 
@@ -21,7 +21,30 @@ from ...runtime.pooling import PoolingKind, PoolingParams
 if TYPE_CHECKING:
     from ...runtime.config.model_choice import PoolingType
     from ..adapter_runs import AdapterRuns
-    from .pooled_chunk import PooledChunk
+
+
+class PooledChunk(NamedTuple):
+    """The tokens of a chunk that a pooling request needs.
+
+    Attributes:
+        batch_idx: the request's index in the batch.
+        row: its pool row.
+        start: index, among the W, of the first token that it needs; the others follow one by one.
+        num_tokens: all tokens of the chunk, or (`PoolingParams.all_tokens` is False) the last one of the prompt.
+        prompt_len: tokens of the prompt.
+        begins, ends: whether the chunk has the first and the last token of the prompt.
+        params: what to compute.
+    """
+
+    batch_idx: int
+    row: int
+    start: int
+    num_tokens: int
+    prompt_len: int
+    begins: bool
+    ends: bool
+    params: PoolingParams
+
 
 _TINY: Final = 1e-12
 """The least length by which a vector is divided; as in torch's `normalize`."""

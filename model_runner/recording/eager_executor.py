@@ -15,11 +15,10 @@ from ..adapter_runs import batch_of
 from ..distributed.pp_link import NO_LINK, StageLink
 from ..forward_batch import ForwardBatch, StageStates
 from ..input_batch import RELAYED
-from ..memory.oom_retry import retry_after_oom
+from ..memory.device_memory import retry_after_oom
 from ..memory.state_pool import StateBatch, StatePool
 from ..states.state_runs import StateRuns
-from .executor import RecordedBytes, StepOutput
-from .read_rows import ReadRows
+from .executor import ReadRows, RecordedBytes, StepOutput
 
 if TYPE_CHECKING:
     from ..adapter_runs import AdapterBatch

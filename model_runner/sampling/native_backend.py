@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.cpu.library import load_library, reasons_against_library
-from .logprobs import TokenLogprobs
+from .logits import TokenLogprobs
 from .sampler_backend import SampledTokens
 from .sampling_batch import Draw, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts

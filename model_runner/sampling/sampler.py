@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ...runtime.step_plan import TokenMasks
-    from .logprobs import TokenLogprobs
+    from .logits import TokenLogprobs
     from .sampling_batch import SamplingBatch
     from .token_counts import TokenCounts
 

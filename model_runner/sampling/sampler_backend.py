@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from .logprobs import TokenLogprobs
+    from .logits import TokenLogprobs
     from .sampling_batch import Int32s, Int64s, SamplingBatch
 
 

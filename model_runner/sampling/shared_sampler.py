@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .logprobs import TokenLogprobs
+from .logits import TokenLogprobs
 from .sampler import Refused, Sampled
 
 if TYPE_CHECKING:

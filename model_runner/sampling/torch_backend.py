@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import plain
-from .logits import process_logits
-from .logprobs import TokenLogprobs, token_logprobs
+from .logits import TokenLogprobs, process_logits, token_logprobs
 from .noise import gumbel_noise, noise_of
 from .row_filters import survivors
 from .sampler_backend import SampledTokens

@@ -26,7 +26,7 @@ from ..kernels.triton import sampler as kernels
 from ..kernels.triton import sampler_choose as choose_kernels
 from ..kernels.triton import sampler_logprobs as logprob_kernels
 from ..kernels.triton import sampler_rows as lines
-from .logprobs import TokenLogprobs
+from .logits import TokenLogprobs
 from .sampler_backend import CapturableSampler, SampledTokens
 from .sampling_batch import Draw, Int32s, Int64s, LogitEdits, Penalties, SamplingBatch
 from .token_counts import TokenCounts

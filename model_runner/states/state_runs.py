@@ -14,20 +14,19 @@ run starts from the state of its `load` slot and writes the state after its last
 computed in order, so a run may load what an earlier one has stored.
 """
 
-# Shapes: B requests, T new tokens in the batch, n runs.
+# Shapes: B requests, T new tokens in the batch, n runs, S slots, L taps of the convolution, K channels on this rank;
+# [H, ...] of a state: see `RecurrentState`.
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from torch import Tensor
 
 Int64s = npt.NDArray[np.int64]
 
@@ -193,3 +192,15 @@ def _with_saves(
             at, slot = middle, save.slot
         runs += (slot, at, last, store)
     return np.array([len(runs) // _WORDS, *runs], dtype=np.int64)
+
+
+class LayerStates(NamedTuple):
+    """The slots of one state layer; see `state_runs` for their numbering.
+
+    Attributes:
+        conv: [S, L - 1, K] in the dtype of the model: the last inputs of its convolution, the oldest first.
+        recurrent: [S, H, ...] in a dtype of its own; None: the layer keeps nothing beside them.
+    """
+
+    conv: Tensor
+    recurrent: Tensor | None = None

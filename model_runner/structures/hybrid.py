@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
-from ..layers.state_layers.delta_net import GatedDeltaNet
-from ..layers.state_layers.mamba2 import Mamba2
-from ..layers.state_layers.short_conv import ShortConv
+from ..layers.delta_net import GatedDeltaNet
+from ..layers.mamba2 import Mamba2
+from ..layers.short_conv import ShortConv
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder

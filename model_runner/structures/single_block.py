@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..layers.decoder_parts import DecoderParts
 from ..layers.layer import Layer
-from ..layers.state_layers.mamba2 import Mamba2
+from ..layers.mamba2 import Mamba2
 
 if TYPE_CHECKING:
     from ..layers.decoder import Decoder

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..layers.altup import AltUpLayer, AltUpStreams, gated_activation
 from ..layers.attention import SelfAttention
 from ..layers.decoder import LayerRotary, build_head
 from ..layers.embedding import Embedding
 from ..layers.layer import Layer
 from ..layers.mlp import GatedMLP
 from ..layers.norm import RMSNorm
-from ..layers.streams.altup import AltUpLayer, AltUpStreams, gated_activation
-from ..layers.streams.layer_inputs import InputGate, LayerInputs
-from ..layers.streams.stream_decoder import OneStream, ScaledLayer, StreamDecoder
+from ..layers.stream_decoder import InputGate, LayerInputs, OneStream, ScaledLayer, StreamDecoder
 
 if TYPE_CHECKING:
     from ..model_context import ModelContext

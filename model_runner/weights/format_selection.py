@@ -16,10 +16,9 @@ from ...runtime.errors import ConfigError
 from ..kernels.blocks.native_blocks import TILES_FROM
 from ..kernels.probe import probe_kernels
 from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_blocks
-from .awq_format import AwqParts
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
-from .gptq_format import GptqParts
+from .int4_format import AwqParts, GptqParts
 from .linear_format import LinearFormat, PlainFormat
 from .quantized_format import PartReader, QuantizedFormat
 

@@ -29,7 +29,7 @@ from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
-from .gguf_layout.gguf_order import StoredOrder, whole_blocks
+from .gguf_order import StoredOrder, whole_blocks
 from .reader import Slice, cut_from_whole
 
 if TYPE_CHECKING:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from ..kernels.compressed_linear import CompressedLinear, reasons_against_compression
 from ..kernels.cpu.library import loaded_isa
-from ..kernels.native_linear import NativeLinear
+from ..kernels.native_linear import CompressedLinear, NativeLinear, reasons_against_compression
 
 if TYPE_CHECKING:
     from torch import Tensor

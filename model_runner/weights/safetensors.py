@@ -21,7 +21,7 @@ from ...runtime.errors import ConfigError
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.blocks.tensor_rows import TensorRows
 from ..kernels.quantized_weights import BLOCK_SIZE
-from .gguf_layout.mxfp4 import MXFP4, mxfp4_rows
+from .gguf_order import MXFP4, mxfp4_rows
 from .reader import Slice
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import yaml
 from dockerfile_parse import DockerfileParser
 
 from engine.model_runner.kernels.cpu import build as build_module
-from engine.model_runner.kernels.cpu.isa import ISAS
+from engine.model_runner.kernels.cpu.compiler import ISAS
 
 from .places import DEPLOY, DOCKERFILES, compose_engine, documents, instructions
 

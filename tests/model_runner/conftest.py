@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.model_runner import load
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.input_batch import InputBatch
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.memory.host_kv_pool import HostKVPool

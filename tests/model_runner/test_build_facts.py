@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from engine.model_runner.build_facts import build_facts
-from engine.model_runner.kernels.cpu.isa import ISAS
+from engine.model_runner.kernels.cpu.compiler import ISAS
 
 
 def test_it_says_what_computes(driver):

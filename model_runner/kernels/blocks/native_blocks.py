@@ -24,7 +24,7 @@ from ..quantized_weights import BLOCK_SIZE
 from .packed_blocks import pack
 
 if TYPE_CHECKING:
-    from ...memory.weight_memory import WeightMemory
+    from ...memory.huge_pages import WeightMemory
     from ..quantized_weights import BlockWeight
     from .stored_rows import StoredRows
 

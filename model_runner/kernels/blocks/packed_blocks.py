@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ....models.spec.quantization import BlockForm
-from ...memory.weight_memory import WeightMemory
+from ...memory.huge_pages import WeightMemory
 from ..quantized_weights import BLOCK_SIZE, BlockWeight, NotFiniteError
 from .stored_rows import StoredRows
 from .tensor_rows import ROUNDED_AT_A_TIME, ScaleRange, TensorRows

@@ -11,24 +11,36 @@ and no other user may have write access.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from ....launch.resolve.host_facts import COMPILERS
+from ....launch.startup_display import COMPILE_STEP
 from ....runtime.errors import ConfigError
 from ....runtime.installation import cache_dir
-from .compiler import Compiler, NoLibraryError, find_compilers, run_all
-from .isa import Isa, compiler_options, runnable_isas
+from .compiler import (
+    Compiler,
+    Isa,
+    NoLibraryError,
+    best_isa,
+    compiler_options,
+    find_compilers,
+    run_all,
+    runnable_isas,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +248,28 @@ def _compile(command: list[str], options: tuple[str, ...], path: Path, deadline_
         linked.write_bytes(content + hashlib.sha256(content).digest())
         linked.chmod(0o644)  # for any umask: a file that others can write to is not loaded
         linked.replace(path)
+
+
+def compile_ahead(device: str, on_step: Callable[[str], None]) -> None:
+    """Compile the kernels of the CPU if they are needed and not there, in a process of their own.
+
+    A failure is not reported: the process that loads the model tries again, and explains it.
+
+    Args:
+        device: of the model.
+        on_step: called with `COMPILE_STEP` if the kernels are compiled.
+    """
+    if device != "cpu" or best_isa() == "portable" or not any(map(shutil.which, COMPILERS)):
+        return
+    with contextlib.suppress(NoLibraryError, ConfigError):
+        if is_built():
+            return
+    on_step(COMPILE_STEP)
+    subprocess.run(
+        [sys.executable, "-P", "-m", __package__],  # -P and the path: as for the engine's processes
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        check=False,
+    )

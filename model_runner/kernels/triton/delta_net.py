@@ -23,9 +23,8 @@ from .runs import first_slot, next_slot, num_programs, run_at
 from .state_conv import convolve
 
 if TYPE_CHECKING:
-    from ...states.delta_weights import DeltaWeights
-    from ...states.layer_states import LayerStates
-    from ...states.state_runs import StateRuns
+    from ...states.state_runs import LayerStates, StateRuns
+    from ...states.state_weights import DeltaWeights
 
 _COLUMNS: Final = 32  # of a head's state, in registers of one program
 _NORM_EPS: Final = tl.constexpr(1e-6)  # of the lengths of q and k

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ...adapter_runs import MAX_RUN_TOKENS
 from ...ops.deltas import PackedDelta
-from ..lora.plain import filled_up
+from ..plain_lora import filled_up
 from .compile_report import KernelVariant
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from .runs import first_slot, next_slot, num_programs, run_at
 from .state_conv import convolve
 
 if TYPE_CHECKING:
-    from ...states.layer_states import LayerStates
-    from ...states.mamba_weights import MambaWeights
-    from ...states.state_runs import StateRuns
+    from ...states.state_runs import LayerStates, StateRuns
+    from ...states.state_weights import MambaWeights
 
 _COLUMNS: Final = 16  # of a head's state, in registers of one program; with 32, sm_90 spills
 _MANY: Final = 2048  # elements of a group from which on its norm takes more warps

@@ -24,7 +24,6 @@ import triton
 import triton.language as tl
 
 from .compile_report import KernelVariant
-from .sampler_math import gumbel, sum_of_exp
 from .sampler_rows import (
     BAD,
     BEST,
@@ -49,10 +48,12 @@ from .sampler_rows import (
     TOP_K,
     TOP_P,
     figure_at,
+    gumbel,
     integer_of,
     number_of,
     row_variant,
     scaled_logits,
+    sum_of_exp,
 )
 
 SURVEY_WARPS: Final = 4

@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from .compile_report import KernelVariant
-from .sampler_math import gumbel, order_key, sum_of_exp
 from .sampler_rows import (
     BAD,
     BEST,
@@ -30,10 +29,13 @@ from .sampler_rows import (
     TOP_K,
     TOP_P,
     figure_at,
+    gumbel,
     integer_of,
     number_of,
+    order_key,
     row_variant,
     scaled_logits,
+    sum_of_exp,
 )
 
 CHOOSE_WARPS: Final = 8

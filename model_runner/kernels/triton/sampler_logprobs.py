@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .compile_report import KernelVariant
-from .sampler_math import from_order_key, order_key, sum_of_exp
+from .sampler_rows import from_order_key, order_key, sum_of_exp
 
 LAST_ID: tl.constexpr = tl.constexpr(2**31 - 1)
 NONE: tl.constexpr = tl.constexpr(-(2**63))  # ranks below every token

@@ -3,10 +3,10 @@
 A program computes some channels of one request's tokens, see `runs`.
 """
 
+# Shapes: see `ShortConvOp`.
+
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, possibly-undefined"
 # Triton kernels: arguments have no type annotations, and branches on `tl.constexpr` values are taken at compile time.
-
-# Shapes: see `ShortConvOp`.
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ from ...structures.causal_lm import logits_of
 from ..executor import RecordedBytes, RecordedDecodes, StepExecutor, StepOutput
 from ..graph_device import Replay
 from .decode_inputs import DecodeInputMemory, DecodeInputs
+from .graph_sizes import RecordingCosts
 from .prompt_graph_executor import PromptGraphExecutor
 from .recorded_forward import ForwardResult, RecordedForward, copy_result, empty_like, first_rows
-from .recording_costs import RecordingCosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

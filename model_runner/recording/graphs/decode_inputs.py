@@ -14,7 +14,7 @@ because the host does not wait: it writes the inputs of a step before the copy o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
@@ -26,10 +26,32 @@ from torch import Tensor
 from ...adapter_runs import most_runs, write_plan
 from ...memory.io_buffers import layout, views
 from ...states.state_runs import write_padded_plan
-from .host_buffer import HostBuffer
 
 if TYPE_CHECKING:
     from ..graph_device import GraphDevice
+
+
+class HostBuffer:
+    """See the module.
+
+    Attributes:
+        memory: [bytes] uint8.
+    """
+
+    def __init__(self, device: GraphDevice, num_bytes: int) -> None:
+        self.memory = device.staging(num_bytes)
+        self._device = device
+        self._wait: Callable[[], None] = lambda: None
+
+    def wait_until_read(self) -> None:
+        """Wait for the last upload. With two buffers it has ended, unless more than two steps are in flight."""
+        self._wait()
+
+    def upload(self, target: Tensor) -> None:
+        """Queue a copy of as many of the first bytes as `target` has, to it."""
+        staged = self.memory[: target.nbytes].view(target.dtype).view(target.shape)
+        self._wait = self._device.upload(target, staged)
+
 
 Int64s = npt.NDArray[np.int64]
 _Column = TypeVar("_Column")

@@ -8,6 +8,7 @@ and few sizes suffice.
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ....launch.resolve.resolve import MAX_AUTO_GRAPH_BATCH
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
     from ....models.spec.model_spec import ModelSpec
     from ....runtime.config.device_config import KernelConfig
+    from ..graph_device import GraphDevice
 
 logger = logging.getLogger(__name__)
 
@@ -120,3 +122,27 @@ def _prompt_sizes(spec: ModelSpec, step_tokens: Callable[[], int]) -> list[int]:
     worthwhile = _PRODUCTS_PER_LAUNCHED_LAYER * spec.num_layers / multiplied_parameters(spec)
     rounded = -(-int(worthwhile) // _TOKENS_UNIT) * _TOKENS_UNIT
     return token_sizes(min(max(rounded, _TOKENS_UNIT), _MOST_TOKENS, step_tokens()))
+
+
+class RecordingCosts:
+    """Begins when it is made.
+
+    Attributes:
+        num_bytes: device memory of each size so far.
+    """
+
+    def __init__(self, device: GraphDevice) -> None:
+        self.num_bytes: list[int] = []
+        self._device = device
+        self._free_bytes = device.free_bytes()
+        self._started_s = time.perf_counter()
+
+    def end_size(self) -> None:
+        """All recordings of a size are made."""
+        before, self._free_bytes = self._free_bytes, self._device.free_bytes()
+        self.num_bytes.append(before - self._free_bytes)
+
+    def __str__(self) -> str:
+        """For the log."""
+        seconds = time.perf_counter() - self._started_s
+        return f"record_s={seconds:.1f} graphs_mib={sum(self.num_bytes) / (1 << 20):.0f}"

@@ -21,13 +21,12 @@ import torch
 
 from ...adapter_runs import runs_of
 from ...forward_batch import StageStates
-from ...memory.oom_retry import retry_after_oom
-from ..executor import RecordedBytes, StepOutput
-from ..read_rows import ReadRows
+from ...memory.device_memory import retry_after_oom
+from ..executor import ReadRows, RecordedBytes, StepOutput
 from .cut_attention import AttentionCall, AttentionMemory, CutAttention
 from .decode_inputs import DecodeInputMemory
+from .graph_sizes import RecordingCosts
 from .recorded_forward import copy_result, empty_like, first_rows
-from .recording_costs import RecordingCosts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

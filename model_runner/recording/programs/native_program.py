@@ -28,7 +28,7 @@ from ...forward_batch import StageStates
 from .torch_calls import TorchCalls
 
 if TYPE_CHECKING:
-    from ...kernels.cpu.function import CallHook, NativeFunction, OnCall
+    from ...kernels.cpu.library import CallHook, NativeFunction, OnCall
     from .arena import Arena
 
 _ALLOCATIONS: Final = frozenset(

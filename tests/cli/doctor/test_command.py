@@ -12,7 +12,7 @@ from engine.cli.doctor import compute as torch_probe
 from engine.cli.doctor import machine_facts
 from engine.cli.doctor.check import Check, CheckStatus, fail, ok, refused, warn
 from engine.cli.doctor.command import json_text, summary, warn_at_start
-from engine.model_runner.kernels.cpu.isa import ISAS
+from engine.model_runner.kernels.cpu.compiler import ISAS
 from engine.runtime.config.engine_config import EngineConfig
 
 from .conftest import host, machine, torch

@@ -13,7 +13,7 @@ from engine.launch.resolve.kernel_checks import KERNEL_FLAGS
 from engine.launch.resolve.memory_budget import MOST_OF_LEFT, RUNTIME_BYTES, capacity_of, plan_memory
 from engine.launch.resolve.nvidia_gpus import GpuFacts
 from engine.launch.resolve.resolve import resolve
-from engine.model_runner.kernels.cpu.isa import usable_isas
+from engine.model_runner.kernels.cpu.compiler import usable_isas
 from engine.models.spec.encoder_spec import PoolingSpec
 from engine.models.spec.experts_spec import ExpertsSpec, Routing
 from engine.models.spec.model_spec import ModelSpec, with_quantization

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.models.adapters.read_adapter import read_adapter
 from engine.runtime.adapter_spec import AdapterSpec
 from tests.model_runner.adapters.peft_adapters import PeftAdapter, make_adapter

@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.model_runner.adapters import adapter_store, adapter_weights
+from engine.model_runner.adapters import adapter_layers as adapter_weights
+from engine.model_runner.adapters import adapter_store
 from engine.model_runner.adapters.adapter_layers import AdapterLayers
 from engine.model_runner.adapters.adapter_store import AdapterRead, AdapterStore
 from engine.models.adapters.read_adapter import read_adapter

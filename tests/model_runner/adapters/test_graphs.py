@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.model_runner import assembly, load
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.kernels.triton import lora
 from engine.model_runner.op_selection import PROVIDERS, Provider, select_ops
 from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.models.adapters.read_adapter import read_adapter
 from tests.model_runner.conftest import SeeingExecutor
 from tests.model_runner.structures.families import NEMOTRON

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.distributed.join_group import Place
 from engine.model_runner.distributed.tp_group import SINGLE_RANK
 from engine.model_runner.load import load_model_runner

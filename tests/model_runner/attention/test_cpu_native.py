@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.model_runner.attention.backend import BatchLayout
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.kernels.cpu.isa import ISAS, runnable_isas
+from engine.model_runner.kernels.cpu.compiler import ISAS, runnable_isas
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of, whole_texts
 from tests.model_runner.kernels.cpu.conftest import best_library, library_of

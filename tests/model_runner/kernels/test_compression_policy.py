@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from engine.model_runner.kernels import native, plain
-from engine.model_runner.kernels.compressed_linear import CompressedLinear, reasons_against_compression
-from engine.model_runner.kernels.cpu.compiler import NoLibraryError
-from engine.model_runner.kernels.cpu.isa import ISAS, Isa
+from engine.model_runner.kernels.cpu.compiler import ISAS, Isa, NoLibraryError
 from engine.model_runner.kernels.cpu.library import load_library
-from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
+from engine.model_runner.kernels.native_linear import (
+    CompressedLinear,
+    NativeLinear,
+    pack_native_linear,
+    reasons_against_compression,
+)
 from engine.model_runner.weights import pack_report
 from engine.model_runner.weights.pack_report import PackReport
 

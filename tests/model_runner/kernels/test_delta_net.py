@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model_runner.states import plain_delta_net
-from engine.model_runner.states.delta_weights import DeltaWeights
-from engine.model_runner.states.layer_states import LayerStates
+from engine.model_runner.states import plain as plain_delta_net
+from engine.model_runner.states.state_runs import LayerStates
+from engine.model_runner.states.state_weights import DeltaWeights
 
 from .test_short_conv import CPU, LAYOUT, SOME, Step, steps
 
@@ -136,7 +136,7 @@ def test_plain(step, heads, taps, dtype):
 @given(**SHAPES)
 def test_native(step, heads, taps, dtype):
     from engine.model_runner.kernels.cpu.library import load_library
-    from engine.model_runner.kernels.states.native import NativeStateOps
+    from engine.model_runner.kernels.native_states import NativeStateOps
 
     check(NativeStateOps(load_library()).gated_delta, step, heads=heads, taps=taps, dtype=dtype)
 

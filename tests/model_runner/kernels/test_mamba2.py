@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.states import plain_mamba2
-from engine.model_runner.states.layer_states import LayerStates
-from engine.model_runner.states.mamba_weights import MambaWeights
+from engine.model_runner.states import plain as plain_mamba2
+from engine.model_runner.states.state_runs import LayerStates
+from engine.model_runner.states.state_weights import MambaWeights
 
 from .test_short_conv import CPU, LAYOUT, SOME, Step, steps
 
@@ -140,7 +140,7 @@ def test_plain(step, heads, taps, dtype, bias, norm):
 @given(**SHAPES)
 def test_native(step, heads, taps, dtype, bias, norm):
     from engine.model_runner.kernels.cpu.library import load_library
-    from engine.model_runner.kernels.states.native import NativeStateOps
+    from engine.model_runner.kernels.native_states import NativeStateOps
 
     op = NativeStateOps(load_library()).mamba2
     check(op, step, heads=heads, taps=taps, dtype=dtype, bias=bias, norm=norm)

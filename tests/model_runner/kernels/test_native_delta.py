@@ -8,10 +8,10 @@ import torch
 
 from engine.model_runner.adapter_runs import AdapterRuns, Run, plan_of, runs_of
 from engine.model_runner.kernels.cpu.library import load_library
-from engine.model_runner.kernels.lora.native import NativeDeltas
-from engine.model_runner.kernels.lora.plain import PlainDeltas
 from engine.model_runner.kernels.native_linear import NativeLinear
+from engine.model_runner.kernels.native_lora import NativeDeltas
 from engine.model_runner.kernels.plain import silu_and_mul
+from engine.model_runner.kernels.plain_lora import PlainDeltas
 from engine.model_runner.memory.io_buffers import InputBuffers
 
 CPU = torch.device("cpu")

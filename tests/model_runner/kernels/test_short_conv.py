@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.model_runner.states import plain_short_conv
+from engine.model_runner.states import plain as plain_short_conv
 from engine.model_runner.states.state_runs import StateLayout, StateRuns, StateSave, plan_states
 from tests.selection import examples
 
@@ -134,7 +134,7 @@ def test_plain(step, size, taps, bias, dtype):
 @given(**SHAPES)
 def test_native(step, size, taps, bias, dtype):
     from engine.model_runner.kernels.cpu.library import load_library
-    from engine.model_runner.kernels.states.native import NativeStateOps
+    from engine.model_runner.kernels.native_states import NativeStateOps
 
     check(NativeStateOps(load_library()).short_conv, step, size=size, taps=taps, bias=bias, dtype=dtype)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from engine.model_runner.kernels import streams as plain
 from engine.model_runner.kernels.cpu.library import load_library, reasons_against_library
-from engine.model_runner.kernels.streams import plain
-from engine.model_runner.kernels.streams.native import NativeStreamOps
+from engine.model_runner.kernels.streams import NativeStreamOps
 from engine.model_runner.ops.altup import AltUpWeights
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-8}

@@ -15,8 +15,8 @@ from .test_delta_net import HEADS, check
 from .test_short_conv import LAYOUT, Step
 
 if TYPE_CHECKING:
-    from engine.model_runner.states.delta_weights import DeltaWeights
-    from engine.model_runner.states.layer_states import LayerStates
+    from engine.model_runner.states.state_runs import LayerStates
+    from engine.model_runner.states.state_weights import DeltaWeights
 
 repair_interpreter()
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.model_runner.adapter_runs import AdapterRuns, recorded_plan, runs_of, write_plan
-from engine.model_runner.kernels.lora.plain import PlainDeltas
+from engine.model_runner.kernels.plain_lora import PlainDeltas
 from engine.model_runner.kernels.triton import lora
 from engine.model_runner.memory.io_buffers import InputBuffers
 from tests.triton_interpreter import repair_interpreter

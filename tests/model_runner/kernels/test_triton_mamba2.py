@@ -15,8 +15,8 @@ from .test_mamba2 import HEADS, check
 from .test_short_conv import LAYOUT, Step
 
 if TYPE_CHECKING:
-    from engine.model_runner.states.layer_states import LayerStates
-    from engine.model_runner.states.mamba_weights import MambaWeights
+    from engine.model_runner.states.state_runs import LayerStates
+    from engine.model_runner.states.state_weights import MambaWeights
 
 repair_interpreter()
 

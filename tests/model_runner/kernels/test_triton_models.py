@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from engine.model_runner import load
+from engine.model_runner.kernels import latent as plain_latent
 from engine.model_runner.kernels import plain
-from engine.model_runner.kernels.latent import plain as plain_latent
-from engine.model_runner.kernels.lora.plain import PlainDeltas
-from engine.model_runner.kernels.streams import plain as plain_streams
+from engine.model_runner.kernels import streams as plain_streams
+from engine.model_runner.kernels.plain_lora import PlainDeltas
 from engine.model_runner.kernels.triton import activation, experts, norm, rotary_store, route, short_conv
 from engine.model_runner.ops.ops import Ops
-from engine.model_runner.states import plain_delta_net, plain_mamba2
+from engine.model_runner.states import plain as plain_delta_net
+from engine.model_runner.states import plain as plain_mamba2
 from engine.model_runner.weights import dummy
 from engine.models.families.llama4 import FORM, NAMES, TEMPERATURE, routing
 from engine.models.spec.experts_spec import ExpertsSpec, Routing

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.model_runner.memory import weight_memory
-from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES
-from engine.model_runner.memory.weight_memory import WeightMemory
+from engine.model_runner.memory import huge_pages as weight_memory
+from engine.model_runner.memory.huge_pages import HUGE_PAGE_BYTES, WeightMemory
 
 
 def test_weights_are_aligned_and_do_not_overlap(monkeypatch):

@@ -17,7 +17,7 @@ import triton.language as tl
 from engine.model_runner.kernels.triton import sampler as kernels
 from engine.model_runner.kernels.triton import sampler_choose as choose_kernels
 from engine.model_runner.kernels.triton import sampler_logprobs as logprob_kernels
-from engine.model_runner.kernels.triton.sampler_math import from_order_key, gumbel, order_key
+from engine.model_runner.kernels.triton.sampler_rows import from_order_key, gumbel, order_key
 from engine.model_runner.memory.io_buffers import InputBuffers
 from engine.model_runner.sampling import native_backend
 from engine.model_runner.sampling.backend_selection import PROVIDERS, SamplerProvider, select_sampler_backend

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.sampling.logprobs import token_logprobs
+from engine.model_runner.sampling.logits import token_logprobs
 from engine.model_runner.sampling.sampler import Sampler
 from engine.model_runner.sampling.shared_sampler import shared_sampler
 from engine.model_runner.sampling.token_counts import TokenCounts

@@ -22,11 +22,10 @@ from engine.model_runner.kernels.quantized import QuantizedLinears, QuantTarget,
 from engine.model_runner.kernels.quantized_weights import Fp8Weight, Int4Weight
 from engine.model_runner.load import load_model_runner
 from engine.model_runner.weights import format_selection
-from engine.model_runner.weights.awq_format import AwqParts
 from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
-from engine.model_runner.weights.gptq_format import GptqParts
+from engine.model_runner.weights.int4_format import AwqParts, GptqParts
 from engine.model_runner.weights.quantized_format import QuantizedFormat
 from engine.model_runner.weights.reader import Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore

@@ -18,10 +18,9 @@ import pytest
 from torch import Tensor
 
 from engine.model_runner.kernels.cpu.build import build
-from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
-from engine.model_runner.kernels.cpu.isa import ISAS, Isa, runnable_isas
+from engine.model_runner.kernels.cpu.compiler import ISAS, Isa, NoLibraryError, find_compilers, runnable_isas
 from engine.model_runner.kernels.cpu.library import load_library, open_library
-from engine.model_runner.memory.weight_memory import WeightMemory
+from engine.model_runner.memory.huge_pages import WeightMemory
 
 SANITIZE = ("-fsanitize=address", "-fno-omit-frame-pointer", "-O1")
 _USABLE = runnable_isas()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.model_runner.kernels import cpu
-from engine.model_runner.kernels.cpu.compiler import find_compilers
-from engine.model_runner.kernels.cpu.isa import Isa, compiler_options, runnable_isas
+from engine.model_runner.kernels.cpu.compiler import Isa, compiler_options, find_compilers, runnable_isas
 
 
 def products(folder: Path, name: str, options: tuple[str, ...]) -> list[str]:

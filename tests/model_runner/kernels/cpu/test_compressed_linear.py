@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.model_runner.kernels.compressed_linear import CompressedLinear
-from engine.model_runner.kernels.native_linear import NativeLinear, pack_native_linear
+from engine.model_runner.kernels.native_linear import CompressedLinear, NativeLinear, pack_native_linear
 from engine.model_runner.weights.pack_report import PackReport
 
 BF16 = torch.bfloat16

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from engine.launch.startup_display import COMPILE_STEP
-from engine.model_runner.kernels.cpu import build, first_build
-from engine.model_runner.kernels.cpu.first_build import compile_ahead
-from engine.model_runner.kernels.cpu.isa import best_isa, compiler_options
+from engine.model_runner.kernels.cpu import build
+from engine.model_runner.kernels.cpu.build import compile_ahead
+from engine.model_runner.kernels.cpu.compiler import best_isa, compiler_options
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
     """A new cache folder and a compiler; compilations are recorded, not run."""
     started: list[list[str]] = []
     monkeypatch.setenv("ENGINE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(first_build, "best_isa", lambda: "avx2")
+    monkeypatch.setattr(build, "best_isa", lambda: "avx2")
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     monkeypatch.setattr(subprocess, "run", lambda command, **_options: started.append(command))
     return started
@@ -56,14 +56,14 @@ def test_a_gpu_an_old_cpu_or_no_compiler_compile_nothing(
     monkeypatch.setattr(shutil, "which", lambda _name: None)
     assert steps_of("cpu") == []
     monkeypatch.undo()
-    monkeypatch.setattr(first_build, "best_isa", lambda: "portable")
+    monkeypatch.setattr(build, "best_isa", lambda: "portable")
     assert steps_of("cpu") == []
     assert commands == []
 
 
 def test_the_decision_needs_no_torch() -> None:
     code = (
-        "import sys; from engine.model_runner.kernels.cpu.first_build import is_built; is_built(); "
+        "import sys; from engine.model_runner.kernels.cpu.build import is_built; is_built(); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run(

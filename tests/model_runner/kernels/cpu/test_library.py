@@ -14,11 +14,16 @@ import pytest
 import torch
 
 from engine.model_runner.attention.cpu_native import CpuNativeAttention
-from engine.model_runner.kernels.cpu import isa as isa_module
+from engine.model_runner.kernels.cpu import compiler as isa_module
 from engine.model_runner.kernels.cpu import library as module
 from engine.model_runner.kernels.cpu.build import build
-from engine.model_runner.kernels.cpu.compiler import NoLibraryError, find_compilers
-from engine.model_runner.kernels.cpu.isa import cpu_flags, runnable_isas, usable_isas
+from engine.model_runner.kernels.cpu.compiler import (
+    NoLibraryError,
+    cpu_flags,
+    find_compilers,
+    runnable_isas,
+    usable_isas,
+)
 from engine.model_runner.kernels.cpu.library import open_library
 from engine.model_runner.kernels.native import reasons_against_native
 from tests.model_runner.attention.paged_batches import spec_of

@@ -19,7 +19,7 @@ from engine.model_runner.kernels.blocks.native_blocks import (
     NativeBlockLinear,
     reasons_against_native_blocks,
 )
-from engine.model_runner.kernels.cpu.isa import best_isa
+from engine.model_runner.kernels.cpu.compiler import best_isa
 from engine.model_runner.kernels.native import NativeOps
 from engine.model_runner.kernels.quantized_weights import BLOCK_SIZE, BlockWeight
 from engine.model_runner.recording.programs.arena import Arena

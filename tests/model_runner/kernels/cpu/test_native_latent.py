@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.model_runner.kernels.latent import plain
-from engine.model_runner.kernels.latent.native import NativeHeadMatmul, NativeLatentOps
+from engine.model_runner.kernels import latent as plain
+from engine.model_runner.kernels.latent import NativeHeadMatmul, NativeLatentOps
 from engine.model_runner.ops.rotation import LayerKV
 
 from .test_native_ops import BF16, F32, close, guarded

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from engine.model_runner.adapters.adapter_slots import SlotSizes
+from engine.model_runner.adapters.adapter_store import SlotSizes
 from engine.model_runner.attention.triton_paged import TritonAttention
 from engine.model_runner.recording.eager_executor import EagerExecutor
 from engine.model_runner.recording.graphs.graph_sizes import sizes_to_record, token_sizes

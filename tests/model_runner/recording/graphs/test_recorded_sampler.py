@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.model_runner.recording.executor import RecordedDecodes
-from engine.model_runner.recording.graphs.recorded_sampler import RecordedSampler
+from engine.model_runner.recording.graphs.recorded_forward import RecordedSampler
 from engine.model_runner.sampling.sampler_backend import SampledTokens
 from engine.model_runner.sampling.triton_backend import Geometry, TritonSamplerBackend
 from engine.runtime.sampling_params import SamplingParams

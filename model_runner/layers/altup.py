@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.streams.plain import gelu_above
-from ...ops.altup import AltUpWeights
-from ..layer import kept_adapters
-from ..linear import Linear
-from ..norm import RMSNorm
+from ..kernels.streams import gelu_above
+from ..ops.altup import AltUpWeights
+from .layer import kept_adapters
+from .linear import Linear
+from .norm import RMSNorm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ...adapter_runs import AdapterRuns
-    from ...distributed.tp_group import TPGroup
-    from ...forward_batch import ForwardBatch
-    from ...model_context import ModelContext
-    from ...ops.elementwise import GatedActivation
-    from ..layer import MLP, Attention, SelectRows
-    from ..norm import Norm
-    from .layer_inputs import InputGate
+    from ..adapter_runs import AdapterRuns
+    from ..distributed.tp_group import TPGroup
+    from ..forward_batch import ForwardBatch
+    from ..model_context import ModelContext
+    from ..ops.elementwise import GatedActivation
+    from .layer import MLP, Attention, SelectRows
+    from .norm import Norm
+    from .stream_decoder import InputGate
 
 _HALF: float = 0.5**0.5
 

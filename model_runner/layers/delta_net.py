@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...states.delta_weights import DeltaWeights
-from ...weights.reader import Slice
-from ..layer import kept_adapters
-from ..linear import Linear, RowLinear
-from ..spans import Span, equal_span
+from ..states.state_weights import DeltaWeights
+from ..weights.reader import Slice
+from .layer import kept_adapters
+from .linear import Linear, RowLinear
+from .spans import Span, equal_span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....models.spec.state_spec import DeltaSpec
-    from ...distributed.tp_group import TPGroup
-    from ...forward_batch import ForwardBatch
-    from ...model_context import ModelContext
-    from ..layer import SelectRows
+    from ...models.spec.state_spec import DeltaSpec
+    from ..distributed.tp_group import TPGroup
+    from ..forward_batch import ForwardBatch
+    from ..model_context import ModelContext
+    from .layer import SelectRows
 
 _Parts = Iterator[tuple[str, int, Span]]
 """Parts of a projection: its name, its number of outputs, and the outputs that are taken."""

@@ -1,4 +1,4 @@
-"""Norms of q and of k over all of their heads together, as in OLMo 2; of several ranks each has a part of the heads."""
+"""Norms of queries and keys over heads and ranks, and factors of queries by position."""
 
 # Shapes: T tokens, Hq query heads, H KV heads, D head dim; Hq and H of this rank.
 
@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...ops.rotation import HeadNorms
-from ...weights.reader import Slice
-from ..spans import Span, equal_span, kv_head_span
+from ..ops.rotation import HeadNorms
+from ..weights.reader import Slice
+from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
-    from ...model_context import ModelContext
+    from ...models.spec.layer_form import TemperatureTuning
+    from ..model_context import ModelContext
 
 
 def joint_norms(context: ModelContext, name: str, layer_id: int) -> HeadNorms:
@@ -63,3 +64,40 @@ class NormsOverRanks:
         normalized = (qk * factor_of_each * self._weight).view(num_tokens, -1, head_dim)
         qkv[:, : self._num_q + self._num_kv] = normalized.to(qkv.dtype)
         return qkv
+
+
+def unit_norms(context: ModelContext) -> HeadNorms:
+    """Norms with weights of one.
+
+    Llama 4 normalizes after rotary, which does not change a root mean square: the two commute if whole heads rotate and
+    cos and sin have no factor.
+    """
+    ones = torch.ones(context.spec.head_dim, dtype=context.dtype, device=context.device)
+    return HeadNorms(ones, ones, context.spec.rms_norm_eps)
+
+
+class QueryFactors:
+    """The factors of all positions."""
+
+    @classmethod
+    def of(cls, context: ModelContext) -> QueryFactors | None:
+        """Those of the model; None: it has none."""
+        tuning = context.spec.attention.temperature
+        return None if tuning is None else cls(context, tuning)
+
+    def __init__(self, context: ModelContext, tuning: TemperatureTuning) -> None:
+        """Compute the factors."""
+        positions = torch.arange(context.max_model_len, dtype=torch.float32)
+        steps = ((positions + tuning.offset) / tuning.length).floor()
+        factors = 1 + tuning.scale * torch.log1p(steps)
+        self._table = factors.unsqueeze(1).to(context.device)
+        self._take_rows = context.ops.take_rows
+        self._unrotated_only = tuning.unrotated_only
+
+    def for_layer(self, rotates: bool) -> QueryFactors | None:
+        """These, or None for a layer of which the queries have none."""
+        return None if rotates and self._unrotated_only else self
+
+    def at(self, positions: Tensor) -> Tensor:
+        """[T] int64 -> [T, 1] float32."""
+        return self._take_rows(self._table, positions)

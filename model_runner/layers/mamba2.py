@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...states.mamba_weights import MambaWeights
-from ...weights.reader import Slice
-from ..layer import kept_adapters
-from ..linear import Linear, RowLinear
-from ..spans import Span, equal_span, kv_head_span
+from ..states.state_weights import MambaWeights
+from ..weights.reader import Slice
+from .layer import kept_adapters
+from .linear import Linear, RowLinear
+from .spans import Span, equal_span, kv_head_span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ....models.spec.state_spec import Mamba2Spec
-    from ...distributed.tp_group import TPGroup
-    from ...forward_batch import ForwardBatch
-    from ...model_context import ModelContext
-    from ..layer import SelectRows
+    from ...models.spec.state_spec import Mamba2Spec
+    from ..distributed.tp_group import TPGroup
+    from ..forward_batch import ForwardBatch
+    from ..model_context import ModelContext
+    from .layer import SelectRows
 
 
 class Mamba2:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 import torch.nn.functional as F
 
-from ...ops.deltas import PackedDelta
-from .plain import PlainDelta, PlainEmbeddingDelta, filled_up
+from ..ops.deltas import PackedDelta
+from .plain_lora import PlainDelta, PlainEmbeddingDelta, filled_up
 
 if TYPE_CHECKING:
     import ctypes
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ...adapter_runs import AdapterRuns
-    from ...ops.deltas import EmbeddingDelta, LowRankDelta
+    from ..adapter_runs import AdapterRuns
+    from ..ops.deltas import EmbeddingDelta, LowRankDelta
 
 _LANES: Final = 16
 _DTYPES: Final = (torch.bfloat16, torch.float32)

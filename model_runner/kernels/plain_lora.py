@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from ...ops.deltas import PackedDelta
+from ..ops.deltas import PackedDelta
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from ...adapter_runs import AdapterRuns
-    from ...ops.deltas import EmbeddingDelta, LowRankDelta
+    from ..adapter_runs import AdapterRuns
+    from ..ops.deltas import EmbeddingDelta, LowRankDelta
 
 
 class PlainDelta:

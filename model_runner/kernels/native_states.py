@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ..cpu.library import load_library
+from .cpu.library import load_library
 
 if TYPE_CHECKING:
-    from ...states.delta_weights import DeltaWeights
-    from ...states.layer_states import LayerStates
-    from ...states.mamba_weights import MambaWeights
-    from ...states.state_runs import StateRuns
+    from ..states.state_runs import LayerStates, StateRuns
+    from ..states.state_weights import DeltaWeights, MambaWeights
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ...weights.reader import Slice
-from ..layer import kept_adapters
-from ..linear import Linear, RowLinear
-from ..spans import equal_span
+from ..weights.reader import Slice
+from .layer import kept_adapters
+from .linear import Linear, RowLinear
+from .spans import equal_span
 
 if TYPE_CHECKING:
-    from ...forward_batch import ForwardBatch
-    from ...model_context import ModelContext
-    from ..layer import SelectRows
+    from ..forward_batch import ForwardBatch
+    from ..model_context import ModelContext
+    from .layer import SelectRows
 
 
 class ShortConv:

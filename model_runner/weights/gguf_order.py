@@ -7,15 +7,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ....models.families.registry import gguf_of
-from ....models.gguf_names import A_LOG
-from ....models.spec.quantization import BLOCK_LEN
+from ...models.families.registry import gguf_of
+from ...models.gguf.ggml_types import GGML_TYPES
+from ...models.gguf_names import A_LOG
+from ...models.spec.quantization import BLOCK_LEN
 
 if TYPE_CHECKING:
-    from ....models.spec.model_spec import ModelSpec
+    from ...models.gguf.ggml_codes import Bytes
+    from ...models.spec.model_spec import ModelSpec
+
 
 _LAYER_PATTERN: Final = re.compile(r"model\.layers\.\d+\.(.+)")
 _OF_VALUES: Final = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight", A_LOG, "dt_bias")
@@ -78,3 +82,19 @@ def pairs_apart(weight: Tensor, num_heads: int) -> Tensor:
     """Reorder the rows of each head: even rows first, then odd rows. [heads * D, ...] -> the same shape."""
     by_pair = weight.view(num_heads, weight.shape[0] // num_heads // 2, 2, *weight.shape[1:])
     return by_pair.transpose(1, 2).reshape(weight.shape)
+
+
+MXFP4: Final = next(one for one in GGML_TYPES.values() if one.name == "MXFP4")
+
+
+def mxfp4_rows(numbers: Bytes, scales: Bytes) -> Bytes:
+    """Rows of a GGUF tensor: each block's scale, then its first 16 numbers in the lower halves of bytes.
+
+    Args:
+        numbers: [N, K / 32, 16], neighboring numbers in one byte.
+        scales: [N, K / 32].
+    """
+    ordered = np.stack((numbers & 15, numbers >> 4), axis=-1).reshape(*scales.shape, 32)
+    halves = ordered[..., :16] | ordered[..., 16:] << 4
+    blocks: Bytes = np.concatenate((scales[..., None], halves), axis=-1)
+    return blocks.reshape(len(scales), -1)

@@ -1,6 +1,7 @@
-"""The operations by the C++ kernels for the CPU (`kernels/cpu/head_matmul.cpp`, `kernels/cpu/store_latent.cpp`).
+"""Latent attention's matrix for each head and its store, by the C++ kernels for the CPU and in plain torch.
 
-The bits of a token's result do not depend on the other tokens of the batch.
+The kernels are `kernels/cpu/head_matmul.cpp` and `kernels/cpu/store_latent.cpp`; the bits of a token's result do not
+depend on the other tokens of the batch.
 """
 
 # Shapes: see `ops`; K size of a latent or inputs of a head.
@@ -13,10 +14,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...ops.linear import HeadMatmul
-from ...ops.rotation import LayerKV
-from ..cpu.library import load_library
+from ..ops.linear import HeadMatmul
+from ..ops.rotation import LayerKV
 from . import plain
+from .cpu.library import load_library
 
 _DTYPES: Final = (torch.bfloat16, torch.float32)
 
@@ -64,7 +65,7 @@ class NativeLatentOps:
         """Matrices with an odd number of inputs, or in float32, take torch."""
         if weight.dtype == torch.bfloat16 and weight.shape[2] % 2 == 0:
             return NativeHeadMatmul(self._library, weight)
-        return plain.pack_heads(weight)
+        return pack_heads(weight)
 
     def store_latent(
         self,
@@ -123,3 +124,38 @@ class NativeLatentOps:
 def native_latent_ops() -> NativeLatentOps:
     """The operations for this CPU. Call only if `native.reasons_against_native` is empty."""
     return NativeLatentOps(load_library())
+
+
+class PlainHeadMatmul:
+    """One batched matmul, with the heads as batch."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._weight = weight.transpose(1, 2).contiguous()  # [Hq, K, N]
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1))
+
+
+def pack_heads(weight: Tensor) -> HeadMatmul:
+    return PlainHeadMatmul(weight)
+
+
+def store_latent(
+    q: Tensor,
+    q_out: Tensor,
+    row: Tensor,
+    norm: tuple[Tensor, float],
+    cos: Tensor,
+    sin: Tensor,
+    kv: LayerKV,
+    out_cache_loc: Tensor,
+    *,
+    interleaved: bool,
+) -> None:
+    weight, eps = norm
+    latent, key = row.split((len(weight), cos.shape[-1]), dim=-1)
+    heads, cos, sin = torch.cat((q, key.unsqueeze(1)), dim=1), cos.to(q.dtype), sin.to(q.dtype)
+    rotated = plain.rotate(heads, cos.unsqueeze(1), sin.unsqueeze(1), interleaved=interleaved)
+    q_out.copy_(rotated[:, :-1])
+    whole = torch.cat((plain.rms_norm(latent.contiguous(), weight, eps), rotated[:, -1]), dim=-1)
+    plain.store(kv.k, whole.unsqueeze(1), out_cache_loc)

@@ -1,1 +1,0 @@
-"""The operations of latent attention, by provider; see `PackHeads` and `StoreLatent` in `ops`."""

@@ -1,1 +1,0 @@
-"""Operations of state layers by the C++ kernels; in plain torch they are in `model_runner/states`."""

@@ -1,1 +1,0 @@
-"""Steps between the projections of queries and keys and attention, besides rotary."""
