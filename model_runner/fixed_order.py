@@ -11,8 +11,7 @@ import torch
 
 from ..runtime.errors import ConfigError
 from .attention.cpu_native import CpuNativeAttention
-from .kernels import latent as native_latent
-from .kernels import native
+from .kernels import latent, native
 from .kernels.native_experts import NativeExperts
 from .kernels.native_matmul import NativeMatmul
 from .op_selection import PROVIDERS, Provider, Target
@@ -84,8 +83,8 @@ def pack_heads(weight: Tensor) -> HeadMatmul:
     Raises:
         ConfigError: our kernel does not support these weights.
     """
-    packed = native_latent.native_latent_ops().pack_heads(weight)
-    if not isinstance(packed, native_latent.NativeHeadMatmul):
+    packed = latent.native_latent_ops().pack_heads(weight)
+    if not isinstance(packed, latent.NativeHeadMatmul):
         raise ConfigError(
             f"deterministic is on, but the heads' matrices of {weight.shape[1]} x {weight.shape[2]} are not multiplied "
             "by the engine's own kernel, which takes an even number of inputs; omit --deterministic"

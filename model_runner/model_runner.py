@@ -11,7 +11,6 @@ calls them in the order that the plan's contract promises.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ from msgspec import structs
 from ..runtime.step_plan import StepPlan, StepResult, no_masks, to_the_end
 from ..runtime.transport.message_base import Logprobs
 from .adapter_runs import runs_or_none
-from .memory.device_memory import free_cached_memory, retry_after_oom
+from .memory.device_memory import free_cached_memory
 from .memory.device_timer import DeviceTimer
 from .request_states import SamplingFlag
 from .sampling.logits import TokenLogprobs, concatenate
@@ -196,7 +195,7 @@ class ModelRunner:
             swap_timer = self._move_pages(plan)
             self._update_rows(plan)
             if plan.total_num_scheduled_tokens:
-                retry_after_oom(self._buffers.device, partial(self.slot_table.update, plan))
+                self._buffers.retried(self.slot_table.update, plan)
                 fetched = self._try_forward(plan if plan.num_rounds == 1 else plan.round(0), masks)
             if plan.num_rounds > 1 and isinstance(fetched, Fetched):
                 further = self._further_rounds(plan, fetched, go_on, masks)
@@ -237,30 +236,24 @@ class ModelRunner:
             self._counts.remove(row)
         if plan.adapter_loads:
             assert self.adapters is not None, "the plan loads adapters, the model has no slots"
-            retry_after_oom(self._buffers.device, partial(self.adapters.load, plan.adapter_loads))
+            self._buffers.retried(self.adapters.load, plan.adapter_loads)
         for new in plan.new_reqs:
             state = self._states.add(new)
             if self._states.flags[new.row] & SamplingFlag.PENALTIES:
                 prompt_ids, output_ids = np.split(state.input_ids, [new.prompt_len])
-                retry_after_oom(
-                    self._buffers.device, partial(self._counts.add, new.row, prompt_ids, output_ids)
-                )
+                self._buffers.retried(self._counts.add, new.row, prompt_ids, output_ids)
 
     def _move_pages(self, plan: StepPlan) -> DeviceTimer | None:
         """Swap and copy whole pages as planned; returns the timer of the swaps, None without swaps."""
         timer = DeviceTimer(self._buffers.device) if plan.swap_outs or plan.swap_ins else None
         if timer is not None and plan.swap_outs:
             with timer:
-                retry_after_oom(
-                    self._buffers.device, partial(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
-                )
+                self._buffers.retried(self.host_kv_pool.copy_out, *_pairs(plan.swap_outs))
         if plan.page_copies:
-            retry_after_oom(self._buffers.device, partial(self._copy_pages, *_pairs(plan.page_copies)))
+            self._buffers.retried(self._copy_pages, *_pairs(plan.page_copies))
         if timer is not None and plan.swap_ins:
             with timer:
-                retry_after_oom(
-                    self._buffers.device, partial(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
-                )
+                self._buffers.retried(self.host_kv_pool.copy_in, *_pairs(plan.swap_ins))
         return timer
 
     def _copy_pages(self, sources: npt.NDArray[np.int64], destinations: npt.NDArray[np.int64]) -> None:
@@ -272,7 +265,7 @@ class ModelRunner:
         Tensor-parallel ranks drop no steps: the other ranks would wait within the step for this rank.
         """
         try:
-            batch = retry_after_oom(self._buffers.device, partial(self.builder.build, plan))
+            batch = self._buffers.retried(self.builder.build, plan)
             return self._forward(batch, masks)
         except torch.OutOfMemoryError as error:
             if not self._drops_steps:

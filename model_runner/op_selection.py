@@ -19,9 +19,7 @@ import torch
 from .kernels import latent, native, native_linear, native_states, plain, sgl, streams
 from .kernels.plain_lora import PlainDeltas
 from .ops.ops import OpChoice, Ops
-from .states import plain as plain_delta_net
-from .states import plain as plain_mamba2
-from .states import plain as plain_short_conv
+from .states import plain as plain_states
 
 if TYPE_CHECKING:
     from ..models.spec.model_spec import ModelSpec
@@ -234,17 +232,17 @@ PROVIDERS: Final[Mapping[str, Sequence[Provider]]] = {
     "short_conv": (
         _triton("short_conv", "short_conv"),
         _native_states("short_conv"),
-        _plain(plain_short_conv.short_conv),
+        _plain(plain_states.short_conv),
     ),
     "gated_delta": (
         _triton("delta_net", "gated_delta"),
         _native_states("gated_delta"),
-        _plain(plain_delta_net.gated_delta),
+        _plain(plain_states.gated_delta),
     ),
     "mamba2": (
         _triton("mamba2", "mamba2"),
         _native_states("mamba2"),
-        _plain(plain_mamba2.mamba2),
+        _plain(plain_states.mamba2),
     ),
     "mul_sigmoid": (_native("mul_sigmoid"), _plain(plain.mul_sigmoid)),
     "gelu_times": (_native_streams("gelu_times"), _plain(streams.gelu_times)),

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec
     from ..kernels.triton.attention_decode import DecodePlan
     from ..kernels.triton.attention_prefill import ExtendPlan
-    from ..kernels.triton.attention_tiles import ExtendCut, HeadShape
+    from ..kernels.triton.attention_tiles import HeadShape
+    from ..kernels.triton.extend_cut import ExtendCut
     from ..memory.io_buffers import InputBuffers
     from ..memory.kv_pool import KVPool
     from .backend import BatchLayout, CapturableAttention, Int64s, StepAttention
@@ -68,14 +69,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: ModelSpec, kv_pool: KVPool, req_to_token: Tensor, buffers: InputBuffers) -> None:
         # Imported here: triton may be missing on machines without a GPU.
-        from ..kernels.triton import (
-            attention_decode,
-            attention_prefill,
-            attention_tiles,
-        )
-        from ..kernels.triton import (
-            attention_tiles as extend_cut,
-        )
+        from ..kernels.triton import attention_decode, attention_prefill, attention_tiles, extend_cut
 
         self._decode_kernels, self._prefill_kernels = attention_decode, attention_prefill
         self._cut_extends = extend_cut.cut_extends

@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -80,24 +80,20 @@ def make_device_memory(device: torch.device) -> DeviceMemory | None:
 
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 logger = logging.getLogger(__name__)
 
 
-def retry_after_oom(device: torch.device, call: Callable[[], T]) -> T:
-    """Make a call; if memory runs out, free the allocator's cached memory and make it once more.
-
-    Args:
-        device: of the memory.
-        call: a call that may be made twice.
-    """
+def retry_after_oom(device: torch.device, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make a call that may be made twice; if memory runs out, free the allocator's cached memory and repeat it."""
     try:
-        return call()
+        return call(*args, **kwargs)
     except torch.OutOfMemoryError as error:
         logger.warning("out of memory: retry after freeing the allocator's cached memory: %s", error)
     # Outside the `except` block: the error's traceback holds the tensors of the call.
     free_cached_memory(device)
-    return call()
+    return call(*args, **kwargs)
 
 
 def free_cached_memory(device: torch.device) -> None:

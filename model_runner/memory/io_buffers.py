@@ -6,12 +6,18 @@ a GPU. Results are fetched through `OutputBuffers`: the copies are queued, so a 
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from .device_memory import retry_after_oom
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 _ALIGNMENT: Final = 16  # bytes; enough for any dtype, and for kernels that read four words at once
 
@@ -19,11 +25,15 @@ Array = npt.NDArray[Any]
 
 
 class InputBuffers:
-    """Uploads to one device."""
+    """Uploads to one device, and what else needs its memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._pinned = device.type == "cuda"
+
+    def retried(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of a call that may be made twice: again if the device's memory runs out; see `retry_after_oom`."""
+        return retry_after_oom(self.device, call, *args, **kwargs)
 
     def put(self, array: Array) -> Tensor:
         """The array on the device, in its dtype. On the CPU the tensor shares its memory: do not reuse the array."""

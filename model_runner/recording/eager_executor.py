@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,6 @@ from ..adapter_runs import batch_of
 from ..distributed.pp_link import NO_LINK, StageLink
 from ..forward_batch import ForwardBatch, StageStates
 from ..input_batch import RELAYED
-from ..memory.device_memory import retry_after_oom
 from ..memory.state_pool import StateBatch, StatePool
 from ..states.state_runs import StateRuns
 from .executor import ReadRows, RecordedBytes, StepOutput
@@ -70,7 +68,7 @@ class EagerExecutor:
 
     def run(self, batch: InputBatch) -> StepOutput:
         """Uploads are retried once if the device has no memory for them; the rest is not."""
-        inputs, rows = retry_after_oom(self._buffers.device, partial(self._upload, batch))
+        inputs, rows = self._buffers.retried(self._upload, batch)
         self.link.receive(batch.num_tokens)
         hidden, adapters = self.forward(inputs), inputs.adapters
         if isinstance(hidden, StageStates):

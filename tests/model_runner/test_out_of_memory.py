@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from engine.model_runner.memory.io_buffers import InputBuffers
-from engine.model_runner.sampling import row_filters as token_counts
+from engine.model_runner.sampling import token_counts
 from engine.model_runner.sampling.token_counts import TokenCounts
 from engine.runtime.sampling_params import SamplingParams
 from engine.runtime.step_plan import RowUpdate

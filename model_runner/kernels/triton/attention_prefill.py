@@ -34,10 +34,8 @@ from ....models.spec.model_spec import LayerView
 from ...ops.rotation import LayerKV
 from .attention_combine import combine
 from .attention_tiles import (
-    BLOCK_NUMBERS,
     STRIDES,
     VARIANTS,
-    ExtendCut,
     HeadShape,
     Scores,
     capped,
@@ -48,6 +46,7 @@ from .attention_tiles import (
     slots_of,
 )
 from .compile_report import KernelVariant
+from .extend_cut import BLOCK_NUMBERS, ExtendCut
 
 Int64s = npt.NDArray[np.int64]
 

@@ -21,7 +21,6 @@ import torch
 
 from ...adapter_runs import runs_of
 from ...forward_batch import StageStates
-from ...memory.device_memory import retry_after_oom
 from ..executor import ReadRows, RecordedBytes, StepOutput
 from .cut_attention import AttentionCall, AttentionMemory, CutAttention
 from .decode_inputs import DecodeInputMemory
@@ -106,7 +105,7 @@ class PromptGraphExecutor:
         if num > self._sizes[-1] or (has_adapters and not self._records_adapters):
             return self.eager.run(batch)
         size = self._sizes[bisect_left(self._sizes, num)]
-        rows, adapters = retry_after_oom(self._buffers.device, partial(self._upload, size, batch))
+        rows, adapters = self._buffers.retried(self._upload, size, batch)
         self.eager.link.receive(num)
         result = first_rows(self._replay(self._recordings[size, has_adapters], batch), num)
         self.num_replayed += 1
@@ -134,8 +133,7 @@ class PromptGraphExecutor:
         first, *others = recording.pieces
         first()
         # Planned now: the first piece writes the slots of the step's tokens to the slot table.
-        plan = partial(self.eager.attention.plan_step, batch.layout)
-        attention = retry_after_oom(self._buffers.device, plan)
+        attention = self._buffers.retried(self.eager.attention.plan_step, batch.layout)
         buffers = self._memory.first(batch.num_tokens)
         for (layer_id, heads, sinks), piece in zip(recording.calls, others, strict=True):
             queries, attended = buffers[heads]

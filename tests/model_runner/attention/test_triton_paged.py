@@ -15,13 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.model_runner.attention.triton_paged import TritonAttention
-from engine.model_runner.kernels.triton import (
-    attention_decode,
-    attention_tiles,
-)
-from engine.model_runner.kernels.triton import (
-    attention_tiles as extend_cut,
-)
+from engine.model_runner.kernels.triton import attention_decode, attention_tiles, extend_cut
 from engine.model_runner.ops.rotation import LayerKV
 from tests.conftest import HAS_NVIDIA_DRIVER
 from tests.model_runner.attention.paged_batches import Pages, assert_close, batches, spec_of
