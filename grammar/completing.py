@@ -1,11 +1,12 @@
 """`CompletingMatcher`: keeps a JSON answer completable within the tokens that are left to its request.
 
-    many tokens left       the grammar's masks; the way is looked up again each time half of the slack is used
-    slack <= RESERVE       near the cut: a token is allowed if the way after it fits in the tokens that are left
-    slack == 0             thus only the tokens of the way (or of another one as short) are allowed
+    many tokens left       the grammar's masks; the path is looked up again each time half of the slack is used
+    slack <= RESERVE       near the cut: a token is allowed if the path after it fits in the tokens that are left
+    slack == 0             thus only the tokens of the path (or of another one as short) are allowed
 
-The way is the result of `shortest_end`, the slack is the number of tokens left minus its length. Where the search finds
-no way, the grammar's masks stay as they are. One token that adds more than RESERVE tokens to the way is not foreseen.
+The path is the result of `shortest_end`, the slack is the number of tokens left minus its length. Where the search
+finds no path, the grammar's masks stay as they are. One token that adds more than RESERVE tokens to the path is not
+foreseen.
 """
 
 # Shapes: V tokens of the model's vocabulary, W = ceil(V / 32) words of a mask.
@@ -24,17 +25,17 @@ from .closing import JsonState, closing_tokens, shortest_end
 from .markers import allow
 
 RESERVE: Final = 64
-"""Tokens of slack from which on each token is checked: more than one token adds to the way in common schemas."""
+"""Tokens of slack from which on each token is checked: more than one token adds to the path in common schemas."""
 MAX_CHECKED_TOKENS: Final = 256
 """Tokens of a mask that are checked one by one, the lowest ids; the others are removed."""
 FREE_TEXT_TOKENS: Final = 64
 """A string that may end, and that may go on with more tokens than these, is taken for free text."""
 MAX_SEARCHED_TOKENS: Final = 1024
 """Limit over all searches of one mask: 10 to 20 ms."""
-CHECKED_WAY_TOKENS: Final = 8
-"""A way is taken for valid after a token if its first tokens are, with more slack than these."""
+MIN_SLACK_TO_TRUST_PATH: Final = 8
+"""With more slack, a path is taken as valid after a token if this many of its first tokens are."""
 FIRST_SEARCH_TOKENS: Final = 512
-"""The way is looked up for the first time with so many tokens left, or after half of the tokens if they are more."""
+"""The path is looked up for the first time with so many tokens left, or after half of the tokens if they are more."""
 
 
 class CompletingMatcher:
@@ -60,8 +61,8 @@ class CompletingMatcher:
         self._num_left = num_left
         self._state = JsonState()
         self._state.read(text)
-        self._way: list[int] | None = None
-        self._is_near = False  # the way is known, and each token is checked
+        self._path: list[int] | None = None
+        self._is_near = False  # the path is known, and each token is checked
         self._search_at = min(
             num_left, max(num_left // 2, FIRST_SEARCH_TOKENS)
         )  # tokens left at the next search
@@ -155,64 +156,64 @@ class CompletingMatcher:
         twin = copy.copy(self)
         twin._inner = self._inner.copy()
         twin._state = self._state.copy()
-        twin._way = None if self._way is None else list(self._way)
+        twin._path = None if self._path is None else list(self._path)
         return twin
 
-    # ------------------------------------------------------------ the way
+    # ------------------------------------------------------------ the path
 
     def _search(self) -> None:
-        """Search the way if it is time, and plan the next time."""
+        """Search the path if it is time, and plan the next time."""
         if self._num_left > self._search_at or self._inner.ended or self._inner.error:
             return
-        self._way = shortest_end(self._inner, self._vocabulary, self._state, self._num_left)
-        if self._way is None:
+        self._path = shortest_end(self._inner, self._vocabulary, self._state, self._num_left)
+        if self._path is None:
             self._search_at = self._num_left - max(1, self._num_left // 8)
             return
-        slack = self._num_left - len(self._way)
+        slack = self._num_left - len(self._path)
         self._is_near = slack <= RESERVE
         self._search_at = self._num_left - max(1, (slack - RESERVE) // 2)
 
     def _follow(self, token_id: int) -> None:
-        """The way after a token near the cut: its rest, the same one, or a new one."""
-        way = self._way
-        if way and way[0] == token_id:
-            del way[0]
-        elif way is None or not self._leads_to_end(way):
+        """The path after a token near the cut: its rest, the same one, or a new one."""
+        path = self._path
+        if path and path[0] == token_id:
+            del path[0]
+        elif path is None or not self._leads_to_end(path):
             self._is_near, self._search_at = False, self._num_left
             self._search()
 
-    def _leads_to_end(self, way: list[int]) -> bool:
-        """Whether the way that was valid before the last token is so after it, and fits."""
-        if len(way) > self._num_left or self._inner.validate(way) < len(way):
+    def _leads_to_end(self, path: list[int]) -> bool:
+        """Whether the path that was valid before the last token is so after it, and fits."""
+        if len(path) > self._num_left or self._inner.validate(path) < len(path):
             return False
         eos = self._vocabulary.eos_token_ids[:1]
-        return not eos or self._inner.validate([*way, *eos]) == len(way) + 1 or self._ends_after(way)
+        return not eos or self._inner.validate([*path, *eos]) == len(path) + 1 or self._ends_after(path)
 
-    def _ends_after(self, way: list[int]) -> bool:
+    def _ends_after(self, path: list[int]) -> bool:
         ahead = self._inner.copy()
-        ahead.accept(way)
+        ahead.accept(path)
         return ahead.ended
 
     def _surely_fits(self, token_id: int) -> bool:
-        """Whether the same way is valid after a token; one call of the library instead of a search."""
-        way = self._way
-        if not way or way[0] == token_id:
-            return way is not None and bool(way)
-        slack = self._num_left - len(way)
+        """Whether the same path is valid after a token; one call of the library instead of a search."""
+        path = self._path
+        if not path or path[0] == token_id:
+            return path is not None and bool(path)
+        slack = self._num_left - len(path)
         if slack <= 0:
             return False
         checked = (
-            way[:CHECKED_WAY_TOKENS]
-            if slack > CHECKED_WAY_TOKENS
-            else [*way, *self._vocabulary.eos_token_ids[:1]]
+            path[:MIN_SLACK_TO_TRUST_PATH]
+            if slack > MIN_SLACK_TO_TRUST_PATH
+            else [*path, *self._vocabulary.eos_token_ids[:1]]
         )
         return self._inner.validate([token_id, *checked]) > len(checked)
 
     def _fits(self, token_id: int) -> bool:
         """Whether the answer can become complete after a token that the grammar allows."""
-        if not self._is_near or self._way is None or token_id in self._vocabulary.eos_token_ids:
+        if not self._is_near or self._path is None or token_id in self._vocabulary.eos_token_ids:
             return True
-        if self._way and self._way[0] == token_id:
+        if self._path and self._path[0] == token_id:
             return True
         left = self._num_left - 1
         ahead = self._inner.copy()
@@ -226,14 +227,14 @@ class CompletingMatcher:
         return shortest_end(ahead, self._vocabulary, state, left) is not None
 
     def _restrict(self, mask: MaskRow) -> None:
-        """Remove the tokens after which the way does not fit."""
+        """Remove the tokens after which the path does not fit."""
         token_ids = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if len(token_ids) > FREE_TEXT_TOKENS and self._may_end_string():
             self._restrict_string(mask)
             return
         first = token_ids[:MAX_CHECKED_TOKENS].tolist()
-        if self._way and self._way[0] not in first:
-            first.append(self._way[0])
+        if self._path and self._path[0] not in first:
+            first.append(self._path[0])
         num_searches = MAX_SEARCHED_TOKENS // max(1, self._num_left)
         kept, does_one_not_fit = [], False
         for token_id in first:
@@ -249,23 +250,23 @@ class CompletingMatcher:
             _allow_only(mask, kept)
 
     def _may_end_string(self) -> bool:
-        """Whether the position is in a string, and the way begins with its end."""
+        """Whether the position is in a string, and the path begins with its end."""
         state = self._state
-        if not self._way or not state.in_string or state.escape_len or state.utf8_len:
+        if not self._path or not state.in_string or state.escape_len or state.utf8_len:
             return False
-        if state.is_name and self._num_left - len(self._way) <= RESERVE // 2:
+        if state.is_name and self._num_left - len(self._path) <= RESERVE // 2:
             return False  # a name may require a long value
-        return self._vocabulary.tokens[self._way[0]] == b'"'
+        return self._vocabulary.tokens[self._path[0]] == b'"'
 
     def _restrict_string(self, mask: MaskRow) -> None:
-        """In a string that may end: its end, or, if there is slack, whole characters, which do not add to the way."""
-        assert self._way
-        if self._num_left > len(self._way):
+        """In a string that may end: its end, or, if there is slack, whole characters, which do not add to the path."""
+        assert self._path
+        if self._num_left > len(self._path):
             mask &= closing_tokens(self._vocabulary).plain
-            allow(mask, self._way[0])
+            allow(mask, self._path[0])
         else:
             self._restricted = True
-            _allow_only(mask, self._way[:1])
+            _allow_only(mask, self._path[:1])
 
 
 def _allow_only(mask: MaskRow, token_ids: Sequence[int]) -> None:
