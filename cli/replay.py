@@ -165,7 +165,7 @@ def _what_if(path: Path, changes: dict[str, str]) -> int:
 
     for number, run in enumerate(read_runs(path), 1):
         result = replay_run(run)
-        # Only a replay of the steps tells which request each logged token belongs to.
+        # Only a replay of the steps shows which request each logged token belongs to.
         if result.difference is not None:
             raise EngineError(
                 f"--set needs a log that this engine replays exactly; run {number} differs after "

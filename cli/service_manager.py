@@ -1,4 +1,4 @@
-"""`report_ready`: tells systemd (`Type=notify`) that clients can connect."""
+"""`report_ready`: notifies systemd (`Type=notify`) that clients can connect."""
 
 from __future__ import annotations
 

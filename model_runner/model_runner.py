@@ -77,7 +77,7 @@ class UnmaskedTokens(NamedTuple):
     indices: npt.NDArray[np.int64]
     masks: GetMasks
 
-    def tell(self) -> None:
+    def pass_on(self) -> None:
         """Pass the tokens on, when they are on the host."""
         self.masks.unmasked(self.token_ids.numpy()[self.indices])
 
@@ -370,7 +370,7 @@ class PendingStep:
             return StepResult(self._step_id, forward_s=forward_s, swap_s=swap_s, out_of_memory=reason)
         batch, sampled, cut_finite, prompts, num_tokens, unmasked, pooled = self._fetched
         if unmasked is not None:
-            unmasked.tell()
+            unmasked.pass_on()
         errors: dict[int, str] = {}
         next_ids = counts = finite = None
         if sampled is not None:

@@ -70,10 +70,10 @@ class GetMasks(Protocol):
         ...
 
     def unmasked(self, token_ids: npt.NDArray[np.int64]) -> None:
-        """Tell the likeliest token without its mask, of each row of the last masks; for figures only.
+        """Report the likeliest token without its mask, of each row of the last masks; for figures only.
 
         A runner calls it after the masks were returned and before it asks for others: before the next step's, and
-        before those of `after`. Those of `after` need no call, because the sampled tokens tell the same.
+        before those of `after`. Those of `after` need no call, because the sampled tokens say the same.
 
         Args:
             token_ids: [n] as many as the masks had rows.

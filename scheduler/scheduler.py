@@ -320,7 +320,7 @@ class Scheduler:
         """Plan the next step. None if there is nothing to do, or nothing before a step in flight is settled.
 
         A pass that only took memory from running requests is followed by another one at once. When the last request
-        has left its row, one IDLE step, without tokens, tells the runner.
+        has left its row, one IDLE step, without tokens, notifies the runner.
         """
         self._parts.calls.next_pass()
         if expired := self._deadlines.take_expired(now_s):
@@ -337,7 +337,7 @@ class Scheduler:
     def _plan_pass(self, state: PassState) -> ScheduleBatch | None:
         """One pass: decide which requests decode and which prompt chunks are computed, and make the batch."""
         evicted_before = self._kv.evicted_pages_total
-        self._parts.out_of_memory.tell(state)
+        self._parts.out_of_memory.report(state)
         work = self._parts.phases.plan(state)
         batch = None
         if work.chunks or work.decode_reqs or self._must_tell_runner(state):

@@ -1,6 +1,6 @@
 """Workload files of several published kinds: timed requests, and conversations.
 
-The names in the first row tell the kind (`TraceKind`); any other file is refused by name.
+The names in the first row determine the kind (`TraceKind`); any other file is refused by name.
 
 Timed kinds have a time and two lengths for each request; the others have texts without times.
 
@@ -72,7 +72,7 @@ def rows_of(path: Path) -> Generator[PlacedRow]:
 
 
 def first_row(path: Path) -> Mapping[str, Any]:
-    """The first row; it tells the kind of the file.
+    """The first row; it determines the kind of the file.
 
     Raises:
         ConfigError: as for `rows_of`, or there is none.

@@ -288,7 +288,7 @@ class NodeLink:
 
         Raises:
             ChildFailure: machine 0 refuses this machine, or fell silent.
-            NodeStopped: machine 0 tells this machine to end.
+            NodeStopped: machine 0 orders this machine to end.
         """
         settings = None
         for message in self._client.poll(timeout_s):
@@ -332,7 +332,7 @@ class NodeLink:
 
 
 class NodeStopped(Exception):
-    """Machine 0 tells this machine to end."""
+    """Machine 0 orders this machine to end."""
 
     def __init__(self, cause: str) -> None:
         super().__init__(cause)

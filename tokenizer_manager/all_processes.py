@@ -1,6 +1,6 @@
 """`AllProcesses`: orders of the operator to all processes of the engine: the log level, and profiles.
 
-Orders go through the supervisor (`Child.tell_all`), so that processes that start later follow them too.
+Orders go through the supervisor (`Child.order_all`), so that processes that start later follow them too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULT_DURATION_S: Final = 60.0
 KEPT_PROFILES: Final = 20
 _PREFIX: Final = "profile-"
 _WRITTEN_S: Final = 10.0  # for all processes to write a profile, also in the middle of a step
-_LOOK_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 
 class Profile(NamedTuple):
@@ -48,7 +48,7 @@ class AllProcesses:
 
     def __init__(
         self,
-        tell: Callable[[ForAll], bool],
+        send: Callable[[ForAll], bool],
         config: EngineConfig,
         running: StartProfile | None = None,
         *,
@@ -58,13 +58,13 @@ class AllProcesses:
         """Send no order yet.
 
         Args:
-            tell: sends an order to the supervisor; False if the supervisor does not listen.
+            send: sends an order to the supervisor; False if the supervisor does not listen.
             config: has the current log level, and the folder of the reports.
             running: a profile that the tokenizer manager before this one started.
             clock: CLOCK_MONOTONIC.
             wall_clock: Unix time.
         """
-        self._tell = tell
+        self._send = send
         self._log_level: LogLevel = config.log.log_level
         self._crash_dir = config.log.crash_dir
         ranks = config.parallel.local_ranks[1:]  # the first is in the scheduler's process
@@ -142,7 +142,7 @@ class AllProcesses:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WRITTEN_S):
                 while self._missing(_files_in(folder)):
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(_POLL_S)
         files = _files_in(folder)
         return Profile(folder, files, self._missing(files))
 
@@ -151,7 +151,7 @@ class AllProcesses:
         return crash_dir(self._crash_dir)
 
     def _order(self, order: ForAll) -> None:
-        if not self._tell(order):
+        if not self._send(order):
             raise EngineDeadError("the supervisor does not take orders: it is stopped, or hangs")
 
     def _make_folder(self) -> Path:

@@ -165,12 +165,12 @@ async def _serve(
         settings.config.adapters,
         calls=manager.control,
         users=manager,
-        tell_all=child.tell_all,
+        order_all=child.order_all,
     )
     services = Services(
         manager=manager,
         adapters=adapters,
-        all_processes=AllProcesses(child.tell_all, settings.config, settings.profile),
+        all_processes=AllProcesses(child.order_all, settings.config, settings.profile),
         authorizer=authorizer,
         encoder=encoder,
         renderer=renderer,

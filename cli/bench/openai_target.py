@@ -272,7 +272,7 @@ def _take_usage(record: RequestRecord, usage: dict[str, Any]) -> None:
 
 
 def _take_vectors(record: RequestRecord, request: BenchRequest, body: dict[str, Any]) -> None:
-    """The end of an answer of vectors, whose numbers are not looked at."""
+    """Record the end of an answer with vectors; their values are not read."""
     record.arrivals.append((time.monotonic(), 0))
     record.num_vectors = len([row["embedding"] for row in body["data"]])
     record.prompt_tokens = (body.get("usage") or {}).get("prompt_tokens") or 0

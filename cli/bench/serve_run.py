@@ -138,7 +138,7 @@ def run_serve(
     """
     workload.check()
     output.check()
-    server.base_url  # noqa: B018  (a wrong address is told before the data set is read)
+    server.base_url  # noqa: B018  (a wrong address is reported before the data set is read)
     endpoint = _endpoint(server, workload)
     if endpoint == "chat" and not workload.has_texts:
         raise ConfigError(

@@ -64,7 +64,7 @@ class HttpBackend:
         length = entry.get("max_model_len")
         self.max_context = length if isinstance(length, int) else None
         self._counts_tokens = True
-        # A usage in each chunk, for answers that are stopped; servers that tell their context know the option.
+        # A usage in each chunk, for answers that are stopped; servers that report their context know the option.
         counted = {} if self.max_context is None else {"continuous_usage_stats": True}
         self._stream_options = {"include_usage": True, **counted}
 

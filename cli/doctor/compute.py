@@ -92,7 +92,7 @@ def _tuple(value: object) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def look() -> TorchFacts:
+def torch_facts() -> TorchFacts:
     """Gather the facts in this process."""
     started_s = time.monotonic()
     try:
@@ -124,7 +124,7 @@ def look() -> TorchFacts:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asdict(look())))
+    print(json.dumps(asdict(torch_facts())))
 
 
 _REINSTALL: Final = "pip install --force-reinstall torch"

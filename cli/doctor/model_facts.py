@@ -140,9 +140,9 @@ def gather_model(
     return ModelFacts(**found, **_tokenizer_facts(source, config.chat_template, architecture))
 
 
-def _attempt(look: Callable[[], Any]) -> tuple[Any, str]:
+def _attempt(read: Callable[[], Any]) -> tuple[Any, str]:
     try:
-        return look(), ""
+        return read(), ""
     except WeightsError:
         raise
     except ConfigError as error:

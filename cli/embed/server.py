@@ -74,7 +74,7 @@ class ServerBackend:
         try:
             entry = self._find_model(model)
             self.model = str(entry["id"])
-            task = entry.get("task", wanted)  # other servers do not tell
+            task = entry.get("task", wanted)  # other servers do not say
             if task not in _SUITABLE[wanted]:
                 does = _DOES.get(task, f"has the task {task}")
                 what = "an embedder" if wanted == "embed" else "a reranker or an embedder"

@@ -76,7 +76,7 @@ def top(
         setproctitle.setproctitle("engine: top")  # instead of the command line, which contains the key
     with Client(url or url_option or DEFAULT_URL, key, cacert=cacert) as client:
         if once:
-            print_once(client.look(), as_json=as_json)
+            print_once(client.poll(), as_json=as_json)
         else:
             watch(client, interval)
     return 0
@@ -95,7 +95,7 @@ def print_once(snapshot: Snapshot, *, as_json: bool) -> None:
     console.print(render(snapshot, None, width=width, height=_ONCE_LINES))
 
 
-class Look(NamedTuple):
+class Poll(NamedTuple):
     """A snapshot to show; `note` says why it is out of date, if it is."""
 
     snapshot: Snapshot
@@ -103,24 +103,24 @@ class Look(NamedTuple):
     note: str
 
 
-def looks(look: Callable[[], Snapshot]) -> Iterator[Look]:
+def polls(poll: Callable[[], Snapshot]) -> Iterator[Poll]:
     """A new snapshot for each `next`, without end; while the server does not answer, the old one with a note.
 
     Raises:
         EngineError: the first snapshot failed, or the server refuses.
     """
-    snapshot, rates = look(), None
-    yield Look(snapshot, rates, "")
+    snapshot, rates = poll(), None
+    yield Poll(snapshot, rates, "")
     while True:
         try:
-            latest = look()
+            latest = poll()
         except Unreachable as error:
-            yield Look(snapshot, None, str(error))
+            yield Poll(snapshot, None, str(error))
             continue
         # The scheduler reports twice a second: between two reports the rates are those of before.
         rates = Rates.between(snapshot, latest) or (rates if _same_report(snapshot, latest) else None)
         snapshot = latest
-        yield Look(snapshot, rates, "")
+        yield Poll(snapshot, rates, "")
 
 
 def _same_report(before: Snapshot, after: Snapshot) -> bool:
@@ -133,15 +133,16 @@ def watch(client: Client, interval_s: float) -> None:
     from rich.live import Live
 
     console = Console(highlight=False)
-    each = looks(client.look)
+    each = polls(client.poll)
     first = next(each)  # before the screen is cleared, so that an error stays visible
     with (
         contextlib.suppress(KeyboardInterrupt),
         Live(console=console, screen=True, auto_refresh=False) as live,
     ):
-        for look in chain([first], each):
+        for polled in chain([first], each):
             width, height = console.size
             live.update(
-                render(look.snapshot, look.rates, width=width, height=height, note=look.note), refresh=True
+                render(polled.snapshot, polled.rates, width=width, height=height, note=polled.note),
+                refresh=True,
             )
             time.sleep(interval_s)

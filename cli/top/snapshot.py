@@ -229,8 +229,8 @@ class Client:
     ) -> None:
         self._client.close()
 
-    def look(self) -> Snapshot:
-        """The current state.
+    def poll(self) -> Snapshot:
+        """Fetch the current state.
 
         Raises:
             Unreachable: no server answers, or it is shutting down.

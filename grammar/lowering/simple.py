@@ -64,7 +64,7 @@ def regex_text(pattern: str, at: str, limits: RequestLimits) -> str:
 
 
 def grammar_spec(text: str, at: str, limits: RequestLimits) -> GrammarSpec:
-    """A grammar in GBNF (`root ::= ...`) or Lark (`start: ...`); the sign of the first rule tells which.
+    """A grammar in GBNF (`root ::= ...`) or Lark (`start: ...`); the sign of the first rule decides.
 
     Raises:
         GrammarError: too large, no rules, or a syntax error in GBNF. Errors in Lark are found when it is compiled.

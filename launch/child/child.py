@@ -128,7 +128,7 @@ class Child:
             self._last_heartbeat_s = now_s
             self._channel.send_if_room(Heartbeat())
 
-    def tell_all(self, order: ForAll) -> bool:
+    def order_all(self, order: ForAll) -> bool:
         """Have the supervisor forward an order to all processes, including this one; False if it does not read."""
         return self._channel.send_if_room(order)
 

@@ -85,13 +85,13 @@ class StackSampler:
             wait_s = min(next_s, self._end_s) - self._clock()
             if self._stopping.wait(max(0.0, wait_s)) or self._clock() >= self._end_s:
                 break
-            self._look()
+            self._sample()
         try:
             self._write()
         except OSError as error:
             logger.warning("no profile in %s: %s", self._path, error)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         """Count the stack of every other thread. It keeps no reference to a frame or its variables."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():

@@ -117,9 +117,9 @@ class AdapterStore:
             self._dropped.discard(store_id)
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
-            self._reads[store_id] = self._thread.submit(self._read_and_tell, store_id, spec)
+            self._reads[store_id] = self._thread.submit(self._read_and_notify, store_id, spec)
 
-    def _read_and_tell(self, store_id: int, spec: AdapterSpec) -> None:
+    def _read_and_notify(self, store_id: int, spec: AdapterSpec) -> None:
         error = ""
         try:
             self.read(store_id, spec)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class StoringRunner(Protocol):
-    """A `Runner` that can be told tokens which it has not sampled."""
+    """A `Runner` that accepts tokens which it has not sampled."""
 
     def launch(self, plan: StepPlan, go_on: GoOn = to_the_end, masks: GetMasks = no_masks) -> Pending: ...
 

@@ -46,7 +46,7 @@ def find_language_part(path: Path, config: Mapping[str, object]) -> LanguagePart
         config: its contents.
 
     Raises:
-        ConfigError: the folder has a tower, and its language model cannot be told from it.
+        ConfigError: the folder has a tower, and its language model cannot be found in it.
     """
     fields = Fields(path, config)
     model_type, inner = config.get("model_type"), config.get(_TEXT)

@@ -81,7 +81,7 @@ class HubCache:
     def complete(self, name: HubName, *, need_weights: bool) -> Path | None:
         """The snapshot's folder, or its (first) GGUF file, if all needed files are certain to be there; else None.
 
-        Only a listing of the commit tells for a folder. The files of a GGUF model are known by their names.
+        For a folder this takes a listing of the commit. The files of a GGUF model are known by their names.
 
         Raises:
             NoModelError: the name does not say which of several GGUF models.

@@ -31,7 +31,7 @@ SAFE_TO_IGNORE: Final = (".rotary_emb.inv_freq", ".masked_bias", ".attention.bia
 """Suffixes of tensors in old exports that are not weights."""
 
 _OLD_NAMES: Final = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-"""Endings of tensor names in the first exports of BERT, and what they are called since."""
+"""Legacy BERT suffixes of tensor names -> current ones."""
 _BODY: Final = "model."
 _OWN_TABLE: Final = "embed_tokens.weight"
 

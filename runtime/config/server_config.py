@@ -149,7 +149,7 @@ class ServerConfig:
     keep_alive_timeout: Annotated[float, "Seconds that a connection may be idle between two requests."] = 75.0
     kv_events: Annotated[
         str | None,
-        "ZMQ address at which routers are told what the prefix cache holds, such as tcp://127.0.0.1:5557, or the JSON "
+        "ZMQ address that notifies routers of what the prefix cache holds, such as tcp://127.0.0.1:5557, or the JSON "
         "object of vLLM's option. The events contain the token ids of prompts.",
         Alias("kv_events_config"),
     ] = None

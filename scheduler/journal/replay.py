@@ -222,7 +222,7 @@ class _Calls:
 
 
 def _with_effects(records: Iterable[LogRecord]) -> Iterator[tuple[LogRecord, Sequence[DecisionRecord]]]:
-    """Each record with the decisions of the call that it is; none for a record that is no call.
+    """Pair each recorded call with its decisions; other records have none.
 
     The log has the decisions of a call after it; the result of a step is a call and its decision at once.
     """

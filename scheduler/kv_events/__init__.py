@@ -1,1 +1,1 @@
-"""KV events: tells routers over ZMQ which blocks the prefix cache holds."""
+"""KV events: notifies routers over ZMQ which blocks the prefix cache holds."""

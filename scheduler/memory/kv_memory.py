@@ -265,7 +265,7 @@ class KVMemory:
         """Offer the settled whole pages of a running request to the cache, so that others can share them at once.
 
         Where the cache already has the same tokens, the request goes on with the cache's pages and its copies are
-        freed. A `RowUpdate` in the next plan tells the runner.
+        freed. A `RowUpdate` in the next plan notifies the runner.
         """
         assert req.lease is not None
         row, first = req.row, req.lease.num_pages

@@ -45,7 +45,7 @@ class ReqToTokenPool:
         return self._free_rows.pop()
 
     def release(self, row: int) -> None:
-        """Free a row; its pages must have been freed before. The next plan tells the runner.
+        """Free a row; its pages must have been freed before. The next plan notifies the runner.
 
         The row may be allocated again at once, although a step in flight still uses it: the runner applies plans in
         order, and the epoch identifies results of the old request.

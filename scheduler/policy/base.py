@@ -83,7 +83,7 @@ class SchedulePolicy:
         """A step generated `num_tokens` more than `planned` counted: accepted drafts, or a multi-step decode."""
 
     def finished(self, req: Req, kind: FinishKind) -> None:
-        """A request has ended, with `output_len` tokens; `kind` tells whether its answer is complete."""
+        """A request has ended, with `output_len` tokens; `kind` says whether its answer is complete."""
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
         """Why no request may be admitted in this pass, even with free memory; None if requests may."""

@@ -97,7 +97,7 @@ class OutOfMemory:
             self.hold_until_s = None
         return self.hold_until_s is not None
 
-    def tell(self, state: PassState) -> None:
+    def report(self, state: PassState) -> None:
         """Add the retractions since the last pass, and their causes, to a pass that begins."""
         if self._notes:
             for retraction in self._retractions:

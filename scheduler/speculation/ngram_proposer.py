@@ -155,7 +155,7 @@ class NgramProposer:
         self._rates = shared.copy(_OWN_WEIGHT)
         self._source = -1
         self.match_len = 0
-        self._look()
+        self._search()
 
     def __len__(self) -> int:
         """Number of tokens in the index."""
@@ -175,7 +175,7 @@ class NgramProposer:
                 self._source += 1
                 self.match_len = min(self.match_len + 1, MAX_MATCH)
             else:
-                self._look()
+                self._search()
 
     def chances(self, count: int) -> list[float]:
         """For each of `count` drafts, the probability that it and all before it are correct; empty without a match."""
@@ -191,7 +191,7 @@ class NgramProposer:
         """The `count` tokens from the followed position on; there must be a match."""
         return self._index.following(self._source, count)
 
-    def _look(self) -> None:
+    def _search(self) -> None:
         match = self._index.find()
         self._source, self.match_len = (-1, 0) if match is None else match
 

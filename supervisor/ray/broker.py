@@ -26,7 +26,7 @@ from ..child_watch import STOP_GRACE_S
 from .cluster import RayCluster, ray_cluster, why_it_died
 from .placement import RayPlaces, ray_places
 
-_LOOK_S: Final = 0.2
+_POLL_S: Final = 0.2
 RUN_END_GRACE_S: Final = STOP_GRACE_S + 2.0  # an actor's own supervisor gives its rank STOP_GRACE_S
 
 
@@ -121,7 +121,7 @@ def watch_runs(
         actor.run.remote(order.configs[rank], order.key): rank for rank, actor in places.actors.items()
     }
     while not channel.closed:
-        channel.wait(_LOOK_S)
+        channel.wait(_POLL_S)
         channel.receive()
         ended, _ = ray.wait(list(runs), timeout=0) if runs else ([], [])
         for run in ended:

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 _BROKER: Final = f"{__package__}.broker"
 _LOOPBACK: Final = "127.0.0.1"
 _DEVICES: Final = "CUDA_VISIBLE_DEVICES"
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 _CONNECT_S: Final = 60.0  # for Ray itself, in addition to the startup timeout
 _BROKER_END_S: Final = RUN_END_GRACE_S + 10.0  # actors, then a Ray of its own (two seconds)
 
@@ -206,7 +206,7 @@ def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
     deadline_s = time.monotonic() + timeout_s
     with SignalQueue() as signals:
         while time.monotonic() < deadline_s:
-            for message in broker.receive(_LOOK_S):
+            for message in broker.receive(_POLL_S):
                 match message:
                     case Placed():
                         return message

@@ -58,7 +58,7 @@ def visible_devices() -> str | None:
 
 _HERE: Final = 0.001  # share of a machine's `node:<address>`, of which it has 1
 _OWN_PLACEMENT_S: Final = 10.0  # a Ray that was started here gets no more machines
-_LOOK_S: Final = 1.0
+_POLL_S: Final = 1.0
 _DEVICE_TIMEOUT_S: Final = 60.0
 
 
@@ -124,8 +124,8 @@ def _placement_group(cluster: RayCluster, config: EngineConfig, go_on: Callable[
     group = ray.util.placement_group(bundles(config, cluster.address), strategy=strategy)
     try:
         waited_s = 0.0
-        while not group.wait(min(_LOOK_S, timeout_s)):
-            waited_s += _LOOK_S
+        while not group.wait(min(_POLL_S, timeout_s)):
+            waited_s += _POLL_S
             if waited_s >= timeout_s or not go_on():
                 raise ConfigError(_no_place(cluster, config, strategy, timeout_s))
         yield group

@@ -170,5 +170,5 @@ def test_a_device_that_is_not_done_tells_when_it_is():
     masks = Told(None)
     unmasked = UnmaskedTokens(torch.tensor([7, 8, 9]), np.array([0, 2]), masks)
     assert not masks.told
-    unmasked.tell()
+    unmasked.pass_on()
     assert masks.told == [[7, 9]]

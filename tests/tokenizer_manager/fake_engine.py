@@ -396,7 +396,7 @@ def make_services(
             config.adapters,
             calls=manager.control,
             users=manager,
-            tell_all=engine.take_order,
+            order_all=engine.take_order,
         ),
         all_processes=AllProcesses(
             engine.take_order, config, clock=clock, wall_clock=lambda: 1.7e9 + clock.now_s

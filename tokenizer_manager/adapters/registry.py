@@ -62,7 +62,7 @@ class AdapterRegistry:
         *,
         calls: AdapterCalls,
         users: AdapterUsers,
-        tell_all: Callable[[ForAll], bool],
+        order_all: Callable[[ForAll], bool],
     ) -> None:
         """Begin with the adapters of the start.
 
@@ -71,13 +71,13 @@ class AdapterRegistry:
             config: resolved.
             calls: to the scheduler.
             users: the live requests.
-            tell_all: sends an order to the supervisor.
+            order_all: sends an order to the supervisor.
         """
         self._list = adapters
         self._config = config
         self._calls = calls
         self._users = users
-        self._tell_all = tell_all
+        self._order_all = order_all
         self._changing = (
             asyncio.Lock()
         )  # loads and drops are one after the other; nothing waits for requests in it
@@ -238,4 +238,4 @@ class AdapterRegistry:
 
     def _changed(self, what: str) -> None:
         logger.info("%s adapters=%d", what, len(self._list))
-        self._tell_all(SetAdapters(tuple(self._list.adapters)))
+        self._order_all(SetAdapters(tuple(self._list.adapters)))

@@ -41,7 +41,7 @@ class AnswerFormats:
 
     Attributes:
         tools: the format of calls; None (`--tool-call-parser none`): answers are not parsed for calls.
-        reasoning: None: the model does not reason, or its reasoning is not told from the answer.
+        reasoning: None: the model does not reason, or its reasoning is not separated from the answer.
         template_tools: the template shows tools and calls; otherwise they are written into the messages.
         object_arguments: the template wants the arguments of earlier calls as objects; otherwise as JSON text.
         several_calls: the template can show several calls of one message.

@@ -28,7 +28,7 @@ import jinja2.sandbox
 import jinja2.visitor
 
 MAX_RENDER_CPU_S: Final = 2.0
-_MIN_LOOK_S: Final = 0.001  # between two looks at the CPU time
+_MIN_POLL_S: Final = 0.001  # between two polls of the CPU time
 MAX_VALUE_CHARS: Final = 64 << 20
 _MAX_ITEMS: Final = 1 << 20  # of a list
 _MAX_INT_BITS: Final = 4096
@@ -64,7 +64,7 @@ class RenderBudget:
         wanted: set to False by any thread, it ends the rendering at its next check.
     """
 
-    __slots__ = ("_begun_s", "_cpu_clock", "_look_at_s", "_wall_clock", "wanted")
+    __slots__ = ("_begun_s", "_cpu_clock", "_next_poll_s", "_wall_clock", "wanted")
 
     def __init__(
         self,
@@ -75,12 +75,12 @@ class RenderBudget:
         self._cpu_clock = cpu_clock
         self._wall_clock = wall_clock
         self._begun_s = 0.0
-        self._look_at_s = 0.0
+        self._next_poll_s = 0.0
 
     def begin(self) -> None:
         """Start to count, on the thread that renders."""
         self._begun_s = self._cpu_clock()
-        self._look_at_s = self._wall_clock() + MAX_RENDER_CPU_S
+        self._next_poll_s = self._wall_clock() + MAX_RENDER_CPU_S
 
     def check(self) -> None:
         """Return if the rendering may go on.
@@ -92,12 +92,12 @@ class RenderBudget:
         if not self.wanted:
             raise AbandonedError
         now_s = self._wall_clock()
-        if now_s <= self._look_at_s:
+        if now_s <= self._next_poll_s:
             return
         left_s = MAX_RENDER_CPU_S - (self._cpu_clock() - self._begun_s)
         if left_s < 0:
             raise CpuTimeError(f"more than {MAX_RENDER_CPU_S:g} s of CPU time")
-        self._look_at_s = now_s + max(left_s, _MIN_LOOK_S)
+        self._next_poll_s = now_s + max(left_s, _MIN_POLL_S)
 
 
 class _Rendering(threading.local):

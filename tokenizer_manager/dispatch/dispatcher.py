@@ -46,7 +46,7 @@ class Dispatcher:
         self._groups: dict[str, list[int]] = {}  # group of parallel samples -> [its replica, live members]
 
     def send(self, message: SchedulerInput) -> None:
-        """Send a message that is no request to all replicas; the successor of a lost one ignores its unknown ids."""
+        """Broadcast a message that is no request. A restarted replica ignores unknown ids."""
         for send in self._sends:
             send(message)
         if self._pair is not None and (half := self._pair.mirrored(message)) is not None:

@@ -88,7 +88,7 @@ class Connection(HttpToolsProtocol):
             if clock is not None:
                 clock.cancel()
         if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True  # uvicorn tells only the newest request
+            self._answering.disconnected = True  # uvicorn notifies only the newest request
             self._answering.message_event.set()
         self.pipeline.clear()
         super().connection_lost(exc)

@@ -1,6 +1,6 @@
 """Everything between the QKV projection and attention in one launch: head norms, rotary, and the store to the KV pool.
 
-A program takes a few neighboring heads of one token, of q, k or v; the head index alone tells which.
+A program takes a few neighboring heads of one token, of q, k or v; the head index alone decides.
 Each head is loaded as two tiles, the two halves that rotate into each other, and a third tile for the unrotated rest.
 
     head   [ first half | second half | rest ]      q -> a new tensor, k and v -> their slots of the pool

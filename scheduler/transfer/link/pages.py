@@ -158,7 +158,7 @@ class DirectSender:
 
     def drop_peer(self, peer: str) -> None:
         self._writer.drop_peer(peer)
-        self._ranks.tell(DropPeer(peer))
+        self._ranks.send(DropPeer(peer))
 
     def write(self, command: WritePages, send: SendFrames) -> AllOf:
         """Rank 0 has settled the step that computed the pages; the others wait for it."""
@@ -204,7 +204,7 @@ class DirectReceiver:
         now_s = time.monotonic()
         if now_s - self._ordered_s > _PROGRESS_AGAIN_S:
             self._ordered_s = now_s
-            self._ranks.tell(MakeProgress())
+            self._ranks.send(MakeProgress())
 
     def close(self) -> None:
         self._target.close()

@@ -123,7 +123,7 @@ class Ranks:
             ordered.end(f"it cannot be reached: {error.strerror}")
         return ordered
 
-    def tell(self, message: ToWorker) -> None:
+    def send(self, message: ToWorker) -> None:
         """Send a message without an answer to all of them."""
         data = self._encoder.encode(message)
         for address in self._addresses:

@@ -1,4 +1,4 @@
-"""`engine top` as a command: one look, wrong inputs, and a view that outlives its server."""
+"""`engine top` as a command: one poll, wrong inputs, and a view that outlives its server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from engine.cli import main as cli
-from engine.cli.top.command import looks
+from engine.cli.top.command import polls
 from engine.cli.top.snapshot import Client, Snapshot, Unreachable
 from engine.runtime.errors import EngineError
 
@@ -177,13 +177,13 @@ def test_a_server_that_goes_away_is_waited_for():
     restarted = Snapshot.from_answers(URL, *answers(sent_s=3.0))
     script: list[Any] = [before, after, after, Unreachable("gone"), Unreachable("gone"), restarted]
 
-    def look():
+    def poll():
         answer = script.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    shown = list(islice(looks(look), 6))
+    shown = list(islice(polls(poll), 6))
     assert [each.note for each in shown] == ["", "", "", "gone", "gone", ""]
     assert [each.rates is not None for each in shown] == [False, True, True, False, False, False]
     assert shown[1].rates == shown[2].rates  # the same report twice
@@ -193,12 +193,12 @@ def test_a_server_that_goes_away_is_waited_for():
 def test_a_server_that_refuses_ends_the_view():
     script = [Snapshot.from_answers(URL, *answers())]
 
-    def look():
+    def poll():
         if not script:
             raise EngineError("the API key is wrong")
         return script.pop()
 
-    each = looks(look)
+    each = polls(poll)
     next(each)
     with pytest.raises(EngineError, match="the API key is wrong"):
         next(each)
@@ -207,4 +207,4 @@ def test_a_server_that_refuses_ends_the_view():
 def test_a_server_that_is_shutting_down_is_one_that_may_come_back(server):
     server.pages["/server_info"] = (503, {"error": {"message": "the server is shutting down"}})
     with Client(server.url, None) as client, pytest.raises(Unreachable, match="shutting down"):
-        client.look()
+        client.poll()

@@ -316,7 +316,7 @@ def test_another_profile_ends_the_one_before(pair, tmp_path):
 
 
 def test_what_all_shall_do_goes_to_the_supervisor_and_is_not_waited_for(child, supervisor):
-    assert child.tell_all(SetLogLevel("debug"))
+    assert child.order_all(SetLogLevel("debug"))
     assert supervisor.receive() == [SetLogLevel("debug")]
-    while child.tell_all(StopProfile()):
+    while child.order_all(StopProfile()):
         pass  # nobody reads

@@ -56,7 +56,7 @@ class World:
             AdapterConfig(**settings),
             calls=self,
             users=self,
-            tell_all=self.tell,
+            order_all=self.tell,
         )
 
     def write(self, folder: str, seed: int, **options: Any) -> Path:

@@ -53,7 +53,7 @@ class ToolFamily:
         name_prefix: in front of the name, not a part of it.
         indexed_name: the name is followed by ":" and the index of the call.
         arguments_keys: of the form JSON; the first one is the model's own.
-        string_flag: the middle of a parameter is `" string="true">` or `" string="false">`, which tells strings.
+        string_flag: the middle of a parameter is `" string="true">` or `" string="false">`, which marks strings.
         newlines: one newline after the beginning of a value and one before its end are not a part of it.
         inner_tokens: tokens of the model inside of pieces.
         alternative: another row whose calls the parser accepts after the same marker.

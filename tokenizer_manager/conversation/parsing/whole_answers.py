@@ -144,7 +144,7 @@ def _read_body(source: Source, emitter: Emitter, channel: str, recipient: str, h
         if end:
             break
         if source.final:
-            # <|call|> ends an answer as an EOS token, which has no text: the JSON tells whether a call is complete.
+            # <|call|> ends an answer as an EOS token, which has no text: the JSON shows whether a call is complete.
             if is_whole:
                 emitter.end_call()
             return

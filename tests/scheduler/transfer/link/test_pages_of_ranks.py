@@ -121,7 +121,7 @@ def test_an_order_for_a_rank_that_is_gone_fails(endpoint: str, context: Any) -> 
     worker.socket.close(linger=0)
     with pytest.raises(TransferError, match="rank 1: it cannot be reached"):
         order_until_it_fails(ranks)
-    ranks.tell(DropPeer("a"))
+    ranks.send(DropPeer("a"))
     ranks.close()
 
 
