@@ -24,6 +24,8 @@ class Row:
         blocks: Fields that give the family rows of whole blocks of 32 numbers, once for each family: with them its
             weights are quantized, and the doctor's verdict is compared with loading. None: another row has them.
         made_as: The type as which transformers computes it.
+        gguf: The architecture of its GGUF file, and options that differ there, as files cannot say all. None: no file,
+            or one of a test of its own, as those of latent attention and of layers with states.
     """
 
     model_type: str
@@ -35,6 +37,12 @@ class Row:
     chunks: tuple[tuple[int, ...], ...]
     blocks: dict[str, Any] | None
     made_as: str
+    gguf: tuple[str, dict[str, Any]] | None
+
+    @property
+    def in_file(self) -> dict[str, Any]:
+        """The options of the model that is written to a GGUF file."""
+        return self.options | (self.gguf[1] if self.gguf else {})
 
     @property
     def in_blocks(self) -> dict[str, Any]:
@@ -52,12 +60,22 @@ def row(
     chunks: tuple[tuple[int, ...], ...] = (),
     blocks: dict[str, Any] | None = None,
     made_as: str = "",
+    gguf: tuple[str, dict[str, Any]] | None = None,
     **further: Any,
 ) -> Row:
     """A `Row` whose options are those of the dicts, a later one before an earlier, and all further keywords."""
     merged = {name: value for each in (*options, further) for name, value in each.items()}
     return Row(
-        model_type, merged, bfloat16, int8_cache, wide, in_float32, chunks, blocks, made_as or model_type
+        model_type,
+        merged,
+        bfloat16,
+        int8_cache,
+        wide,
+        in_float32,
+        chunks,
+        blocks,
+        made_as or model_type,
+        gguf,
     )
 
 
@@ -190,6 +208,8 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 32,
     "attn_scale": 0.4,
 }
+LLAMA4_FIXED: dict[str, Any] = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+"""What GGUF files do not say."""
 ERNIE: dict[str, Any] = {
     "num_hidden_layers": 3,
     "moe_num_experts": 6,
@@ -372,14 +392,19 @@ DELTA_FLOAT32 = ("norm", "A_log", "dt_bias")
 MAMBA_FLOAT32 = ("A_log", "dt_bias", ".D", "mamba.norm.weight", "mixer.norm.weight")
 
 FAMILIES: dict[str, Row] = {
-    "mistral": row("mistral", sliding_window=None, blocks={}),
+    "mistral": row("mistral", sliding_window=None, blocks={}, gguf=("llama", {})),
     "mistral window": row("mistral", sliding_window=23, bfloat16=True),
     "mistral window of one": row("mistral", sliding_window=1),
     "mistral wide heads tied": row(
-        "mistral", sliding_window=64, num_attention_heads=4, head_dim=32, tie_word_embeddings=True
+        "mistral",
+        sliding_window=64,
+        num_attention_heads=4,
+        head_dim=32,
+        tie_word_embeddings=True,
+        gguf=("llama", {"sliding_window": None, "tie_word_embeddings": False}),
     ),
     "mistral yarn": row("mistral", sliding_window=None, rope_parameters=YARN),
-    "qwen2": row("qwen2", bfloat16=True, blocks={}),
+    "qwen2": row("qwen2", bfloat16=True, blocks={}, gguf=("qwen2", {})),
     "qwen2 tied": row("qwen2", tie_word_embeddings=True),
     "qwen2 window in some layers": row(
         "qwen2", use_sliding_window=True, sliding_window=20, max_window_layers=1, num_hidden_layers=3
@@ -387,11 +412,11 @@ FAMILIES: dict[str, Row] = {
     "qwen2 yarn": row("qwen2", rope_parameters={**YARN, "attention_factor": 1.3, "beta_fast": 8.0}),
     "qwen3": row("qwen3", QWEN3, blocks={}),
     "qwen3 9/3 wide heads": row(
-        "qwen3", num_attention_heads=9, num_key_value_heads=3, head_dim=16, bfloat16=True
+        "qwen3", num_attention_heads=9, num_key_value_heads=3, head_dim=16, bfloat16=True, gguf=("qwen3", {})
     ),
     "qwen3 tied biases": row("qwen3", QWEN3, tie_word_embeddings=True, attention_bias=True),
-    "qwen3 yarn": row("qwen3", QWEN3, rope_parameters=YARN),
-    "qwen3_moe": row("qwen3_moe", QWEN3_MOE, bfloat16=True, blocks=EXPERTS_BLOCKS),
+    "qwen3 yarn": row("qwen3", QWEN3, rope_parameters=YARN, gguf=("qwen3", {})),
+    "qwen3_moe": row("qwen3_moe", QWEN3_MOE, bfloat16=True, blocks=EXPERTS_BLOCKS, gguf=("qwen3moe", {})),
     "qwen3_moe raw shares": row("qwen3_moe", QWEN3_MOE, norm_topk_prob=False, num_experts_per_tok=1),
     "qwen3_moe all active": row("qwen3_moe", QWEN3_MOE, num_experts_per_tok=8, tie_word_embeddings=True),
     "qwen3_moe dense layers": row(
@@ -405,6 +430,7 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
         in_float32=("norm",),
         blocks=GEMMA_BLOCKS,
+        gguf=("gemma3", {}),
     ),
     "gemma3 untied, own scale, 9/3": row(
         "gemma3_text",
@@ -423,9 +449,18 @@ FAMILIES: dict[str, Row] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
         },
         in_float32=("norm",),
+        gguf=(
+            "gemma3",
+            {
+                "rope_parameters": {
+                    FULL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                    LOCAL: {"rope_type": "default", "rope_theta": 1e4},
+                }
+            },
+        ),
     ),
     "phi3": row("phi3", blocks={}),
-    "phi3 window": row("phi3", sliding_window=33),
+    "phi3 window": row("phi3", sliding_window=33, gguf=("phi3", {})),
     "phi3 longrope, short": row(
         "phi3", rope_parameters=LONGROPE, original_max_position_embeddings=256, max_position_embeddings=2048
     ),
@@ -435,11 +470,13 @@ FAMILIES: dict[str, Row] = {
         original_max_position_embeddings=64,
         max_position_embeddings=2048,
         bfloat16=True,
+        gguf=("phi3", {}),
     ),
     "phi3 part of the head rotates, tied": row(
         "phi3",
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
         tie_word_embeddings=True,
+        gguf=("phi3", {"tie_word_embeddings": False}),
     ),
     "llama": row("llama", bfloat16=True, blocks={}),
     "llama multi-head": row("llama", num_key_value_heads=6),
@@ -447,7 +484,7 @@ FAMILIES: dict[str, Row] = {
     "llama group of 2, wide heads": row("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     "llama one layer": row("llama", num_hidden_layers=1),
     "llama tied": row("llama", tie_word_embeddings=True, bfloat16=True),
-    "llama biases": row("llama", attention_bias=True, mlp_bias=True, bfloat16=True),
+    "llama biases": row("llama", attention_bias=True, mlp_bias=True, bfloat16=True, gguf=("llama", {})),
     "llama attention bias only": row("llama", attention_bias=True),
     "llama rope theta": row("llama", rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
     "llama rope linear": row(
@@ -469,7 +506,15 @@ FAMILIES: dict[str, Row] = {
     "gemma2 usual caps": row(
         "gemma2", GEMMA2, tie_word_embeddings=True, in_float32=("norm",), blocks=GEMMA_BLOCKS
     ),
-    "gemma2 low caps": row("gemma2", GEMMA2, CAPS, bfloat16=True, int8_cache=True, in_float32=("norm",)),
+    "gemma2 low caps": row(
+        "gemma2",
+        GEMMA2,
+        CAPS,
+        bfloat16=True,
+        int8_cache=True,
+        in_float32=("norm",),
+        gguf=("gemma2", {"tie_word_embeddings": True}),
+    ),
     "gemma2 no caps": row(
         "gemma2", GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=None, in_float32=("norm",)
     ),
@@ -488,7 +533,13 @@ FAMILIES: dict[str, Row] = {
     "gemma3 with capped logits": row(
         "gemma3_text", GEMMA3, final_logit_softcapping=4.0, in_float32=("norm",)
     ),
-    "smollm3": row("smollm3", num_hidden_layers=5, wide={**HEADS_OF_16, "num_hidden_layers": 4}, blocks={}),
+    "smollm3": row(
+        "smollm3",
+        num_hidden_layers=5,
+        wide={**HEADS_OF_16, "num_hidden_layers": 4},
+        blocks={},
+        gguf=("smollm3", {"num_hidden_layers": 4, "attention_bias": True}),
+    ),
     "smollm3 layers by list, windows, tied": row(
         "smollm3",
         num_hidden_layers=3,
@@ -501,7 +552,7 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
     ),
     "smollm3 yarn": row("smollm3", no_rope_layer_interval=2, rope_parameters=YARN, mlp_bias=True),
-    "olmo2": row("olmo2", bfloat16=True, int8_cache=True, blocks={}),
+    "olmo2": row("olmo2", bfloat16=True, int8_cache=True, blocks={}, gguf=("olmo2", {})),
     "olmo2 one head, tied": row(
         "olmo2", num_attention_heads=1, num_key_value_heads=1, tie_word_embeddings=True, rms_norm_eps=0.01
     ),
@@ -517,6 +568,7 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
         int8_cache=True,
         wide={**HEADS_OF_16, "tie_word_embeddings": False},
+        gguf=("olmo2", {"tie_word_embeddings": False}),
     ),
     "ministral": row(
         "ministral",
@@ -534,11 +586,27 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
         wide=HEADS_OF_16,
         blocks={"head_dim": 16, "rope_parameters": YARN},
+        gguf=(
+            "mistral3",
+            {
+                "rope_parameters": {
+                    **GROWING,
+                    "original_max_position_embeddings": 24,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                }
+            },
+        ),
     ),
     "ministral3 window, tied": row(
         "ministral3", head_dim=8, rope_parameters=GROWING, sliding_window=30, tie_word_embeddings=True
     ),
-    "glm": row("glm", GLM, blocks={"head_dim": 16, "pad_token_id": 0}),
+    "glm": row(
+        "glm",
+        GLM,
+        blocks={"head_dim": 16, "pad_token_id": 0},
+        gguf=("chatglm", {"head_dim": 8, "num_attention_heads": 6}),
+    ),
     "glm tied, whole heads rotate": row(
         "glm",
         GLM,
@@ -553,10 +621,17 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
         wide={**HEADS_OF_16, "head_dim": 32},
         blocks={"head_dim": 16, "pad_token_id": 0},
+        gguf=("glm4", {"head_dim": 8, "num_attention_heads": 6}),
     ),
     "glm4 wide heads": row("glm4", GLM, head_dim=72, num_key_value_heads=4, tie_word_embeddings=True),
     "starcoder2": row(
-        "starcoder2", tie_word_embeddings=True, bfloat16=True, int8_cache=True, wide=HEADS_OF_16, blocks={}
+        "starcoder2",
+        tie_word_embeddings=True,
+        bfloat16=True,
+        int8_cache=True,
+        wide=HEADS_OF_16,
+        blocks={},
+        gguf=("starcoder2", {}),
     ),
     "starcoder2 window, no biases": row("starcoder2", sliding_window=25, use_bias=False),
     "cohere2": row(
@@ -568,6 +643,7 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
         wide={"logit_scale": 0.3},
         blocks={},
+        gguf=("cohere2", {"logit_scale": 0.3}),
     ),
     "cohere2 own head, biases, factor": row(
         "cohere2",
@@ -578,14 +654,22 @@ FAMILIES: dict[str, Row] = {
         logit_scale=0.3,
         layer_types=["full_attention", "sliding_attention"],
     ),
-    "cohere": row("cohere", GPT_J, tie_word_embeddings=True, layer_norm_eps=0.01, blocks={}),
+    "cohere": row(
+        "cohere", GPT_J, tie_word_embeddings=True, layer_norm_eps=0.01, blocks={}, gguf=("command-r", {})
+    ),
     "exaone4": row(
-        "exaone4", WINDOWS, rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64}, blocks={}
+        "exaone4",
+        WINDOWS,
+        rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 64},
+        blocks={},
+        gguf=("exaone4", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ),
     "exaone4 without windows, tied": row(
         "exaone4", sliding_window=None, layer_types=ALL_FULL, tie_word_embeddings=True
     ),
-    "granite": row("granite", GRANITE, bfloat16=True, int8_cache=True, wide=HEADS_OF_16, blocks={}),
+    "granite": row(
+        "granite", GRANITE, bfloat16=True, int8_cache=True, wide=HEADS_OF_16, blocks={}, gguf=("granite", {})
+    ),
     "granite tied, biases, scaled rope": row(
         "granite", GRANITE, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=YARN
     ),
@@ -601,13 +685,40 @@ FAMILIES: dict[str, Row] = {
         },
     ),
     "granite 4, dense, without rotary, tied": row("granitemoehybrid", GRANITE4, tie_word_embeddings=True),
-    "seed_oss": row("seed_oss", head_dim=16, attention_out_bias=True, blocks={}),
-    "ernie4_5": row("ernie4_5", head_dim=16, tie_word_embeddings=True, use_bias=True, blocks={}),
-    "mixtral": row("mixtral", FEW_EXPERTS, bfloat16=True, int8_cache=True, blocks=LOCAL_EXPERTS_BLOCKS),
+    "seed_oss": row(
+        "seed_oss",
+        head_dim=16,
+        attention_out_bias=True,
+        blocks={},
+        gguf=("seed_oss", {"attention_out_bias": False}),
+    ),
+    "ernie4_5": row(
+        "ernie4_5",
+        head_dim=16,
+        tie_word_embeddings=True,
+        use_bias=True,
+        blocks={},
+        gguf=("ernie4_5", {"use_bias": False}),
+    ),
+    "mixtral": row(
+        "mixtral",
+        FEW_EXPERTS,
+        bfloat16=True,
+        int8_cache=True,
+        blocks=LOCAL_EXPERTS_BLOCKS,
+        gguf=("llama", {}),
+    ),
     "mixtral window, wide heads, tied": row(
         "mixtral", FEW_EXPERTS, sliding_window=21, head_dim=16, tie_word_embeddings=True
     ),
-    "qwen2_moe": row("qwen2_moe", QWEN2_MOE, bfloat16=True, int8_cache=True, blocks=SHARED_EXPERTS_BLOCKS),
+    "qwen2_moe": row(
+        "qwen2_moe",
+        QWEN2_MOE,
+        bfloat16=True,
+        int8_cache=True,
+        blocks=SHARED_EXPERTS_BLOCKS,
+        gguf=("qwen2moe", {}),
+    ),
     "qwen2_moe dense layers, normalized, windows": row(
         "qwen2_moe",
         QWEN2_MOE,
@@ -625,11 +736,12 @@ FAMILIES: dict[str, Row] = {
         OLMOE,
         bfloat16=True,
         blocks={"intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2},
+        gguf=("olmoe", {}),
     ),
     "olmoe normalized, groups of heads": row(
         "olmoe", OLMOE, norm_topk_prob=True, attention_bias=True, num_key_value_heads=3
     ),
-    "gpt_oss": row("gpt_oss", GPT_OSS, bfloat16=True, int8_cache=True, blocks={}),
+    "gpt_oss": row("gpt_oss", GPT_OSS, bfloat16=True, int8_cache=True, blocks={}, gguf=("gpt-oss", {})),
     "gpt_oss other activation, no biases, as wide as long": row(
         "gpt_oss", GPT_OSS, swiglu_alpha=1.2, swiglu_limit=1.5, attention_bias=False, intermediate_size=48
     ),
@@ -641,6 +753,7 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
         int8_cache=True,
         blocks={},
+        gguf=("glm4moe", {}),
     ),
     "glm4_moe norms of heads, groups, two shared": row(
         "glm4_moe",
@@ -651,11 +764,13 @@ FAMILIES: dict[str, Row] = {
         n_shared_experts=2,
         norm_topk_prob=False,
         tie_word_embeddings=True,
+        gguf=("glm4moe", {}),
     ),
     "minimax_m2": row(
         "minimax_m2",
         MINIMAX,
         blocks={**MINIMAX, "intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 4},
+        gguf=("minimax-m2", {}),
     ),
     # Near ties of experts would decide comparisons in bfloat16.
     "minimax_m2 all experts": row("minimax_m2", MINIMAX, num_experts_per_tok=6, bfloat16=True),
@@ -666,6 +781,10 @@ FAMILIES: dict[str, Row] = {
         bfloat16=True,
         int8_cache=True,
         blocks={**LOCAL_EXPERTS_BLOCKS, "head_dim": 16},
+        gguf=(
+            "llama4",
+            {**LLAMA4_FIXED, "rope_parameters": {**SCOUT_ROPE, "original_max_position_embeddings": 8192}},
+        ),
     ),
     "llama4 as Maverick, two experts, stacks as wide as long": row(
         "llama4_text",
@@ -678,6 +797,14 @@ FAMILIES: dict[str, Row] = {
         attention_bias=True,
         attention_chunk_size=64,
     ),
+    "llama4 every other layer dense, tied": row(
+        "llama4_text",
+        LLAMA4,
+        LLAMA4_FIXED,
+        interleave_moe_layer_step=2,
+        tie_word_embeddings=True,
+        gguf=("llama4", {}),
+    ),
     "llama4 as MobileLLM, dense, tied": row(
         "llama4_text",
         LLAMA4,
@@ -689,7 +816,13 @@ FAMILIES: dict[str, Row] = {
         num_key_value_heads=6,
         attention_chunk_size=1,
     ),
-    "granitemoe": row("granitemoe", FEW_EXPERTS, GRANITE, blocks={**LOCAL_EXPERTS_BLOCKS, **GRANITE}),
+    "granitemoe": row(
+        "granitemoe",
+        FEW_EXPERTS,
+        GRANITE,
+        blocks={**LOCAL_EXPERTS_BLOCKS, **GRANITE},
+        gguf=("granitemoe", {}),
+    ),
     "granitemoeshared tied, biases": row(
         "granitemoeshared",
         FEW_EXPERTS,
@@ -699,6 +832,7 @@ FAMILIES: dict[str, Row] = {
         attention_bias=True,
         bfloat16=True,
         blocks={**LOCAL_EXPERTS_BLOCKS, **GRANITE, "shared_intermediate_size": 64},
+        gguf=("granitemoe", {}),
     ),
     "granite 4 with experts": row(
         "granitemoehybrid", GRANITE4, FEW_EXPERTS, shared_intermediate_size=40, position_embedding_type="rope"
@@ -708,6 +842,7 @@ FAMILIES: dict[str, Row] = {
         ERNIE,
         bfloat16=True,
         blocks={"moe_intermediate_size": 64, "moe_num_experts": 4, "moe_k": 2},
+        gguf=("ernie4_5-moe", {}),
     ),
     "ernie4_5_moe every other layer, without shared ones, biases": row(
         "ernie4_5_moe",
@@ -727,6 +862,7 @@ FAMILIES: dict[str, Row] = {
         lm_head_bias=True,
         bfloat16=True,
         blocks=LOCAL_EXPERTS_BLOCKS,
+        gguf=("phimoe", {}),
     ),
     "phimoe longrope, few near": row(
         "phimoe", FEW_EXPERTS, router_jitter_noise=0.3, rope_parameters=PHIMOE_LONGROPE, sliding_window=33
@@ -784,6 +920,7 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
         wide={},
         blocks=STREAMS_BLOCKS | SHARING,
+        gguf=("gemma4", {}),
     ),
     "gemma4, keys are values, own head, biases": row(
         "gemma4_text",
@@ -793,6 +930,10 @@ FAMILIES: dict[str, Row] = {
         attention_bias=True,
         tie_word_embeddings=False,
         vocab_size_per_layer_input=110,
+        gguf=(
+            "gemma4",
+            {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 96, "attention_bias": False},
+        ),
     ),
     "gemma4 without inputs of layers, all rotate": row(
         "gemma4_text",
@@ -817,6 +958,7 @@ FAMILIES: dict[str, Row] = {
         int8_cache=True,
         wide={},
         blocks={**GEMMA3N, "hidden_size": 64, "laurel_rank": 32, "hidden_size_per_layer_input": 32},
+        gguf=("gemma3n", {"vocab_size_per_layer_input": 96}),
     ),
     "gemma3n, three streams, own widths, own cap": row(
         "gemma3n_text",

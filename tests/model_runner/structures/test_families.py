@@ -15,17 +15,22 @@ from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.model_runner.recording.programs.forward_program import ProgrammedForward
 from engine.model_runner.recording.programs.native_executor import NativeExecutor
 from engine.models.families.registry import FAMILIES as KNOWN
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.spec.model_spec import with_quantization
-from engine.models.weight_files.check_weights import check_folder_weights
+from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, SeeingExecutor, TinyModel
 
+from ..weights import test_gguf_architectures, test_gguf_dense_families, test_gguf_mixtures
 from .families import BLOCK_ROWS, BUFFERS, FAMILIES, Row
 from .text_checks import check_prefill_and_decode, tokens_of
 
+STORED_AS = {"mistral": "llama", "granitemoeshared": "granitemoe"}
+"""Types that are another one's with the same layers in GGUF files."""
 CLOSE = {"int8": 0.98, "fp8": 0.96, "int4": 0.8}
 """The least correlation of logits with those of the weights before; random weights have no structure to spare."""
 
@@ -232,6 +237,25 @@ def test_a_family_computes_with_this_kind_of_weights(make_tiny_model, make_drive
     assert np.corrcoef(exact, rounded)[0, 1] > CLOSE[kind]
     assert not np.array_equal(exact, rounded)
     assert weight_bytes(spec, 2) < weight_bytes(tiny.spec, 2)
+
+
+@pytest.mark.fast_cases(7)
+@rows(lambda row: row.gguf)
+def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, unpack, tmp_path, row):
+    tiny = make_tiny_model(row.made_as, **row.in_file)
+    path, (arch, _) = tmp_path / "tiny.gguf", row.gguf
+    modules = (test_gguf_architectures, test_gguf_mixtures if tiny.spec.experts else test_gguf_dense_families)
+    modules[row.model_type not in test_gguf_architectures.MODEL_TYPES].write(path, tiny, arch)
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+
+    driver = make_driver(spec, path, kind="gguf")
+
+    assert spec.model_type == STORED_AS.get(row.model_type, row.model_type)
+    assert num_parameters(spec) == num_parameters(tiny.spec)
+    found = prompt_logprobs(driver, unpack, 80)
+    np.testing.assert_allclose(found, reference_logprobs(tiny, 80), atol=3e-4)
 
 
 def test_only_known_architectures_are_built(make_tiny, make_driver):

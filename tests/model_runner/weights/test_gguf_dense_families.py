@@ -1,4 +1,4 @@
-"""The dense families from safetensors and from a GGUF file as llama.cpp's converter writes it."""
+"""GGUF files of dense families as llama.cpp's converter writes them, and what of them is refused."""
 
 from __future__ import annotations
 
@@ -16,52 +16,13 @@ from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
+from tests.model_runner.structures.families import FAMILIES
 
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(0, 96, 80)]
-YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-GROWING = {
-    **YARN,
-    "original_max_position_embeddings": 24,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.3,
-}
-WINDOWS = {"sliding_window": 21, "num_hidden_layers": 5}
-OLMO3_YARN = {
-    "rope_parameters": {
-        "full_attention": YARN,
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
-    }
-}
-GLM = {"head_dim": 8, "num_attention_heads": 6}
-GPT_J = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": True}
 
-GRANITE = {
-    "attention_multiplier": 0.05,
-    "embedding_multiplier": 2.5,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 3.0,
-}
 
 NEIGHBORS = ("smollm3", "mistral3", "granite")
 """Their rows of q and k are stored with rotary pairs side by side."""
-
-VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model_type, architecture in GGUF, options
-    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "attention_bias": True}),
-    "olmo2": ("olmo2", "olmo2", {}),
-    "olmo3": ("olmo3", "olmo2", {**WINDOWS, **OLMO3_YARN}),
-    "ministral3": ("ministral3", "mistral3", {"head_dim": 16, "rope_parameters": GROWING}),
-    "glm4": ("glm4", "glm4", GLM),
-    "glm": ("glm", "chatglm", GLM),
-    "glm with one matrix of q, k and v": ("glm", "chatglm", GLM),
-    "starcoder2": ("starcoder2", "starcoder2", {"tie_word_embeddings": True}),
-    "cohere": ("cohere", "command-r", GPT_J),
-    "cohere2": ("cohere2", "cohere2", {**GPT_J, **WINDOWS, "logit_scale": 0.3}),
-    "exaone4": ("exaone4", "exaone4", WINDOWS),
-    "granite": ("granite", "granite", GRANITE),
-    "seed_oss": ("seed_oss", "seed_oss", {"head_dim": 16}),
-    "ernie4_5": ("ernie4_5", "ernie4_5", {"head_dim": 16, "tie_word_embeddings": True}),
-}
 
 
 def write(path: Path, tiny: Any, arch: str, *, fused_qkv: bool = False) -> None:
@@ -146,20 +107,17 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, arch: str) -> None:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
 
 
-@pytest.mark.fast_cases(3)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
-    model_type, arch, options = VARIANTS[variant]
-    tiny = make_tiny_model(model_type, **options)
+def test_queries_keys_and_values_can_be_one_matrix(make_tiny_model, make_driver, unpack, tmp_path):
+    tiny = make_tiny_model("glm", **FAMILIES["glm"].in_file)
     path = tmp_path / "tiny.gguf"
-    write(path, tiny, arch, fused_qkv="one matrix" in variant)
+    write(path, tiny, "chatglm", fused_qkv=True)
 
     file = GGUFFile(path)
     spec = read_gguf_spec(file)
     check_gguf_weights(file, spec)
     driver = make_driver(spec, path, kind="gguf")
 
-    assert spec.model_type == model_type
+    assert spec.model_type == "glm"
     assert num_parameters(spec) == num_parameters(tiny.spec)
     req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
     token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
@@ -172,7 +130,7 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
     [
         ("cohere2", "cohere2.logit_scale", 0.0, "logit_scale is 0.0, expected a number"),
         (
-            "olmo3",
+            "olmo3 yarn in full layers",
             "olmo2.attention.sliding_window_pattern",
             np.array([True]),
             "expected a truth value for each of 5",
@@ -182,9 +140,10 @@ def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpac
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(make_tiny_model, tmp_path, variant, key, value, message):
-    model_type, arch, options = VARIANTS[variant]
+    row = FAMILIES[variant]
+    assert row.gguf is not None
     path = tmp_path / "tiny.gguf"
-    write(path, make_tiny_model(model_type, **options), arch)
+    write(path, make_tiny_model(row.model_type, **row.in_file), row.gguf[0])
     file = GGUFFile(path)
     file.metadata = {**file.metadata, key: value}
     with pytest.raises(ConfigError, match=message):
@@ -192,9 +151,8 @@ def test_what_is_not_supported_is_refused_by_name(make_tiny_model, tmp_path, var
 
 
 def test_a_granite_that_is_marked_as_not_finetuned_has_no_rotary(make_tiny_model, tmp_path):
-    model_type, arch, options = VARIANTS["granite"]
     path = tmp_path / "tiny.gguf"
-    write(path, make_tiny_model(model_type, **options), arch)
+    write(path, make_tiny_model("granite", **FAMILIES["granite"].options), "granite")
     file = GGUFFile(path)
     assert read_gguf_spec(file).rope_layers == ()
     file.metadata = {**file.metadata, "granite.rope.scaling.finetuned": False}

@@ -10,48 +10,19 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from engine.model_runner.kernels.blocks.native_blocks import NativeBlockLinear
 from engine.model_runner.kernels.cpu.library import reasons_against_library
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.weight_files.check_weights import check_gguf_weights
-from engine.models.weight_files.weight_memory import num_parameters, weight_bytes
+from engine.models.weight_files.weight_memory import weight_bytes
 from engine.runtime.errors import ConfigError
 from engine.runtime.sampling_params import SamplingParams
-from tests.model_runner.structures.families import FAMILIES, LLAMA4, SCOUT_ROPE
+from tests.model_runner.structures.families import FAMILIES
 
 from .test_gguf_architectures import PROMPT, _arch_id, _checkpoint, _neighbors
 
-FIXED = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
-"""Of Llama 4: not in files."""
-VARIANTS = {
-    **{name: (row.model_type, row.options) for name, row in FAMILIES.items()},
-    "llama4": (
-        "llama4_text",
-        {**LLAMA4, **FIXED, "rope_parameters": {**SCOUT_ROPE, "original_max_position_embeddings": 8192}},
-    ),
-    "llama4 dense layers": (
-        "llama4_text",
-        {**LLAMA4, **FIXED, "interleave_moe_layer_step": 2, "tie_word_embeddings": True},
-    ),
-}
-FILES = {  # name of a variant: architecture in GGUF
-    "mixtral": "llama",
-    "qwen2_moe": "qwen2moe",
-    "olmoe": "olmoe",
-    "phimoe": "phimoe",
-    "gpt_oss": "gpt-oss",
-    "glm4_moe": "glm4moe",
-    "glm4_moe norms of heads, groups, two shared": "glm4moe",
-    "granitemoe": "granitemoe",
-    "granitemoeshared tied, biases": "granitemoe",
-    "ernie4_5_moe": "ernie4_5-moe",
-    "minimax_m2": "minimax-m2",
-    "llama4": "llama4",
-    "llama4 dense layers": "llama4",
-}
 NEIGHBORS = ("llama", "granitemoe")
 STACKED = ("gpt-oss", "llama4", "granitemoe")
 
@@ -200,33 +171,12 @@ def divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray[Any, Any]:
     return np.where(is_long, rope["factor"], 1.0).astype(np.float32)
 
 
-@pytest.mark.fast_cases(2)
-@pytest.mark.parametrize("variant", FILES)
-def test_is_the_same_model_as_in_safetensors(make_tiny_model, make_driver, unpack, tmp_path, variant):
-    model_type, options = VARIANTS[variant]
-    tiny = make_tiny_model(model_type, **options)
-    path = tmp_path / "tiny.gguf"
-    write(path, tiny, FILES[variant])
-
-    file = GGUFFile(path)
-    spec = read_gguf_spec(file)
-    check_gguf_weights(file, spec)
-    driver = make_driver(spec, path, kind="gguf")
-
-    assert spec.model_type == {"granitemoeshared": "granitemoe"}.get(model_type, model_type)
-    assert num_parameters(spec) == num_parameters(tiny.spec)
-    req = driver.start(PROMPT, SamplingParams(temperature=0.0, prompt_logprobs=0))
-    token, _, _ = unpack(driver.step([(req, len(PROMPT))]).prompt_logprobs[0])
-    expected = tiny.logprobs(PROMPT)[torch.arange(len(PROMPT) - 1), PROMPT[1:]]
-    np.testing.assert_allclose(token, expected, atol=3e-4)
-
-
 def test_experts_of_gpt_oss_keep_the_codes_of_the_file(make_tiny_model, make_driver, unpack, tmp_path):
     """In MXFP4: as 4 bits with biases and the clamped activation, and dequantized."""
     if reasons := reasons_against_library():
         pytest.skip("; ".join(reasons))
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
-    tiny = make_tiny_model("gpt_oss", **{**VARIANTS["gpt_oss"][1], **sizes})
+    tiny = make_tiny_model("gpt_oss", **{**FAMILIES["gpt_oss"].options, **sizes})
     path = tmp_path / "tiny.gguf"
     write(path, tiny, "gpt-oss", "MXFP4")
     file = GGUFFile(path)
@@ -248,9 +198,9 @@ def test_experts_of_gpt_oss_keep_the_codes_of_the_file(make_tiny_model, make_dri
 
 
 def test_a_llama_4_without_chunks_is_refused(make_tiny_model, tmp_path):
-    model_type, options = VARIANTS["llama4"]
+    options = FAMILIES["llama4 as Scout"].in_file
     path = tmp_path / "tiny.gguf"
-    write(path, make_tiny_model(model_type, **options), "llama4")
+    write(path, make_tiny_model("llama4_text", **options), "llama4")
     file = GGUFFile(path)
     file.metadata = {**file.metadata, "llama4.attention.sliding_window": 0}
     with pytest.raises(ConfigError, match="sliding_window is 0, a model without chunks is not supported"):
@@ -258,9 +208,8 @@ def test_a_llama_4_without_chunks_is_refused(make_tiny_model, tmp_path):
 
 
 def test_a_file_with_more_active_experts_than_there_are_is_refused(make_tiny_model, tmp_path):
-    model_type, options = VARIANTS["mixtral"]
     path = tmp_path / "tiny.gguf"
-    write(path, make_tiny_model(model_type, **options), "llama")
+    write(path, make_tiny_model("mixtral", **FAMILIES["mixtral"].options), "llama")
     file = GGUFFile(path)
     file.metadata = {**file.metadata, "llama.expert_used_count": 7}
     with pytest.raises(ConfigError, match="7 experts for each token, but there are only 6"):
