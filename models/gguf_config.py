@@ -79,8 +79,6 @@ def read_gguf_spec(file: GGUFFile) -> ModelSpec:
     ]
     if "self_attn.qkv_proj" in family.names and "blk.0.attn_qkv.weight" in file.tensors:
         facts["form"] = structs.replace(facts["form"], qkv_names=FUSED_QKV)
-    if model_type == "glm4_moe" and "blk.0.attn_q_norm.weight" not in file.tensors:
-        facts["form"] = structs.replace(facts["form"], qk_norm=False)
     if facts["form"].head_bias and "output.bias" not in file.tensors:
         facts["form"] = structs.replace(facts["form"], head_bias=False)
     spec = ModelSpec(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from ...models.spec.streams_spec import ONE_STREAM
 from ...models.weight_files.needed_tensors import needed_modules
 from ...models.weight_files.weight_memory import end_bytes, tied_head_bytes, weight_bytes
 from ...runtime.config.device_config import parse_pp_layers
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 
 _EMBEDDING: Final = "model.embed_tokens."
 _LAYER: Final = "model.layers."
-_STREAMS: Final = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
-"""Their decoder may have further residual streams, inputs of layers, and keys and values that layers share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +125,8 @@ def reason_against_stages(spec: ModelSpec) -> str | None:
         return f"{spec.model_type} generates no text here, and stages are for models that do"
     if spec.state is not None:
         return f"{spec.model_type} has layers with a state, and states are not divided into stages"
-    if spec.model_type in _STREAMS:
+    if spec.streams != ONE_STREAM:
         return f"the layers of {spec.model_type} may have inputs besides those of the layer before"
-    if any(source != layer for layer, source in enumerate(spec.streams.kv_sources)):
-        return f"layers of {spec.model_type} attend to the keys and values of other layers"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from msgspec import structs
 
@@ -21,6 +21,9 @@ from .deepseek import (
 from .family import GGUF, LAYER_NAMES, QK_NORM_NAMES, Facts, Family
 from .hf_readers import partial_rope_facts
 from .hf_rope import read_rope
+
+if TYPE_CHECKING:
+    from ..gguf.gguf_file import GGUFFile
 
 _HEAD_DIM: Final = 128
 
@@ -70,6 +73,12 @@ def _glm4_moe_gguf(fields: Fields, arch: str) -> Facts:
     return facts | experts_after_gguf(fields, arch, SIGMOID)
 
 
+def _of_glm4_moe_tensors(file: GGUFFile, facts: Facts) -> Facts:
+    """Only the tensors show whether heads have norms."""
+    has_norms = "blk.0.attn_q_norm.weight" in file.tensors
+    return facts | {"form": structs.replace(facts["form"], qk_norm=has_norms)}
+
+
 _FUSED_MLP: Final = {
     **{module: stored for module, stored in LAYER_NAMES.items() if stored not in ("ffn_gate", "ffn_up")},
     "mlp.gate_up_proj": "ffn_up",
@@ -112,6 +121,14 @@ FAMILIES: Final = (
         published="GLM-4.5, GLM-4.5-Air, GLM-4.6",
         architecture="Glm4MoeForCausalLM",
         read=_glm4_moe,
-        gguf={"glm4moe": GGUF(_glm4_moe_gguf, _MOE_NAMES, partial_rotary=True, has_experts=True)},
+        gguf={
+            "glm4moe": GGUF(
+                _glm4_moe_gguf,
+                _MOE_NAMES,
+                partial_rotary=True,
+                has_experts=True,
+                of_tensors=_of_glm4_moe_tensors,
+            )
+        },
     ),
 )
