@@ -74,7 +74,7 @@ class StopMatcher:
 
 
 class _Follower:
-    """How many characters of one string the text ends with."""
+    """Number of characters of one string that the text ends with."""
 
     __slots__ = ("_borders", "num_matched", "string")
 

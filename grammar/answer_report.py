@@ -110,7 +110,7 @@ class GuidedAnswer:
         )
 
     def truncated(self, tokenizer: Tokenizer) -> Truncated | None:
-        """Where a finished answer was cut; None if it was not, or is not complete."""
+        """Position at which a finished answer was cut; None if it was not, or is not complete."""
         usage, finish = self._usage, self._finish
         if usage is None or usage.cut_at is None or finish is None:
             return None

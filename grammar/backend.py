@@ -138,7 +138,7 @@ class Matcher(Protocol):
         ...
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may come next, one after the other. No effects."""
+        """Number of these tokens that may come next, one after the other. No effects."""
         ...
 
     def forced(self) -> list[int]:

@@ -124,7 +124,7 @@ class CompletingMatcher:
         return False
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may come next, without effects but that a refused one makes the answer cut."""
+        """Number of these tokens that may come next; no effects but that a refused one makes the answer cut."""
         num_valid = self._inner.validate(token_ids)
         if not self._is_near and self._num_left - num_valid > self._search_at:
             return num_valid

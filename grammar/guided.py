@@ -27,7 +27,7 @@ from .markers import BlockOpening, OpenBlock, TriggerSearch, feed_bytes, marker_
 
 
 class Phase(enum.Enum):
-    """Where in the answer the matcher is; see the drawing above.
+    """Position of the matcher in the answer; see the drawing above.
 
     START: the answer may begin with a reasoning block. BLOCK: inside it.
     """
@@ -176,7 +176,7 @@ class GuidedMatcher:
     # ------------------------------------------------------------ tokens
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may come next, without effects."""
+        """Number of these tokens that may come next. No effects."""
         if self._is_over():
             return 0
         if self.phase is Phase.GRAMMAR and self._inner is not None:

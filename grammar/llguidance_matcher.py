@@ -126,7 +126,7 @@ class LLGuidanceMatcher:
         return len(token_ids)
 
     def validate(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens may come next, without effects."""
+        """Number of these tokens that may come next. No effects."""
         if self._is_over():
             return 0
         ids = list(token_ids)

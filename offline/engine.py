@@ -300,7 +300,7 @@ class Wakeful(Protocol):
 
 
 def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
-    """How long to wait for messages after a pass that had nothing to do; None: without limit.
+    """Seconds to wait for messages after a pass that had nothing to do; None: without limit.
 
     While requests wait, it ends at the time when the scheduler may act by itself, and after the heartbeat interval at
     most, as in a server: the scheduler counts fruitless passes to detect a stall.

@@ -431,7 +431,7 @@ class LLM:
         among_labels: bool = True,
         **options: Unpack[SchedulingOptions],
     ) -> list[list[float]]:
-        """How likely each label is as the next token of each prompt; for a model that generates text.
+        """Compute the probability of each label as the next token of each prompt; for a model that generates text.
 
         Args:
             prompts: one prompt or a list.
@@ -531,7 +531,7 @@ class LLM:
         return self._engine.call(pin, PinDone)
 
     def why(self, request_id: str) -> Explanation:
-        """Why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""
+        """Say why a request waited, was chunked, retracted or missed the cache; `request_id` stands in its output."""
         check_text("request_id", request_id)
         return self._engine.call(Explain(request_id), Explanation)
 

@@ -24,7 +24,7 @@ from ..tokenizer_manager.scheduling_options import Scheduling, checked_priority,
 
 
 class SchedulingOptions(TypedDict, total=False):
-    """How requests are scheduled: the HTTP fields of the same names; `tenant` is `user` there.
+    """Scheduling of requests: the HTTP fields of the same names; `tenant` is `user` there.
 
     Attributes:
         priority: larger goes first, under policies that use it; "high", "normal" and "low" are 20, 0 and -20.

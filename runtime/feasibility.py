@@ -83,7 +83,7 @@ def reason_against_pooling(prompt_len: int, capacity: Capacity) -> str | None:
 
 
 def reason_against(prompt_len: int, max_new_tokens: int, capacity: Capacity) -> str | None:
-    """Why such a request can never run, with the arithmetic and a fix; None if it can."""
+    """Reason why such a request can never run, with the arithmetic and a fix; None if it can."""
     prompt = counted(prompt_len, "token")
     most = max_new_tokens_for(prompt_len, capacity)
     if max_new_tokens <= most:

@@ -82,7 +82,7 @@ class ReasoningBlock(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GrammarUse(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """How one request uses grammars.
+    """Use of grammars by one request.
 
     Attributes:
         spec: of the whole answer after the reasoning; None: free text, in which `triggered` may begin grammars.

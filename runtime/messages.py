@@ -28,7 +28,7 @@ from .transport.message_base import Logprobs, Message, Record
 
 
 class FinishKind(enum.StrEnum):
-    """How a request ended; the values of STOP and LENGTH are OpenAI's `finish_reason`."""
+    """End of a request; the values of STOP and LENGTH are OpenAI's `finish_reason`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -37,7 +37,7 @@ class FinishKind(enum.StrEnum):
 
 
 class Finish(Record, frozen=True):
-    """Why a request ended.
+    """Reason of a request's end.
 
     Attributes:
         kind: see `FinishKind`.

@@ -283,7 +283,7 @@ _ADVICE: Final = {
     "structured_outputs": "pass json_schema, regex, choice or grammar to the call",
     **dict.fromkeys(("json_schema", "regex", "choice", "grammar", "response_format"), "pass it to the call"),
 }
-"""Where to say what other engines have among the sampling parameters."""
+"""Places of the options that other engines have among the sampling parameters."""
 
 
 def _unknown_field(name: str, fields: tuple[str, ...]) -> str:

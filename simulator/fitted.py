@@ -26,7 +26,7 @@ class MeasuredStep(NamedTuple):
 
 
 class FitQuality(NamedTuple):
-    """How well a fitted model explains the steps it was fitted to.
+    """Accuracy of a fitted model on the steps it was fitted to.
 
     Attributes:
         num_steps: number of these steps.

@@ -83,7 +83,7 @@ def replica_settings(
 
 
 def context_note(config: EngineConfig, model: ModelFacts) -> str:
-    """That the simulation holds less context than the model; "" if it does not."""
+    """Note that the simulation holds less context than the model; "" if it does not."""
     known = model.max_position_embeddings
     if config.model.max_model_len != "auto" or known <= MAX_AUTO_LEN:
         return ""

@@ -271,7 +271,7 @@ class TimedRequest(NamedTuple):
 
 
 class TraceOptions(NamedTuple):
-    """How a trace is read; None: as its kind is published.
+    """Options for reading a trace; None: as its kind is published.
 
     Attributes:
         block_size: tokens per hash id.

@@ -146,7 +146,7 @@ class ChildProcess:
         return code
 
     def describe_end(self) -> str:
-        """How the process ended, for the root cause: `scheduler was killed by SIGKILL`."""
+        """End of the process, for the root cause: `scheduler was killed by SIGKILL`."""
         code = self.exit_code
         if code is None:
             return f"{self.name} closed its control channel and lives on; it is killed"

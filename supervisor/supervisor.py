@@ -48,7 +48,7 @@ class EngineReady(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How the engine ended: the exit code, and one line that says why."""
+    """End of the engine: the exit code, and one line that says why."""
 
     exit_code: int
     message: str

@@ -77,7 +77,7 @@ class PendingCalls:
         self._num_schedulers = num_schedulers
 
     def __len__(self) -> int:
-        """How many wait for an answer."""
+        """Number of calls that wait for an answer."""
         return len(self._pending)
 
     async def call(self, request: CallRequest, kind: type[A], timeout_s: float | None = None) -> A:
@@ -185,7 +185,7 @@ class Control:
         return await self._calls.call(UnloadAdapter(store_id), AdapterDone)
 
     async def explain(self, request_id: str) -> Explanation:
-        """Why a request waited, was retracted or missed the cache; also an ended one that the scheduler remembers.
+        """Say why a request waited, was retracted or missed the cache; also an ended one that the scheduler remembers.
 
         Args:
             request_id: of one choice, or of a generation, which stands for its first choice.

@@ -91,7 +91,7 @@ class EngineState:
 
     @property
     def lost_reason(self) -> str | None:
-        """Why there is no scheduler or no detokenizer at present; None while one replica runs."""
+        """Reason why there is no scheduler or no detokenizer at present; None while one replica runs."""
         if self.running:
             return None
         return next(reason for each in self._replicas if (reason := each.lost_reason) is not None)
@@ -144,7 +144,7 @@ class EngineState:
             raise EngineDeadError(self.lost_reason)
 
     def unhealthy_reason(self) -> str | None:
-        """Why a router should send requests elsewhere now; None for an engine with a healthy replica."""
+        """Reason why a router should send requests elsewhere now; None for an engine with a healthy replica."""
         if self._death is not None:
             return self._death
         if self.draining:
@@ -153,7 +153,7 @@ class EngineState:
         return None if None in reasons else reasons[0]
 
     def reason_against(self, replica: int) -> str | None:
-        """Why a replica is not healthy; None if it is."""
+        """Reason why a replica is not healthy; None if it is."""
         state = self._replicas[replica]
         if state.lost_reason is not None:
             return state.lost_reason

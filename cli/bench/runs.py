@@ -36,7 +36,7 @@ def _output(help_text: str, *names: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How tokens are chosen."""
+    """Choice of tokens."""
 
     ignore_eos: Annotated[
         bool, _sampling("Ignore the end-of-sequence token and generate the full output length.")
@@ -46,7 +46,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputSettings:
-    """Where the figures are written, and the latency limits of goodput."""
+    """Outputs for the figures, and the latency limits of goodput."""
 
     goodput: Annotated[
         str | None, _output("Service level objectives in ms: 'ttft:500 tpot:50 e2el:9000'.")

@@ -1,4 +1,4 @@
-"""How a summary and a comparison are printed: tables that fit 80 columns, and plain sentences below them."""
+"""Tables of a summary and a comparison, which fit 80 columns, and plain sentences below them."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _load_rows(summary: Summary) -> list[tuple[str, str]]:
-    """How well the load was answered, and what the client itself did."""
+    """Quality of the server's answers, and delays of the client itself."""
     rows = [("concurrency mean / peak", f"{summary.mean_concurrency:.1f} / {summary.peak_concurrency}")]
     if summary.goodput_rate is not None:
         attained = ", ".join(f"{metric} {share:.1%}" for metric, share in summary.attainment.items())

@@ -70,7 +70,7 @@ def find_loop(text: str) -> Loop | None:
 
 
 class Stopped(enum.Enum):
-    """Why the chat stopped an answer."""
+    """Reason why the chat stopped an answer."""
 
     INTERRUPT = "Ctrl-C"
     LOOP = "loop"

@@ -126,7 +126,7 @@ class Screen:
 
 
 def end_of_blocks(text: str) -> int:
-    """Where the last complete block of Markdown ends: at a closing fence, or before a line that begins a new block.
+    """End of the last complete block of Markdown: at a closing fence, or before a line that begins a new block.
 
     After a blank line an indented line still belongs to the block, as in a list.
     """

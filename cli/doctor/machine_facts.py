@@ -161,7 +161,7 @@ def _free_bytes(folder: Path) -> int | None:
 
 
 def _cache_error() -> str:
-    """Why the cache folder, or the next one above it that exists, cannot be written."""
+    """Reason why the cache folder, or the next one above it that exists, cannot be written."""
     try:
         folder = cache_dir()
     except ConfigError as error:
@@ -177,7 +177,7 @@ def _cache_error() -> str:
 
 
 def port_error(server: ServerConfig) -> str:
-    """Why the server cannot listen there, with the fix; "" if it can."""
+    """Reason why the server cannot listen there, with the fix; "" if it can."""
     try:
         check_port(server)
     except ConfigError as error:
@@ -186,7 +186,7 @@ def port_error(server: ServerConfig) -> str:
 
 
 def server_error(server: ServerConfig) -> str:
-    """Why the keys or the certificate cannot be used, with the fix; "" if they can, or there are none."""
+    """Reason why the keys or the certificate cannot be used, with the fix; "" if they can, or there are none."""
     from ...tokenizer_manager.http.guards.auth import read_keys
     from ...tokenizer_manager.http.server import check_tls
 

@@ -33,7 +33,7 @@ _FIXES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedOptions:
-    """How vectors are made; None: as the model's files say."""
+    """Options of vectors; None: as the model's files say."""
 
     dimensions: int | None = None
     normalize: bool | None = None

@@ -177,7 +177,7 @@ class ServerBackend:
 
 
 def _wait_s(response: httpx.Response) -> float:
-    """How long to wait before a request is sent again."""
+    """Seconds to wait before a request is sent again."""
     try:
         return min(max(float(response.headers.get("retry-after", "1")), 0.0), _MAX_WAIT_S)
     except ValueError:  # a date

@@ -13,7 +13,7 @@ from ...runtime.text import counted, decode_utf8
 
 STANDARD_INPUT: Final = "-"
 _INPUT: Final = re.compile(r"(?:the )?(?:input|documents|document|pair)(?:\[(\d+)\]| (\d+))?(?=[ :])")
-"""How errors of the engine and of servers begin that are about one text."""
+"""Beginnings of the engine's and servers' errors about one text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetPlan:
-    """All that one fleet is started with.
+    """Arguments of one fleet.
 
     Attributes:
         settings: of the fleet.

@@ -1,4 +1,4 @@
-"""How `engine simulate` prints its reports: one in full, several side by side; tables that fit 100 columns."""
+"""Tables of `engine simulate`: one report in full, several side by side; they fit 100 columns."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ class Client:
 
 
 def _trust(cacert: str | None) -> ssl.SSLContext | bool:
-    """How certificates are verified; True is httpx's default, which honors SSL_CERT_FILE."""
+    """Verification of certificates; True is httpx's default, which honors SSL_CERT_FILE."""
     if cacert is None:
         return True
     try:

@@ -74,7 +74,7 @@ WAIT_GROUPS: Final = {
 
 
 class Origin(NamedTuple):
-    """Where a timeline came from, for the head of the page.
+    """Source of a timeline, for the head of the page.
 
     Attributes:
         name: of the file.

@@ -63,7 +63,7 @@ def _put_values(keyword: str, value: Any, place: Place) -> None:
 
 
 def _why_unwritable(value: Any) -> str:
-    """Why a value cannot be generated exactly; "" if it can."""
+    """Reason why a value cannot be generated exactly; "" if it can."""
     pending = [value]
     while pending:
         item = pending.pop()

@@ -66,7 +66,7 @@ in 16 bits."""
 def against_blocks(
     model: ModelConfig, host: HostFacts, device: str, dtype: str, model_impl: str
 ) -> tuple[str, str]:
-    """Why weights in blocks cannot be used without dequantizing, and a fix; empty strings if they can.
+    """Reason why weights in blocks cannot be used without dequantizing, and a fix; empty strings if they can.
 
     Args:
         host: its CPU, and whether the engine's kernels are available on it.

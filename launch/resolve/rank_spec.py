@@ -56,7 +56,7 @@ def check_tp(spec: ModelSpec, tp: int) -> None:
 
 
 def reason_against_tp(spec: ModelSpec, tp: int) -> str | None:
-    """Why `tp` ranks cannot share the model; None: they can."""
+    """Reason why `tp` ranks cannot share the model; None: they can."""
     if spec.num_heads % tp:
         return f"the model's {spec.num_heads} attention heads cannot be divided by it"
     streams = spec.streams

@@ -120,7 +120,7 @@ def check_stages(spec: ModelSpec, parallel: ParallelConfig) -> None:
 
 
 def reason_against_stages(spec: ModelSpec) -> str | None:
-    """Why the model cannot be divided into stages; None: it can."""
+    """Reason why the model cannot be divided into stages; None: it can."""
     if spec.encoder is not None or spec.pooling is not None:
         return f"{spec.model_type} generates no text here, and stages are for models that do"
     if spec.state is not None:

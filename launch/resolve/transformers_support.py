@@ -51,7 +51,7 @@ def find_transformers() -> Installed | None:
 
 
 def why_not_transformers(model_type: str, installed: Installed | None) -> str | None:
-    """Why the package cannot compute this architecture, and what to do; None: nothing is known against it."""
+    """Reason why the package cannot compute this architecture, and what to do; None: nothing is known against it."""
     if installed is None:
         return f"that package is not installed; install it: {_INSTALL}"
     version, folder = installed

@@ -106,7 +106,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def reasons_to_ask(dtype: torch.dtype, kv_dtype: torch.dtype) -> list[str]:
-        """Why this backend is taken only if it is requested, although it can run; empty: it may be chosen."""
+        """Reason why this backend is taken only if it is requested, although it can run; empty: it may be chosen."""
         return []
 
     @staticmethod

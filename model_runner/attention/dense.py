@@ -24,7 +24,7 @@ _PRODUCT_BLOCK: Final = 64
 
 
 class ScoreForm(NamedTuple):
-    """How scores follow from products of queries and keys: cap * tanh(product * scale / cap).
+    """Scores from products of queries and keys: cap * tanh(product * scale / cap).
 
     `cap`: None: product * scale.
     """

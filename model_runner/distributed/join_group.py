@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a rank is.
+    """Place of a rank.
 
     Attributes:
         group: the ranks that share its layers.

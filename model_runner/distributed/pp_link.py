@@ -70,7 +70,7 @@ class StageWire(Protocol):
 
 
 class StageLink(Protocol):
-    """How the steps of a stage begin and end."""
+    """Interface for the begin and end of a stage's steps."""
 
     def incoming(self, num_tokens: int) -> StageStates | None:
         """The memory that `receive` fills; None on the first stage. It is the same in each call."""

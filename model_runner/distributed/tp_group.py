@@ -111,7 +111,7 @@ SINGLE_RANK: Final = SingleRank()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """How the ranks of a group connect.
+    """Connection of the ranks of a group.
 
     Attributes:
         rank, size: this rank, and the number of ranks.

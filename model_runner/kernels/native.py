@@ -36,7 +36,7 @@ ACTIVATIONS: Final[tuple[ActivationKind, ...]] = ("gelu", "gelu_tanh", "relu", "
 
 
 def reasons_against_native(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why the C++ kernels cannot run on this device and dtype."""
+    """Reason why the C++ kernels cannot run on this device and dtype."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     if dtype not in _DTYPES:

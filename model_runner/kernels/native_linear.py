@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def reasons_against_compression(isa: Isa) -> list[str]:
-    """Why bfloat16 weights keep 16 bits per value with the kernels of this ISA target; empty: they are compressed.
+    """Reason why bfloat16 weights keep 16 bits per value on this ISA target; empty: they are compressed.
 
     Matmuls of both forms give the same bits, so the choice affects speed only. Unpacking costs arithmetic; reading
     fewer bytes saves memory time: `python benchmarks/cpu_kernels.py --what compressed --isa ISA` measures both.
@@ -85,7 +85,7 @@ _WORTH_COMPRESSING: Final = 0.8
 
 
 def reasons_against_native_linear(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why the C++ kernel should not be used here. In float32 it has no advantage over oneDNN."""
+    """Reason why the C++ kernel should not be used here. In float32 it has no advantage over oneDNN."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     if dtype != torch.bfloat16:

@@ -65,7 +65,7 @@ class OneDNNLinear:
 
 
 def reasons_against_onednn(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why oneDNN cannot pack weights here."""
+    """Reason why oneDNN cannot pack weights here."""
     if device.type != "cpu":
         return [f"packs weights for CPUs only, not for {device.type}"]
     if not _has_onednn:

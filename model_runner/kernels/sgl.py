@@ -18,14 +18,14 @@ _VECTOR_BYTES: Final = 16
 
 
 def reasons_against_dtype(dtype: torch.dtype) -> list[str]:
-    """Why the norms and gated activations cannot compute in this dtype."""
+    """Reason why the norms and gated activations cannot compute in this dtype."""
     if dtype not in (torch.bfloat16, torch.float16):
         return [f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}"]
     return []
 
 
 def reasons_against_wide_weights(float32_norms: bool) -> list[str]:
-    """Why the norms cannot take these weights: they read weights in the dtype of the activations."""
+    """Reason why the norms cannot take these weights: they read weights in the dtype of the activations."""
     return (
         ["needs norm weights in the activations' dtype; this model keeps them in float32"]
         if float32_norms
@@ -34,7 +34,7 @@ def reasons_against_wide_weights(float32_norms: bool) -> list[str]:
 
 
 def reasons_against_width(width: int, dtype: torch.dtype) -> list[str]:
-    """Why the gated activations cannot take this width."""
+    """Reason why the gated activations cannot take this width."""
     vector = _VECTOR_BYTES // dtype.itemsize
     if width % vector:
         return [f"needs a width that is a multiple of {vector}, not {width}"]

@@ -159,7 +159,7 @@ def native_stream_ops() -> NativeStreamOps:
 
 
 LEAST_MEAN_SQUARE: Final = 1e-5
-"""Of a projected stream that is scaled to the size of another."""
+"""Lower bound for the mean square of a projected stream that is scaled to the size of another."""
 
 
 def gelu_times(x: Tensor, y: Tensor) -> Tensor:

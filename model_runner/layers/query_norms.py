@@ -81,7 +81,7 @@ class QueryFactors:
 
     @classmethod
     def of(cls, context: ModelContext) -> QueryFactors | None:
-        """Those of the model; None: it has none."""
+        """Make the factors of the model; None: it has none."""
         tuning = context.spec.attention.temperature
         return None if tuning is None else cls(context, tuning)
 

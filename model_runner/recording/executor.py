@@ -58,7 +58,7 @@ class RecordedBytes(NamedTuple):
 
 
 class RecordedDecodes(NamedTuple):
-    """Where replayed decodes leave their logits, for those who record what follows.
+    """Logits of replayed decodes, for recordings of the work after them.
 
     Attributes:
         logits: [n, V], the same memory for all sizes; n is the largest.

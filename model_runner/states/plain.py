@@ -45,7 +45,7 @@ def decays_between(since: Tensor) -> Tensor:
 
 
 class MambaInputs(NamedTuple):
-    """What tokens bring to the states, all of it in float32 (or float64 for tests).
+    """Inputs of the tokens to the states, all of it in float32 (or float64 for tests).
 
     Attributes:
         x: [T, H, P], multiplied by the time step.
@@ -128,7 +128,7 @@ _NORM_EPS: Final = 1e-6  # of the lengths of q and k
 
 
 class DeltaInputs(NamedTuple):
-    """What tokens bring to the states, all of it in float32 (or float64 for tests).
+    """Inputs of the tokens to the states, all of it in float32 (or float64 for tests).
 
     Attributes:
         q, k: [T, H, Dk], normalized; q is scaled.

@@ -68,7 +68,7 @@ class BaseModules:
         return [name for name in self.by_name if name not in (EMBEDDING, HEAD)]
 
     def reason_against(self, name: str) -> str:
-        """Why there is no such module."""
+        """Reason why there is no such module."""
         if ".experts" in name or name.endswith(("mlp.gate", ".router", "shared_expert_gate")):
             return "adapters of experts and routers are not supported; train one without them"
         last = name.rpartition(".")[2]

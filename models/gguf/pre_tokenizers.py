@@ -63,7 +63,7 @@ _SPACES: Final = "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 6
 
 
 class PreTokenizer(NamedTuple):
-    """How text is split before BPE, and other properties that llama.cpp derives from the pre-tokenizer's name.
+    """Splitting of text before BPE, and other properties that llama.cpp derives from the pre-tokenizer's name.
 
     Attributes:
         regexes: applied in order, each to the pieces of the one before.

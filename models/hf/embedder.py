@@ -45,7 +45,7 @@ _MAX_SIZE: Final = 1 << 20
 def read_embedder(
     folder: Path, fields: Fields, found: FoundTask, choice: TaskChoice, hidden_size: int
 ) -> PoolingSpec:
-    """How the model makes vectors.
+    """Options of the model for vectors.
 
     Args:
         folder: the model's.

@@ -45,7 +45,7 @@ _QWEN3_NAME: Final = "qwen3-reranker"
 def read_scorer(
     folder: Path, fields: Fields, found: FoundTask, hidden_size: int, name: str = ""
 ) -> PoolingSpec:
-    """How the model makes scores.
+    """Options of the model for scores.
 
     Args:
         folder: the model's.

@@ -24,7 +24,7 @@ _UNLIMITED: Final = 1 << 31
 def read_pooling(
     folder: Path, fields: Fields, found: FoundTask, choice: TaskChoice, hidden_size: int, name: str = ""
 ) -> PoolingSpec | None:
-    """How the model makes vectors or scores; None for the task generate.
+    """Options of the model for vectors or scores; None for the task generate.
 
     Args:
         folder: the model's.

@@ -123,7 +123,7 @@ def gguf_models(paths: Iterable[str]) -> dict[str, list[str]]:
 
 
 def missing_parts(files: Sequence[str]) -> int:
-    """How many parts of a split model are not among `files`."""
+    """Number of parts of a split model that are not among `files`."""
     match = PART.fullmatch(files[0])
     return max(0, int(match["parts"]) - len(files)) if match else 0
 

@@ -56,7 +56,7 @@ def _truncated(core: CoreTokenizer, pair: tuple[str, str], max_length: int) -> E
 
 
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """How much of two lengths fits into `room`, if the longer one is shortened first, then both alike.
+    """Parts of two lengths that fit into `room`, if the longer one is shortened first, then both alike.
 
     As in tokenizers:utils/truncation.rs; if both are shortened, the longer one keeps the odd token.
     """

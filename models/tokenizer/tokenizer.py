@@ -326,7 +326,7 @@ def _check_unicode(text: str) -> None:
 
 
 def _no_tokenizer(folder: Path) -> str:
-    """Why a folder has no supported tokenizer, with a fix."""
+    """Reason why a folder has no supported tokenizer, with a fix."""
     for name in ("tokenizer.model", "vocab.json", "spiece.model"):
         if (folder / name).exists():
             return (

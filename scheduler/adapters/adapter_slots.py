@@ -58,7 +58,7 @@ class AdapterSlots:
     # ------------------------------------------------------------ admission
 
     def refusal(self, req: Req) -> Verdict | None:
-        """Why a waiting request cannot start now; None if it can."""
+        """Reason why a waiting request cannot start now; None if it can."""
         fingerprint = req.lora_id
         if not fingerprint:
             return None

@@ -58,7 +58,7 @@ class AdapterTable:
         return adapter is not None and not adapter.is_ready
 
     def reason_against(self, fingerprint: str) -> str | None:
-        """Why no request can run with this adapter; None if one can, at once or when it is read."""
+        """Reason why no request can run with this adapter; None if one can, at once or when it is read."""
         if not fingerprint or fingerprint in self._adapters:
             return None
         if not self._is_enabled:

@@ -121,7 +121,7 @@ class AdmissionPass:
         return _merged(parts.requests.swapped, iter(waiting), parts.policy.may_displace)
 
     def _reason_to_stop_at(self, req: Req) -> Reason | None:
-        """Why no request after one that lacks memory may be tried; None if later ones may."""
+        """Reason why no request after one that lacks memory may be tried; None if later ones may."""
         if self._look_ahead < 0:
             return Reason.BEHIND
         waited_enough = req.num_overtaken >= MAX_OVERTAKEN or req.status is ReqStatus.SWAPPED
@@ -160,7 +160,7 @@ class AdmissionPass:
         return verdict
 
     def _rule_against(self, req: Req, prefix: Prefix, sibling: Req | None) -> Verdict | None:
-        """Why a request waits although there may be memory for it; None if it need not."""
+        """Reason why a request waits although there may be memory for it; None if it need not."""
         reason = None
         if req.status is ReqStatus.SWAPPED:
             if self._memory.host.has_outs:  # never in and out in the same step

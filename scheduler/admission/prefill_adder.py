@@ -70,7 +70,7 @@ class PrefillAdder:
         self._num_lookahead_tokens = num_lookahead_tokens
 
     def exhausted(self, *, may_preempt: bool = False) -> Reason | None:
-        """Why no other request can be admitted in this pass; None while one may be.
+        """Reason why no other request can be admitted in this pass; None while one may be.
 
         Args:
             may_preempt: candidates may preempt running requests, so rows and memory are never a reason.
@@ -257,7 +257,7 @@ class PrefillAdder:
         return min(limit, in_time), in_time <= limit
 
     def _cut(self, ready_len: int, extend_len: int) -> tuple[int, Reason | None]:
-        """How much of a prompt this step computes; a cut ends at a page."""
+        """Number of prompt tokens that this step computes; a cut ends at a page."""
         limit, by_time = self._limit(ready_len)
         if extend_len <= limit:
             return extend_len, None
@@ -278,7 +278,7 @@ class PrefillAdder:
         return (start + limit) // self._kv.page_size * self._kv.page_size - start
 
     def _reason(self, chunk: Chunk, *, alone: bool, by_time: bool) -> Reason:
-        """Why a chunk has its length; `by_time`: if it was cut, the time budget cut it."""
+        """Reason why a chunk has its length; `by_time`: if it was cut, the time budget cut it."""
         if not chunk.is_first:
             cut_by_time = by_time and not chunk.is_last
             return Reason.CONTINUED_IN_TIME if cut_by_time else Reason.CHUNK_CONTINUED

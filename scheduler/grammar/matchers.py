@@ -183,7 +183,7 @@ class GuardedMatcher:
 
 
 class LoggedEnd(NamedTuple):
-    """How a grammar ended a request.
+    """End of a request by its grammar.
 
     Attributes:
         output_len: tokens of the answer.

@@ -117,7 +117,7 @@ class Header(msgspec.Struct, tag="header", array_like=True):
             ) from None
 
     def problem(self) -> str:
-        """Why the capacity is invalid; "" if it is valid."""
+        """Reason why the capacity is invalid; "" if it is valid."""
         for name in ("max_model_len", "num_pages", "page_size", "max_running_requests", "vocab_size"):
             value = getattr(self.capacity, name)
             if value < 1:

@@ -58,7 +58,7 @@ class SchedulePolicy:
     looks_ahead: ClassVar[bool] = True
     """Whether a request that lacks memory may be overtaken; False if the policy guarantees its order."""
     full_reason: ClassVar[Reason] = Reason.BEHIND
-    """Why the other requests wait when `max_offers` have been offered."""
+    """Reason why the other requests wait when `max_offers` have been offered."""
 
     by_priority: bool = False
     """Whether the order is by `Req.priority`, so that the least urgent are retracted first; may change over time."""
@@ -86,7 +86,7 @@ class SchedulePolicy:
         """A request has ended, with `output_len` tokens; `kind` says whether its answer is complete."""
 
     def hold(self, waiting: WaitingQueue, now_s: float) -> Reason | None:
-        """Why no request may be admitted in this pass, even with free memory; None if requests may."""
+        """Reason why no request may be admitted in this pass, even with free memory; None if requests may."""
         return None
 
     def max_offers(self, waiting: WaitingQueue) -> int | None:

@@ -124,7 +124,7 @@ class OutOfMemory:
 
 
 def _count_try(req: Req, end: int) -> int:
-    """How often the request has failed alone without progress.
+    """Number of times that the request has failed alone without progress.
 
     Args:
         end: tokens that would have KV after the step.

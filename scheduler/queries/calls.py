@@ -272,7 +272,7 @@ def _live(req: Req, verdict: Verdict | None, last: PassRecord | None, now_s: flo
 
 
 def _shared_reason(req: Req, last: PassRecord | None) -> Reason | None:
-    """Why a request without a verdict in the last pass waits; None if it came later or does not wait."""
+    """Reason why a request without a verdict in the last pass waits; None if it came later or does not wait."""
     if req.status is ReqStatus.WAITING_GRAMMAR:
         return Reason.GRAMMAR_PENDING
     if req.row >= 0 or last is None or req.received_s > last.now_s:

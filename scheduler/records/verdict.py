@@ -120,7 +120,7 @@ class Verdict(NamedTuple):
 
 
 class MissKind(enum.StrEnum):
-    """Why the cached prefix ends where it ends; `text` is the reason in words."""
+    """Reason why the cached prefix ends where it ends; `text` is the reason in words."""
 
     NONE = "none"
     NO_PREFIX = "cold"

@@ -24,7 +24,7 @@ _MAX_SECONDS: Final = 1e10  # 300 years; the sum of two such times still resolve
 
 
 def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None:
-    """Why this request cannot run here, as text for the client; None if it can. Fields may have values of any type."""
+    """Reason for the client why this request cannot run here; None if it can. Fields may have values of any type."""
     try:
         _check_fields(message)
     except RequestError as error:
@@ -61,7 +61,7 @@ def reason_to_refuse(message: GenerateRequest, capacity: Capacity) -> str | None
 
 
 def reason_to_refuse_pin(message: PinPrefix) -> str | None:
-    """Why this prefix cannot be pinned; None if it can."""
+    """Reason why this prefix cannot be pinned; None if it can."""
     try:
         check_text("extra_key", message.extra_key)
         _check_bytes("input_ids", message.input_ids)
@@ -74,7 +74,7 @@ def reason_to_refuse_pin(message: PinPrefix) -> str | None:
 
 
 def _against_pooling(message: GenerateRequest, pooling: PoolingParams, capacity: Capacity) -> str | None:
-    """Why a pooling request is not one that the model runner can compute; None if it is."""
+    """Reason why a pooling request is not one that the model runner can compute; None if it is."""
     try:
         _check_pooling(pooling, capacity.vocab_size)
     except RequestError as error:

@@ -39,7 +39,7 @@ def drafts_of(per_request: list[list[int]]) -> Drafts:
 
 
 class DraftMemory:
-    """How many drafts a request can have, and the pages for them. Drafts never cause a retraction."""
+    """Number of drafts that a request can have, and the pages for them. Drafts never cause a retraction."""
 
     def __init__(self, memory: RowMemory, most_drafts: int | None = None) -> None:
         """`most_drafts`: of one request in a step; None: no such limit."""

@@ -1,1 +1,1 @@
-"""How many tokens a step may hold: limits, caps, partial prefills, and the time target."""
+"""Number of tokens in a step: limits, caps, partial prefills, and the time target."""

@@ -86,7 +86,7 @@ class TransferRole:
         return 0
 
     def reason_against(self, receives: bool) -> str:
-        """Why a request with a `KVHandoff` cannot be served in this mode; `receives`: another engine has its prompt."""
+        """Reason why a request with a handoff cannot run in this mode; `receives`: another engine has its prompt."""
         return "the request has a handoff, but this engine has no --disaggregation-mode; start it with one"
 
     def arrived(self, req: Req) -> Sequence[Step]:

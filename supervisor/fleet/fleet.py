@@ -79,7 +79,7 @@ class Replica:
 
 
 class FleetOutcome(NamedTuple):
-    """Why a fleet ends: an exit code and one line."""
+    """Reason of a fleet's end: an exit code and one line."""
 
     exit_code: int
     message: str

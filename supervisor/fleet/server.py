@@ -186,7 +186,7 @@ def start_tied(command: list[str], env: Mapping[str, str]) -> subprocess.Popen[b
 
 
 def describe_end(code: int) -> str:
-    """How a process ended: `was killed by SIGKILL`."""
+    """End of a process: `was killed by SIGKILL`."""
     if code >= 0:
         return f"exited with code {code}; its last lines above say why" if code else "ended"
     return f"was killed by {signal.Signals(-code).name}{_MEMORY_HINT if -code == signal.SIGKILL else ''}"

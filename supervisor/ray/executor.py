@@ -224,7 +224,7 @@ def _wait_for_places(broker: Broker, timeout_s: float) -> Placed:
 
 
 def _address(placed: Placed) -> str:
-    """Where the others find this machine: the loopback address if all ranks are on it."""
+    """Address of this machine for the others: the loopback address if all ranks are on it."""
     return free_address(_LOOPBACK if set(placed.machines.values()) == {placed.address} else placed.address)
 
 

@@ -49,7 +49,7 @@ class RenderInput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AnswerPlan:
-    """How one request is generated and parsed.
+    """Plan of the generation and parsing of one request.
 
     Attributes:
         prompt: the text to generate after; it may be longer than the rendered one.
@@ -152,7 +152,7 @@ class Planner:
         )
 
     def plan(self, conversation: Conversation, prompt: str, *, max_tokens: int | None = None) -> AnswerPlan:
-        """How the answer is constrained and parsed.
+        """Constraint and parser of the answer.
 
         Args:
             conversation: as given to `render_input`.

@@ -95,7 +95,7 @@ _MAX_SHOWN_CHARS: Final = 40
 
 
 def turn_without_end(template: ChatTemplate, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> str:
-    """Why answers do not end with the turn, and after "; " what to do; "" if they do, or if nothing is known.
+    """Reason why answers do not end with the turn, and after "; " what to do; "" if they do, or if nothing is known.
 
     Args:
         template: of the model.

@@ -18,7 +18,7 @@ from ..load import BenchRequest
 from .datasets import LengthRange, TextEncoder
 
 SPECIAL_TOKENS: Final = 2
-"""That an encoder adds to a text: [CLS] and [SEP]."""
+"""Tokens that an encoder adds to a text: [CLS] and [SEP]."""
 _WORDS: Final = (  # noqa: SIM905
     "the of and to in a is that for it as was with be by on not he his but at are this have from or had an they which "
     "one you were all her she there would their we him been has when who will no more if out so up said what its about "

@@ -37,7 +37,7 @@ NO_TILES: Final = 2**62
 def reasons_against_native_blocks(
     device: torch.device, dtype: torch.dtype, shape: tuple[int, int]
 ) -> list[str]:
-    """Why the kernel cannot take a weight of shape (N, K) on this device and dtype, or should not."""
+    """Reason why the kernel cannot take a weight of shape (N, K) on this device and dtype, or should not."""
     if device.type != "cpu":
         return [f"runs on CPUs only, not on {device.type}"]
     reasons = []

@@ -168,7 +168,7 @@ _C_TYPES: Final = {
 
 
 def reasons_against_library() -> list[str]:
-    """Why the C++ kernels should not be used here; empty: they should. Compiles them if necessary.
+    """Reason why the C++ kernels should not be used here; empty: they should. Compiles them if necessary.
 
     Calling it also prepares the first start: `make` and container images do that.
     """

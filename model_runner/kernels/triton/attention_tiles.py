@@ -23,7 +23,7 @@ PLAIN, FP8, FP8_BY_HAND = 0, 1, 2  # how values of the pool are converted to the
 
 
 class Scores(NamedTuple):
-    """How scores follow from products of queries and keys, see `AttentionForm`.
+    """Scores from products of queries and keys, see `AttentionForm`.
 
     Attributes:
         scale: factor of the products.

@@ -157,7 +157,7 @@ class RecordedSampler:
         self._graphs, self.recorded_bytes = self._record()
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """What a recording writes is valid until the next step's sampling."""
+        """Sample by a recording if one fits; its results are valid until the next step's sampling."""
         is_decode = logits.data_ptr() == self._logits.data_ptr()
         if not is_decode or batch.processes_logits or (batch.draw is not None and batch.draw.filtered):
             return self._others.sample(logits, batch)

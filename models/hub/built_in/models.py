@@ -61,11 +61,11 @@ class BuiltInModel(NamedTuple):
 
     @property
     def place(self) -> Path:
-        """Where it is kept: its folder or file. It need not exist."""
+        """Path of its folder or file. It need not exist."""
         return models_folder() / (self.name if self.is_folder else self.wheel.members[0].name)
 
     def place_of(self, member: Member) -> Path:
-        """Where one of its files is kept."""
+        """Path of one of its files."""
         return self.place / member.name if self.is_folder else self.place
 
     @property

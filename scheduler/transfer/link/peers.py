@@ -17,7 +17,7 @@ from ....runtime.transport.message_base import ProcessIdentity
 from .connection import Socket
 
 MAX_LOOKUPS: Final = 16
-"""At the same time; each has a thread, which cannot be ended before the system has given up."""
+"""Lookups at the same time; each has a thread, which cannot be ended before the system has given up."""
 
 
 class Looked(NamedTuple):

@@ -25,7 +25,7 @@ Pieces = tuple[str, ...]
 
 
 class Form(enum.Enum):
-    """How the body of a call is written. GENERIC and HARMONY are whole answers with readers of their own."""
+    """Notation of the body of a call. GENERIC and HARMONY are whole answers with readers of their own."""
 
     JSON = enum.auto()
     NAMED = enum.auto()

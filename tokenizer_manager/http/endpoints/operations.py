@@ -179,7 +179,7 @@ async def model(exchange: Exchange, engine: Engine) -> None:
 
 
 async def why(exchange: Exchange, services: Services) -> None:
-    """Why a request waited, was chunked, retracted or missed the cache: a sentence and a table."""
+    """Reason why a request waited, was chunked, retracted or missed the cache: a sentence and a table."""
     request_id = exchange.path.removeprefix(f"{REQUESTS_PATH}/").removesuffix("/why")
     if len(request_id) > _MAX_ID_CHARS:
         raise _unknown_request(f"{request_id[:_MAX_ID_CHARS]}…")

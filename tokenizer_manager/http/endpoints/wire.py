@@ -121,7 +121,7 @@ class ProfileBody(msgspec.Struct, kw_only=True):
 
 
 class WhyBody(msgspec.Struct, kw_only=True):
-    """Why a request waited, was retracted or missed the cache: a sentence and a table."""
+    """Reason why a request waited, was retracted or missed the cache: a sentence and a table."""
 
     id: str
     found: Literal[True] = True

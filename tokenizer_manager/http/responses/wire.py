@@ -193,14 +193,14 @@ class ResponsesUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """Why a response failed."""
+    """Reason why a response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why a response is incomplete."""
+    """Reason why a response is incomplete."""
 
     reason: str
 
