@@ -15,6 +15,7 @@ NAME = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)*")
 ENVIRONMENT = re.compile("environ|getenv|variable|envvar")
 # Words in capitals in modules that use the environment: values, placeholders of options, what Ray calls resources.
 OTHER_WORDS = {
+    "AMD64",
     "COMMIT",
     "CPU",
     "FILE",
