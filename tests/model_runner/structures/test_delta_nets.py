@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from engine.model_runner.kernels.plain import OneDNNLinear, PlainLinear
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
-from engine.models.weight_files.check_weights import check_folder_weights, check_gguf_weights
+from engine.models.weight_files.check_weights import check_folder_weights
 from engine.runtime.sampling_params import SamplingParams
 
 from ..kernels.cpu.test_native_blocks import quantized
 from .families import FAMILIES
-from .text_checks import tokens_of
+from .text_checks import check_gguf_file, tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -167,15 +167,8 @@ def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, n
         if field in options or field == "linear_num_key_heads"
     }
     tiny = make_tiny_model(name, **(options | changes))
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, tiny)
-    file = GGUFFile(path)
-    spec = read_gguf_spec(file)
-    check_gguf_weights(file, spec)
-
-    driver = make_driver(spec, path, kind="gguf")
-
-    assert driver.generate([tokens_of(40)], num=8)[0] == tiny.greedy(tokens_of(40), 8)
+    write_gguf(tmp_path / "tiny.gguf", tiny)
+    check_gguf_file(tiny, tmp_path / "tiny.gguf", make_driver)
 
 
 def round_inputs(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:

@@ -11,11 +11,10 @@ import torch
 
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
-from engine.models.weight_files.check_weights import check_gguf_weights
 from engine.runtime.sampling_params import SamplingParams
 
 from .families import FAMILIES
-from .text_checks import tokens_of
+from .text_checks import check_gguf_file, tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -80,15 +79,8 @@ def write_gguf(path: Path, tiny: TinyModel, kind_name: str = "F32") -> None:
 @pytest.mark.parametrize("variant", ["lfm2", "lfm2 tied, ends with a convolution"])
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, variant):
     tiny = make_tiny_model("lfm2", **FAMILIES[variant].options)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, tiny)
-    file = GGUFFile(path)
-    spec = read_gguf_spec(file)
-    check_gguf_weights(file, spec)
-
-    driver = make_driver(spec, path, kind="gguf")
-
-    assert driver.generate([tokens_of(40)], num=12)[0] == tiny.greedy(tokens_of(40), 12)
+    write_gguf(tmp_path / "tiny.gguf", tiny)
+    check_gguf_file(tiny, tmp_path / "tiny.gguf", make_driver)
 
 
 def test_blocks_of_a_gguf_file_stay_quantized(make_tiny_model, make_driver, unpack, tmp_path):

@@ -15,12 +15,10 @@ from safetensors.torch import load_file
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
 from engine.models.hf.hf_config import read_hf_spec
-from engine.models.weight_files.check_weights import check_gguf_weights
-from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
 
 from .families import FAMILIES, MAMBA, MAMBA_EXPERTS
-from .text_checks import tokens_of
+from .text_checks import check_gguf_file, tokens_of
 
 if TYPE_CHECKING:
     from ..conftest import TinyModel
@@ -147,16 +145,8 @@ def _as_stored(name: str, tensor: torch.Tensor, config: Any) -> Iterator[tuple[s
 )
 def test_a_gguf_file_is_the_same_model(make_tiny_model, make_driver, tmp_path, options):
     tiny = make_tiny_model("granitemoehybrid", **options)
-    path = tmp_path / "tiny.gguf"
-    write_gguf(path, tiny)
-    file = GGUFFile(path)
-    spec = read_gguf_spec(file)
-    check_gguf_weights(file, spec)
-
-    driver = make_driver(spec, path, kind="gguf")
-
-    assert num_parameters(spec) == num_parameters(tiny.spec)
-    assert driver.generate([tokens_of(40)], num=8)[0] == tiny.greedy(tokens_of(40), 8)
+    write_gguf(tmp_path / "tiny.gguf", tiny)
+    check_gguf_file(tiny, tmp_path / "tiny.gguf", make_driver)
 
 
 def test_blocks_of_a_gguf_file_stay_quantized(make_tiny_model, make_driver, unpack, tmp_path):

@@ -1,13 +1,19 @@
-"""The check of a tiny model against transformers that tests of single families share with the contract of all."""
+"""Checks of a tiny model against transformers that the tests of several families share."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from engine.models.gguf.gguf_file import GGUFFile
+from engine.models.gguf_config import read_gguf_spec
+from engine.models.weight_files.check_weights import check_gguf_weights
+from engine.models.weight_files.weight_memory import num_parameters
 from engine.runtime.sampling_params import SamplingParams
 from tests.model_runner.conftest import Driver, TinyModel
 
@@ -34,3 +40,13 @@ def check_prefill_and_decode(tiny: TinyModel, driver: Driver, unpack: Any, lengt
     while len(req.output) < 20:
         driver.step([(req, 1)])
     assert tiny.logprobs(prompt + req.output)[length - 1 : -1].argmax(-1).tolist() == req.output
+
+
+def check_gguf_file(tiny: TinyModel, path: Path, make_driver: Callable[..., Driver]) -> None:
+    """A file holds the tensors that are needed, as many numbers as the model, and gives its greedy tokens."""
+    file = GGUFFile(path)
+    spec = read_gguf_spec(file)
+    check_gguf_weights(file, spec)
+    assert num_parameters(spec) == num_parameters(tiny.spec)
+    driver = make_driver(spec, path, kind="gguf")
+    assert driver.generate([tokens_of(40)], num=12)[0] == tiny.greedy(tokens_of(40), 12)
