@@ -172,7 +172,7 @@ class CompileQueue:
     async def _start(self) -> None:
         try:
             self._worker = await self._start_worker()
-        except (OSError, WorkerLostError) as error:  # the next new grammar starts it again
+        except Exception as error:  # the next new grammar starts it again
             reason = f"the process that compiles grammars has not started: {error!s:.300}"
             logger.error("%s", reason)
             self._end_all(reason)
