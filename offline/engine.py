@@ -305,9 +305,9 @@ def wait_s(scheduler: Wakeful, now_s: float) -> float | None:
     While requests wait, it ends at the time when the scheduler may act by itself, and after the heartbeat interval at
     most, as in a server: the scheduler counts fruitless passes to detect a stall.
     """
-    if not scheduler.num_unfinished:
-        return None
     wake_s = scheduler.wake_s()
+    if wake_s is None and not scheduler.num_unfinished:
+        return None
     until_wake_s = HEARTBEAT_INTERVAL_S if wake_s is None else wake_s - now_s
     return min(max(until_wake_s, _MIN_WAIT_S), HEARTBEAT_INTERVAL_S)
 

@@ -277,10 +277,15 @@ class Call(Message, frozen=True):
 
 
 class CallDone(Message, frozen=True):
-    """The scheduler's answer to a `Call`, sent to the tokenizer manager without the detokenizer."""
+    """The scheduler's answer to a `Call`, sent to the tokenizer manager without the detokenizer.
+
+    Attributes:
+        replica: number of the scheduler; only replicas that ran when the call was made count.
+    """
 
     call_id: int
     answer: CallAnswer
+    replica: int = 0
 
 
 # ---------------------------------------------------------------- tokenizer manager -> scheduler

@@ -133,7 +133,7 @@ class EventLoop:
         for output in self._scheduler.take_outputs():
             self._outbox.send(output)
         for done in self._scheduler.take_call_answers():
-            self._manager.send(done)
+            self._manager.send(replace(done, replica=self._replica))
         # After `advance`, which has waited for all steps that were launched before a page could be claimed: no step in
         # flight writes to a page that another engine may write to from now on.
         if self._transfer is not None:

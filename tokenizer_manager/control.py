@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar, assert_never
 
 from msgspec.structs import replace
@@ -47,10 +47,10 @@ A = TypeVar("A", FlushCacheDone, PinDone, Explanation, RequestList, AdapterDone)
 
 
 class _Call:
-    """One call: the answers so far, and how many schedulers have not answered."""
+    """One call: the answers so far, and the replicas whose schedulers have not answered."""
 
-    def __init__(self, num_expected: int) -> None:
-        self.num_expected = num_expected
+    def __init__(self, waits_for: Iterable[int]) -> None:
+        self.waits_for = set(waits_for)
         self.answers: list[CallAnswer] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -63,18 +63,18 @@ class PendingCalls:
         send: Callable[[SchedulerInput], None],
         timeout_s: float,
         first_id: int = 0,
-        num_schedulers: Callable[[], int] = lambda: 1,
+        running: Callable[[], Iterable[int]] = lambda: (0,),
     ) -> None:
         """Send calls through `send`, and wait `timeout_s` for each answer; ids start after `first_id`.
 
         Args:
-            num_schedulers: how many answer a call that is made now.
+            running: numbers of the replicas that answer a call that is made now.
         """
         self._send = send
         self._timeout_s = timeout_s
         self._pending: dict[int, _Call] = {}
         self._last_id = first_id
-        self._num_schedulers = num_schedulers
+        self._running = running
 
     def __len__(self) -> int:
         """Number of calls that wait for an answer."""
@@ -94,7 +94,7 @@ class PendingCalls:
         """
         self._last_id += 1
         call_id = self._last_id
-        call = self._pending[call_id] = _Call(self._num_schedulers())
+        call = self._pending[call_id] = _Call(self._running())
         try:
             self._send(Call(call_id, request))
             timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -109,12 +109,14 @@ class PendingCalls:
         return answer
 
     def resolve(self, done: CallDone) -> None:
-        """Take an answer for its caller, if that still waits."""
+        """Take an answer for its caller, if that still waits for this replica."""
         call = self._pending.get(done.call_id)
-        if call is not None and not call.done.done():
-            call.answers.append(done.answer)
-            if len(call.answers) == call.num_expected:
-                call.done.set_result(None)
+        if call is None or call.done.done() or done.replica not in call.waits_for:
+            return
+        call.waits_for.remove(done.replica)
+        call.answers.append(done.answer)
+        if not call.waits_for:
+            call.done.set_result(None)
 
     def fail(self, message: str) -> None:
         """Raise `EngineDeadError` in every caller."""
@@ -144,7 +146,7 @@ class Control:
             log: the live requests, to look up ids.
             first_id: ids of calls start after it.
         """
-        self._calls = PendingCalls(send, _ANSWER_TIMEOUT_S, first_id, lambda: len(engine.running))
+        self._calls = PendingCalls(send, _ANSWER_TIMEOUT_S, first_id, lambda: engine.running)
         self._encoder = encoder
         self._engine = engine
         self._log = log

@@ -296,7 +296,8 @@ class Waiting:
     ("num_unfinished", "wake_s", "expected"),
     [
         (0, None, None),
-        (0, 100.1, None),
+        (0, 100.25, 0.25),  # a question to answer, or a transfer to look after
+        (0, 0.0, 1e-3),
         (1, None, HEARTBEAT_INTERVAL_S),
         (1, 100.25, 0.25),
         (1, 200.0, HEARTBEAT_INTERVAL_S),

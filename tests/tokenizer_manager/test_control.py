@@ -39,6 +39,24 @@ def test_answers_reach_their_call_in_any_order_and_are_forgotten():
     asyncio.run(main())
 
 
+def test_only_replicas_that_ran_when_the_call_was_made_count():
+    async def main() -> None:
+        running = [0, 2]
+        calls = PendingCalls(lambda message: None, 10.0, running=lambda: running)
+        flush = asyncio.create_task(calls.call(FlushCache(), FlushCacheDone))
+        await asyncio.sleep(0)
+        running.remove(2)  # its scheduler lives, but its detokenizer is lost
+        calls.resolve(CallDone(1, FlushCacheDone(1000, 0), replica=1))  # it did not run
+        calls.resolve(CallDone(1, FlushCacheDone(3, 4), replica=2))
+        calls.resolve(CallDone(1, FlushCacheDone(30, 0), replica=2))  # again
+        await asyncio.sleep(0)
+        assert not flush.done()
+        calls.resolve(CallDone(1, FlushCacheDone(5, 6), replica=0))
+        assert (await flush) == FlushCacheDone(8, 10)
+
+    asyncio.run(main())
+
+
 def test_no_answer_in_time_is_a_dead_engine():
     async def main() -> None:
         calls = PendingCalls(lambda message: None, timeout_s=0.0)
