@@ -20,7 +20,7 @@ from typing import Final
 from ...runtime.errors import RequestError
 from ...runtime.grammar_use import GrammarSpec, GrammarUse
 from ..backend import GrammarError
-from .worker import CompileResult, CompileWorker, WorkerLostError
+from .worker import CompilationLostError, CompileResult, CompileWorker, WorkerLostError
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,9 @@ MAX_RESULTS: Final = 1024
 LONG_CHARS: Final = 32_768
 """At most one grammar with more characters is compiled at a time: long compilations delay only each other."""
 GRACE_S: Final = 0.5
-MAX_WALL: Final = 60.0
-"""Times the limit of CPU time: a compilation that takes longer makes no progress, and its process is replaced."""
+MAX_WALL: Final = 8.0
+"""Times the limit of CPU time: the sandbox ends a compilation earlier, so one that takes longer is that of a process
+that makes no progress; it is replaced."""
 
 Key = tuple[str, bool]
 """Key of a compilation: the key of the grammar, and whether it is measured."""
@@ -190,6 +191,9 @@ class CompileQueue:
             if len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
             self._end(job, result)
+        except CompilationLostError as error:
+            logger.warning("a compilation was lost: key=%s reason=%s", job.spec.key, error)
+            self._end(job, str(error))
         except (TimeoutError, WorkerLostError) as error:
             logger.error("the process that compiles grammars was lost: %s", error)
             if self._worker is worker:

@@ -1,7 +1,8 @@
 """The sandbox process, `python -m engine.grammar.compile.sandbox PID SETUP`: compiles grammars, each in a fork.
 
-It loads tokenizer and library once. The kernel ends a fork that has used up its CPU time (SIGPROF) or its memory. Forks
-have a low priority, and the lowest one after `SHORT_S`: on a busy machine they wait, and the streams of others do not.
+It loads tokenizer and library once. The kernel ends a fork that has used up its CPU time (SIGPROF), its time on a busy
+machine (SIGALRM) or its memory. Forks have a low priority, but not the lowest one: with that, two of them hold their
+places for minutes on a busy machine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Final, NoReturn
@@ -34,9 +34,9 @@ from ..llguidance_backend import LLGuidanceBackend
 from ..vocabulary import TokenizerVocabulary
 from .worker import CompileRequest, CompileResult, SandboxSetup
 
-SHORT_S: Final = 0.25
+MAX_WALL: Final = 4.0
+"""Times the limit of CPU time: a compilation ends after it, also if it got less time than the limit."""
 _NICENESS: Final = 10
-_TIMER_STACK_BYTES: Final = 256 << 10
 _NUM_WALKS: Final = 2
 _WALK_TOKENS: Final = 24
 
@@ -141,11 +141,8 @@ def _run(
     try:
         die_with(parent_pid)
         os.nice(_NICENESS)
-        lowest = (os.getpid(), os.SCHED_IDLE, os.sched_param(0))
-        # Before the thread: its arena of 64 MiB would count as mapped now, and serve the compilation.
         _limit_memory(setup.memory_bytes)
-        threading.stack_size(_TIMER_STACK_BYTES)
-        threading.Timer(SHORT_S, os.sched_setscheduler, lowest).start()
+        signal.setitimer(signal.ITIMER_REAL, MAX_WALL * setup.limit_s)
         signal.setitimer(signal.ITIMER_PROF, setup.limit_s)
         result = compile_it()
         signal.setitimer(signal.ITIMER_PROF, 0.0)
@@ -161,6 +158,10 @@ def _run(
 
 def _result_of_dead(exit_code: int, spec: GrammarSpec, setup: SandboxSetup) -> CompileResult:
     """The result of a fork that has ended without one; a negative exit code is that of a signal."""
+    if exit_code == -signal.SIGALRM:
+        return CompileResult(
+            lost=f"the grammar was not compiled within {MAX_WALL * setup.limit_s:g} s beside others"
+        )
     if exit_code > 0 or exit_code == -signal.SIGKILL:
         return CompileResult(lost="a compilation was killed")
     why = "takes too much memory to compile; simplify it"

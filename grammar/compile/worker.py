@@ -68,6 +68,10 @@ class WorkerLostError(Exception):
     """The process has ended, or has not started; this says nothing about a grammar."""
 
 
+class CompilationLostError(WorkerLostError):
+    """One compilation has ended without a result; the process goes on."""
+
+
 class CompileWorker:
     """One sandbox process; `pid`: its process id."""
 
@@ -110,7 +114,7 @@ class CompileWorker:
         """
         result = await asyncio.to_thread(self._ask, CompileRequest(spec, measures))
         if result.lost:
-            raise WorkerLostError(result.lost)
+            raise CompilationLostError(result.lost)
         return result
 
     async def kill(self) -> None:

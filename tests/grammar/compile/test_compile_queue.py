@@ -16,7 +16,7 @@ from engine.grammar.compile.compile_queue import (
     MAX_WALL,
     CompileQueue,
 )
-from engine.grammar.compile.worker import CompileResult, CompileWorker, WorkerLostError
+from engine.grammar.compile.worker import CompilationLostError, CompileResult, CompileWorker, WorkerLostError
 from engine.runtime.errors import RequestError
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, GrammarUse, Triggered
 from tests.grammar.compile.virtual_time import VirtualTimeLoop
@@ -381,6 +381,18 @@ def test_a_lost_worker_is_replaced_and_its_grammars_are_not_blamed():
         assert bench.alive == 0
         assert await outcome(bench, "a") == "good"
         assert bench.started == 2
+
+    run(test)
+
+
+def test_a_lost_compilation_costs_neither_its_worker_nor_its_grammar():
+    async def test(bench: Bench) -> None:
+        bench.automatic = lambda text: CompilationLostError("busy") if text == "a" else GOOD
+        assert await outcome(bench, "a") == "503 grammar_unavailable"
+        assert await outcome(bench, "b") == "good"
+        bench.automatic = lambda text: GOOD
+        assert await outcome(bench, "a") == "good"
+        assert (bench.started, bench.alive) == (1, 1)
 
     run(test)
 

@@ -16,7 +16,13 @@ import pytest
 import uvloop
 from msgspec.structs import replace
 
-from engine.grammar.compile.worker import CompileResult, CompileWorker, SandboxSetup, WorkerLostError
+from engine.grammar.compile.worker import (
+    CompilationLostError,
+    CompileResult,
+    CompileWorker,
+    SandboxSetup,
+    WorkerLostError,
+)
 from engine.models.source import ModelSource
 from engine.models.tokenizer.tokenizer import Tokenizer
 from engine.runtime.grammar_use import GrammarKind, GrammarSpec, Whitespace
@@ -164,6 +170,22 @@ def test_a_compilation_that_is_killed_says_nothing_about_its_grammar(setup, whol
         os.kill(worker.pid if whole else fork, signal.SIGKILL)
         with pytest.raises(WorkerLostError):
             await bomb
+
+    run(setup, test)
+
+
+def test_a_compilation_that_is_not_done_in_time_ends_alone(setup):
+    """It was stopped, as on a machine that is too busy; another one goes on."""
+
+    async def test(worker: CompileWorker) -> None:
+        bomb, fork = await begun(worker, BOMB)
+        os.kill(fork, signal.SIGSTOP)
+        slow = asyncio.create_task(worker.compile(schema(ENUM)))
+        os.kill(fork, signal.SIGALRM)  # as its timer does
+        os.kill(fork, signal.SIGCONT)
+        with pytest.raises(CompilationLostError, match="was not compiled within 240 s beside others"):
+            await bomb
+        assert (await slow).code == ""
 
     run(setup, test)
 
