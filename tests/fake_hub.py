@@ -69,6 +69,7 @@ class FakeHub:
         repos: name -> repository.
         cuts: file name -> bytes of the body after which the connection is closed, one per request.
         busy: answers of status and Retry-After instead, one per request of any kind.
+        failing: file name -> status of the answers to requests of the file.
         wrong: file name -> number of times that its content is wrong.
         no_ranges: the storage ignores `Range`.
         hold: file name -> event that must be set before the body's second half is sent.
@@ -79,6 +80,7 @@ class FakeHub:
         self.repos: dict[str, FakeRepo] = defaultdict(FakeRepo)
         self.cuts: dict[str, list[int]] = defaultdict(list)
         self.busy: list[tuple[int, str]] = []
+        self.failing: dict[str, int] = {}
         self.wrong: dict[str, int] = defaultdict(int)
         self.no_ranges = False
         self.hold: dict[str, threading.Event] = {}
@@ -165,6 +167,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.fake.busy:
             status, retry_after = self.fake.busy.pop(0)
             self._reply(status, {"Retry-After": retry_after} if retry_after else {})
+        elif (content or stored) and (failing := self.fake.failing.get(path.rpartition("/")[2])):
+            self._reply(failing, {})
         elif stored:
             self._send(self.fake.repos[stored[1]].commits[stored[2]][stored[3]], stored[3])
         elif listing or content:

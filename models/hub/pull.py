@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
 
@@ -354,10 +355,18 @@ def _explained(error: Exception, name: HubName, cache: HubCache) -> Exception:
         return HubAbsentError(str(name))
     if isinstance(error, errors.RemoteEntryNotFoundError):
         return ConfigError(f"{name}: a file is not in the repository any more; pull again")
-    if isinstance(error, errors.HfHubHTTPError):
-        status, said = error.response.status_code, error.server_message or error.response.reason_phrase
-        token = "" if has_token else ", or with HF_TOKEN, which has higher limits"
-        return ConfigError(f"{name}: {endpoint} answers {status} {said}; try again later{token}")
+    for (
+        each
+    ) in causes:  # the error of a file is the cause of one that says that the file is not on this machine
+        if isinstance(each, errors.HfHubHTTPError):
+            status, said = each.response.status_code, each.server_message or each.response.reason_phrase
+            token = "" if has_token else ", or with HF_TOKEN, which has higher limits"
+            kind = (
+                HubUnreachableError
+                if status == HTTPStatus.TOO_MANY_REQUESTS or status >= 500
+                else ConfigError
+            )
+            return kind(f"{name}: {endpoint} answers {status} {said}; try again later{token}")
     for each in causes:  # huggingface_hub changes its HTTP library between versions
         if any(
             kind.__name__ in ("TransportError", "TooManyRedirects", "InvalidURL")

@@ -140,6 +140,14 @@ def test_a_busy_hub_is_named(tiny: FakeHub) -> None:
         pull(NAME)
 
 
+@pytest.mark.parametrize("status", [403, 429, 500])
+def test_a_file_that_the_hub_does_not_give_is_its_answer(tiny: FakeHub, status: int) -> None:
+    tiny.failing["model.safetensors"] = status
+    with pytest.raises(ConfigError, match=rf"org/tiny: \S+ answers {status} ") as raised:
+        pull(NAME)
+    assert isinstance(raised.value, HubUnreachableError) == (status != 403)
+
+
 def test_gated_private_and_absent_models_say_what_to_do(
     tiny: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
