@@ -239,6 +239,7 @@ class FakeEngine:
         self.load_error = ""
         self.live = RequestList([], 0)
         self.answers = True
+        self.replica = 0
         self.ticks = 0
         self.abort_ticks: list[int] = []
         self.script = script
@@ -278,7 +279,7 @@ class FakeEngine:
             case Call():
                 answer = self._answer_to(message.request)
                 if self.answers:
-                    self._later(CallDone(message.call_id, answer))
+                    self._later(CallDone(message.call_id, answer, self.replica))
 
     def _answer_to(self, request: CallRequest) -> CallAnswer:
         match request:
@@ -386,6 +387,7 @@ def make_services(
     )
     template = None if chat_template is None else _compiled(chat_template)
     for replica, each in enumerate((engine, *others)):
+        each.replica = replica
         each.deliver = manager.on_message
         manager.on_message(SchedulerReport(sent_s=clock.now_s, replica=replica))
     spec = msgspec.structs.replace(SPEC, sampling_defaults=of_model, pooling=pooling)
