@@ -147,7 +147,7 @@ def experts_after(
 
 
 def _softmax_routing(fields: Fields) -> Routing:
-    """Of V2."""
+    """Routing of V2."""
     _only(fields, "scoring_func", "softmax")
     if fields.boolean("norm_topk_prob", default=False):
         raise fields.error("norm_topk_prob", True, "only false is supported: shares that are not normalized")
@@ -176,7 +176,7 @@ def sigmoid_routing(
     num_active_groups: int = 4,
     scale: float = 2.5,
 ) -> Routing:
-    """Of V3, and of GLM with other defaults."""
+    """Routing of V3, and of GLM with other defaults."""
     _only(fields, "scoring_func", "sigmoid")
     _only(fields, "topk_method", "noaux_tc")
     return Routing(

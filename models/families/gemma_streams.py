@@ -66,7 +66,7 @@ def _gemma4_unified(fields: Fields) -> Facts:
 
 
 def _gemma4_layers(fields: Fields, window: int) -> Facts:
-    """What both kinds have; `window`: the default."""
+    """Facts that both kinds have; `window`: the default."""
     if fields.get("use_bidirectional_attention") not in (None, False, _OF_IMAGES):
         raise fields.error(
             "use_bidirectional_attention",
@@ -101,7 +101,7 @@ def _gemma4_layers(fields: Fields, window: int) -> Facts:
 
 
 def _gemma4_ropes(fields: Fields) -> tuple[Rope, float]:
-    """That of layers without a window, and the base of the others."""
+    """Rope of the layers without a window, and the base of the others."""
     name = "rope_parameters"
     if fields.get("rope_scaling") is not None:
         raise fields.error(
@@ -233,7 +233,7 @@ def _common(
     window: int,
     cap: float | None,
 ) -> Facts:
-    """What Gemma 3n and Gemma 4 have in common; `window`, `cap`: the defaults."""
+    """Facts that Gemma 3n and Gemma 4 share; `window`, `cap`: the defaults."""
     for name in ("attn_logit_softcapping", "query_rescale_scalar"):
         if fields.get(name) is not None:
             raise fields.error(name, fields.get(name), "which these models do not have; remove the field")
@@ -340,7 +340,7 @@ def _heads_gguf(fields: Fields, arch: str, windowed: tuple[bool, ...]) -> tuple[
 
 
 def _of_gemma4_tensors(file: GGUFFile, facts: Facts) -> Facts:
-    """What only the tensors show: whether layers without a window have values of their own, and how they rotate."""
+    """Facts that only tensors show: whether layers without a window have values of their own, and how they rotate."""
     from .gguf_rope import read_proportional  # needs numpy
 
     streams, windowed = facts["streams"], facts["windows"].layers

@@ -56,7 +56,7 @@ def _chunks(fields: Fields, rotates: tuple[bool, ...]) -> WindowsSpec | None:
 
 
 def _temperature(fields: Fields) -> TemperatureTuning | None:
-    """That of layers without rotary; the first files have a number as its switch."""
+    """Temperature of layers without rotary; the first files have a number as its switch."""
     name = "attn_temperature_tuning"
     switch = fields.get(name)
     is_on = bool(switch) if isinstance(switch, int) else fields.boolean(name, default=True)

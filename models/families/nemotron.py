@@ -90,7 +90,7 @@ def _kinds(fields: Fields) -> list[str]:
 
 
 def _experts(fields: Fields, kinds: list[str]) -> ExpertsSpec:
-    """Of DeepSeek-V3's routing; experts and the shared one have no gates."""
+    """Experts with DeepSeek-V3's routing; experts and the shared one have no gates."""
     if fields.boolean("mlp_bias", default=False):
         raise fields.error("mlp_bias", True, "only false is supported for a model with experts")
     return ExpertsSpec(

@@ -59,7 +59,7 @@ class TemperatureTuning(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttentionForm(msgspec.Struct, frozen=True, kw_only=True):
-    """What attention does with its scores; the default is a plain softmax of scaled products.
+    """Use of the scores in attention; the default is a plain softmax of scaled products.
 
     Attributes:
         query_scale: of the products of queries and keys; None: head_dim ** -0.5.

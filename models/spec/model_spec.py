@@ -38,7 +38,7 @@ DTypeName = Literal["float32", "bfloat16", "float16"]
 
 
 class LayerView(NamedTuple):
-    """What attention must know of a layer: its window, see `ModelSpec.window_of`, and its heads.
+    """Facts of a layer that attention needs: its window, see `ModelSpec.window_of`, and its heads.
 
     `chunked`: see `AttentionForm`; False without a window.
     """
@@ -174,7 +174,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(heads.head_dim for heads in self.streams.layer_heads)) or (self.head_dim,)
 
     def view_of(self, layer_id: int) -> LayerView:
-        """What attention must know of one layer; layers with equal views share the plan of a step."""
+        """Facts of one layer that attention needs; layers with equal views share the plan of a step."""
         window = self.window_of(layer_id)
         return LayerView(window, self.heads_of(layer_id), self.attention.chunked and window is not None)
 

@@ -17,7 +17,7 @@ _BYTES: Final[dict[StateDType, int]] = {"float32": 4, "bfloat16": 2, "float16": 
 
 
 class RecurrentState(NamedTuple):
-    """What a layer keeps of a request beside the inputs of its convolution: an array, its heads along the first axis.
+    """State of a layer beside the inputs of its convolution: an array for each request, its heads along the first axis.
 
     The dtype does not depend on the model's: a state is a sum over all tokens of a request.
     """
@@ -154,7 +154,7 @@ class StateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recurrent(self) -> RecurrentState | None:
-        """What a layer keeps beside them; None: nothing."""
+        """State beside them; None: the layer has none."""
         if self.mamba is not None:
             return RecurrentState((self.mamba.num_heads, self.mamba.state_dim, self.mamba.head_dim))
         if self.delta is None:
