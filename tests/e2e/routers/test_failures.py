@@ -146,4 +146,7 @@ def test_a_signal_ends_smg_after_its_streams(workers: list[EngineServe], signum:
         with OpenStreams([router]) as streams:
             router.process.send_signal(signum)
             assert streams.whole() == {SMG: [True, True]}
-        assert router.process.wait(DEADLINE_S) == 0, router.log
+        # smg's Python still has the KeyboardInterrupt of Ctrl-C to raise once its server has ended, unless SIGINT is
+        # ignored where it was started (in the background of a script).
+        ends = (0, -signal.SIGINT) if signum is signal.SIGINT else (0,)
+        assert router.process.wait(DEADLINE_S) in ends, router.log
