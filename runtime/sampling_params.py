@@ -41,16 +41,18 @@ GREEDY_TEMPERATURE: Final = (
 
 
 class Bounds(NamedTuple):
-    """The values that a number among the sampling parameters may have; every check and every default reads them.
+    """Declaration of a number among the sampling parameters: checks, bodies of the APIs and documents are made from it.
 
     Attributes:
         low, high: both are allowed, unless `low_open`.
+        note: its meaning, for documents.
         rule: for errors about an integer below `low`; "": the range.
         from_model: a model's files can set the default.
     """
 
     low: float
     high: float
+    note: str
     low_open: bool = False
     rule: str = ""
     from_model: bool = False
@@ -84,20 +86,14 @@ class SamplingParams(
     and one string for `stop`. `msgspec.structs.replace` and decoders check nothing but, with these, types: what they
     make needs `verify`.
 
+    Numbers are described beside their bounds. `temperature` 0 is the exact argmax, the first of equals; `top_p` 0 keeps
+    the most likely token only; the constructor cuts the sign of a negative `seed`, and a front end draws a missing one,
+    so that it can be reported and reused.
+
     Attributes:
         max_new_tokens: most tokens to generate; None: as many as fit into the context.
         min_new_tokens: end-of-sequence and stop tokens are masked until this many tokens exist. Stop strings are not
             delayed: one that appears earlier ends the output.
-        temperature: 0 is greedy (exact argmax, first of equals); in [0, 100].
-        top_k: keep the k most likely tokens; -1 or 0 keeps all.
-        top_p: keep the smallest set with at least this probability mass, in [0, 1]; 0 keeps the
-            most likely token only.
-        min_p: drop tokens below `min_p` times the largest probability, in [0, 1].
-        seed: start of the position-keyed noise, of 63 bits; the constructor cuts the sign of a negative one. None:
-            the front end draws one, so that it can be reported and reused.
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; > 0.
-        frequency_penalty: subtracted once per occurrence in the output; [-2, 2].
-        presence_penalty: subtracted once if the token is in the output; [-2, 2].
         logit_bias: token id -> value added to its logit, [-100, 100].
         stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output, besides the model's end-of-sequence tokens.
@@ -110,16 +106,52 @@ class SamplingParams(
 
     max_new_tokens: int | None = None
     min_new_tokens: int = 0
-    temperature: Annotated[float, Bounds(0.0, MAX_TEMPERATURE, from_model=True)] = 1.0
+    temperature: Annotated[
+        float,
+        Bounds(
+            0.0,
+            MAX_TEMPERATURE,
+            "Flattens (above 1) or sharpens the distribution of tokens; 0 takes the most likely one.",
+            from_model=True,
+        ),
+    ] = 1.0
     top_k: Annotated[
-        int, Bounds(-1, MAX_COUNT, rule="must be -1 or 0 (keep all) or a positive count", from_model=True)
+        int,
+        Bounds(
+            -1,
+            MAX_COUNT,
+            "Keeps the k most likely tokens; -1 or 0 keeps all.",
+            rule="must be -1 or 0 (keep all) or a positive count",
+            from_model=True,
+        ),
     ] = -1
-    top_p: Annotated[float, Bounds(0.0, 1.0, from_model=True)] = 1.0
-    min_p: Annotated[float, Bounds(0.0, 1.0, from_model=True)] = 0.0
-    seed: Annotated[int | None, Bounds(0, MAX_SEED)] = None
-    repetition_penalty: Annotated[float, Bounds(0.0, 10.0, low_open=True, from_model=True)] = 1.0
-    frequency_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
-    presence_penalty: Annotated[float, Bounds(-2.0, 2.0)] = 0.0
+    top_p: Annotated[
+        float,
+        Bounds(0.0, 1.0, "Keeps the smallest set of tokens with this probability in sum.", from_model=True),
+    ] = 1.0
+    min_p: Annotated[
+        float, Bounds(0.0, 1.0, "Drops tokens below this share of the largest probability.", from_model=True)
+    ] = 0.0
+    seed: Annotated[
+        int | None, Bounds(0, MAX_SEED, "The same seed gives the same answer; without one it is drawn.")
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        Bounds(
+            0.0,
+            10.0,
+            "Above 1: tokens of prompt and answer become less likely.",
+            low_open=True,
+            from_model=True,
+        ),
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float,
+        Bounds(-2.0, 2.0, "Subtracted from the logit of a token for each of its occurrences in the answer."),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Bounds(-2.0, 2.0, "Subtracted once from the logit of a token that the answer has.")
+    ] = 0.0
     logit_bias: dict[int, float] | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from ..sampling_params import NUMBERS
+
 _ALWAYS: Final = "leave it out"
 _IN_REQUESTS: Final = "send it with each request"
 _TASK: Final = (
@@ -122,10 +124,7 @@ ANSWERS: Final[Mapping[str, str]] = {
     "predict": f"{_IN_REQUESTS}: max_tokens",
     "n_predict": f"{_IN_REQUESTS}: max_tokens",
     "temp": f"{_IN_REQUESTS}: temperature",
-    "temperature": _IN_REQUESTS,
-    "top_k": _IN_REQUESTS,
-    "top_p": _IN_REQUESTS,
-    "min_p": _IN_REQUESTS,
+    **dict.fromkeys((name for name, _, bounds in NUMBERS if bounds.from_model), _IN_REQUESTS),
     "json_schema": f"{_IN_REQUESTS}: response_format",
     "grammar": f"{_IN_REQUESTS}, as docs/structured_output.md describes",
     "allowed_origins": "use --cors-origin, once for each origin",

@@ -49,6 +49,7 @@ from ..schema.values import (
 from .wire import (
     COUNT_POLICY,
     MESSAGES_POLICY,
+    NUMBERS,
     Block,
     CountTokensRequest,
     MessageBody,
@@ -112,12 +113,7 @@ def read_messages(
     request = convert(body, MessagesRequest)
     _note_edits(body, notes)
     conversation, constraint = _conversation(request, config, notes)
-    fields = SamplingFields(
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        stop=request.stop_sequences,
-    )
+    fields = SamplingFields(stop=request.stop_sequences, **{name: getattr(request, name) for name in NUMBERS})
     with renamed_fields(NAMES):
         sampling = fields.sampling(
             config.limits,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from ....grammar.answer_report import GrammarReport, Truncated
 from ..schema.field_policy import FieldPolicy, NotYet
-from ..schema.field_types import OVERRIDES, Count, Share, StopString, Temperature, TopK
+from ..schema.field_types import OVERRIDES, Count, StopString, number_fields
 
 _MESSAGE: Final = {
     "type": "object",
@@ -41,15 +41,23 @@ class CountTokensRequest(msgspec.Struct, kw_only=True):
     output_config: dict[str, Any] | None = None
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True):
-    """Body of `POST /v1/messages`."""
+NUMBERS: Final = ("temperature", "top_p", "top_k")
+"""The sampling parameters that this API has, besides stop sequences."""
+
+if TYPE_CHECKING:
+    _Numbers = CountTokensRequest
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers", number_fields(only=NUMBERS), bases=(CountTokensRequest,), kw_only=True
+    )
+
+
+class MessagesRequest(_Numbers, kw_only=True):
+    """Body of `POST /v1/messages`; it has the fields of `NUMBERS`, too."""
 
     max_tokens: Count
     stop_sequences: list[StopString] | None = None
     stream: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
     metadata: dict[str, Any] | None = None
 
 
@@ -106,9 +114,7 @@ COUNT_POLICY: Final = FieldPolicy(
         "max_tokens",
         "stop_sequences",
         "stream",
-        "temperature",
-        "top_p",
-        "top_k",
+        *NUMBERS,
     },  # clients send whole requests
     nested=_NESTED,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,6 +11,7 @@ from ....models.spec.model_spec import ModelSpec
 from ....runtime.config.answer_config import RequestLimits
 from ....runtime.config.engine_config import DisaggregationMode
 from ....runtime.config.server_config import LogLevel
+from ....runtime.sampling_params import NUMBERS
 from ..schema.field_types import Messages, OnePrompt, Salt, TimeToLive, TokenId
 
 Warnings = list[str] | UnsetType
@@ -22,14 +23,17 @@ class HealthBody(msgspec.Struct):
     status: Literal["ok"] = "ok"
 
 
-class SamplingDefaultsBody(msgspec.Struct, kw_only=True):
+if TYPE_CHECKING:
+    _Numbers = msgspec.Struct
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers", [(name, kind) for name, kind, bounds in NUMBERS if bounds.from_model], kw_only=True
+    )
+
+
+class SamplingDefaultsBody(_Numbers, kw_only=True):
     """The sampling parameters of requests without their own, and the source of those that the model's files set."""
 
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
     source: str
 
 

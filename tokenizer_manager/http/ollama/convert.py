@@ -43,6 +43,7 @@ from ..schema.values import (
 from .wire import (
     CHAT_POLICY,
     GENERATE_POLICY,
+    OWN_NAMES,
     CalledFunction,
     OllamaAnswer,
     OllamaCall,
@@ -57,11 +58,10 @@ from .wire import (
 
 LENGTH_PARAM: Final = "options.num_predict"
 FORMAT_PARAM: Final = "format"
-_OWN_NAMES: Final = {"repeat_penalty": "repetition_penalty"}
 _SAMPLING: Final = {
     option: name
-    for option in OllamaOptions.__struct_fields__
-    if (name := _OWN_NAMES.get(option, option)) in SamplingFields.__struct_fields__
+    for name in SamplingFields.__struct_fields__
+    if (option := OWN_NAMES.get(name, name)) in OllamaOptions.__struct_fields__
 }
 """Field of `options` -> field of `SamplingParams`."""
 NAMES: Final = {

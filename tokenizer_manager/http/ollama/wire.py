@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from ....runtime.sampling_params import MAX_TEMPERATURE
 from ..schema.field_policy import FieldPolicy, NotYet
-from ..schema.field_types import Int, Penalty, RepetitionPenalty, Share, StopString, TopK, WideTemperature
+from ..schema.field_types import Int, StopString, number_fields
 
 Format = Annotated[Any, Meta(description="json, or a JSON Schema.")]
 Think = Annotated[bool | str | None, Meta(description="Whether to reason, or an effort.")]
 
 
-class OllamaOptions(msgspec.Struct, kw_only=True):
-    """`options` of a request."""
+OWN_NAMES: Final = {"repetition_penalty": "repeat_penalty"}
+"""Name of a sampling parameter -> Ollama's."""
+
+if TYPE_CHECKING:
+    _Numbers = msgspec.Struct
+else:
+    _Numbers = msgspec.defstruct(
+        "_Numbers", number_fields(renamed=OWN_NAMES, max_temperature=MAX_TEMPERATURE), kw_only=True
+    )
+
+
+class OllamaOptions(_Numbers, kw_only=True):
+    """`options` of a request: the numbers among the sampling parameters, and Ollama's own."""
 
     num_predict: Int | None = None
     num_ctx: Int | None = None
-    temperature: WideTemperature | None = None
-    top_k: TopK | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    seed: Int | None = None
     stop: str | list[StopString] | None = None
-    repeat_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
 
 
 class OllamaFields(msgspec.Struct, kw_only=True):

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from ....runtime.sampling_params import SamplingParams
+from ....runtime.sampling_params import NUMBERS, SamplingParams
 from ...adapters.registry import UNLOAD_TIMEOUT_S
 from ...all_processes import DEFAULT_DURATION_S, DEFAULT_RATE_HZ
 from ..native.convert import DEFAULT_MAX_NEW_TOKENS
@@ -48,14 +48,7 @@ NOTES: Final[Mapping[str, str]] = {
     "lora_path": "The name of a LoRA adapter; left out, it is what `model` says.",
     # ---- sampling
     "sampling_params": "The sampling fields, see below.",
-    "temperature": "Flattens (above 1) or sharpens the distribution of tokens; 0 takes the most likely one.",
-    "top_p": "Keeps the smallest set of tokens with this probability in sum.",
-    "top_k": "Keeps the k most likely tokens; -1 or 0 keeps all.",
-    "min_p": "Drops tokens below this share of the largest probability.",
-    "seed": "The same seed gives the same answer; without one it is drawn.",
-    "repetition_penalty": "Above 1: tokens of prompt and answer become less likely.",
-    "frequency_penalty": "Subtracted from the logit of a token for each of its occurrences in the answer.",
-    "presence_penalty": "Subtracted once from the logit of a token that the answer has.",
+    **{name: bounds.note for name, _, bounds in NUMBERS},
     "logit_bias": "Added to the logits of tokens, by token id.",
     "n": "Answers per prompt.",
     "best_of": "Answers that are generated, of which the n most likely are returned.",

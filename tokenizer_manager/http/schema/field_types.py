@@ -6,12 +6,13 @@ The schema of `documented` is not checked by msgspec. Ranges are checked where t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Final
 
 from msgspec import Meta
 
 from ....runtime.config.device_config import MAX_REPLICAS
-from ....runtime.sampling_params import MAX_COUNT, MAX_TEMPERATURE
+from ....runtime.sampling_params import MAX_COUNT, MAX_TEMPERATURE, NUMBERS, Bounds
 from ...scheduling_options import MAX_PRIORITY, MAX_SALT_CHARS, MAX_TIMEOUT_S, PRIORITY_CLASSES
 
 MAX_TTL_S: Final = 86_400.0
@@ -44,12 +45,7 @@ Int = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 Count = Annotated[Int, _between(1, MAX_COUNT)]
 CountOrNone = Annotated[Int, _between(0, MAX_COUNT)]
-TopK = Annotated[Int, _between(-1, MAX_COUNT)]
-Share = Annotated[float, _between(0, 1)]
-Temperature = Annotated[float, _between(0, MAX_OPENAI_TEMPERATURE)]
 WideTemperature = Annotated[float, _between(0, MAX_TEMPERATURE)]
-Penalty = Annotated[float, _between(-2, 2)]
-RepetitionPenalty = Annotated[float, documented(exclusiveMinimum=0, maximum=10)]
 LogitBias = Annotated[
     dict[str, float],
     documented(
@@ -58,6 +54,40 @@ LogitBias = Annotated[
         additionalProperties={"type": "number", "minimum": -100, "maximum": 100},
     ),
 ]
+
+
+def _number(name: str, kind: type, bounds: Bounds, max_temperature: float) -> Any:
+    """The type of an optional field for a number of `SamplingParams`."""
+    if name == "seed":  # 64 bits with a sign, of which 63 are kept
+        return Int | None
+    high = max_temperature if name == "temperature" else bounds.high
+    lowest = "exclusiveMinimum" if bounds.low_open else "minimum"
+    limits = {lowest: bounds.low, "maximum": high}
+    whole = {key: int(limit) if limit == int(limit) else limit for key, limit in limits.items()}
+    meta = Meta(extra_json_schema={OVERRIDES: whole})
+    return Annotated[Int if kind is int else float, meta] | None
+
+
+def number_fields(
+    *,
+    only: Iterable[str] = (),
+    renamed: Mapping[str, str] | None = None,
+    max_temperature: float = MAX_OPENAI_TEMPERATURE,
+) -> list[tuple[str, Any, None]]:
+    """Fields of a body for the numbers among the sampling parameters, for `msgspec.defstruct`.
+
+    Args:
+        only: names of the parameters; all of them unless given.
+        renamed: name of a parameter -> the API's name of it.
+        max_temperature: of the API.
+    """
+    return [
+        ((renamed or {}).get(name, name), _number(name, kind, bounds, max_temperature), None)
+        for name, kind, bounds in NUMBERS
+        if not only or name in only
+    ]
+
+
 TokenId = Annotated[Int, documented(minimum=0)]
 StopString = Annotated[str, documented(minLength=1)]
 Priority = Annotated[

@@ -5,7 +5,7 @@ Only types are checked here: ranges by `SamplingParams.verify`, lengths by admis
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 import msgspec
 
@@ -24,17 +24,13 @@ from .field_types import (
     CountOrNone,
     Int,
     LogitBias,
-    Penalty,
     Priority,
-    RepetitionPenalty,
     ReplicaNumber,
     Salt,
     Seconds,
-    Share,
     StopString,
-    Temperature,
     TokenId,
-    TopK,
+    number_fields,
 )
 from .values import DEFAULT_LIMITS, check_count, check_limit, convert, show
 
@@ -49,8 +45,15 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # padding of the traffic: no effect on the answer
 
 
-class SamplingFields(ConstraintFields, kw_only=True):
-    """The sampling fields that have the same name everywhere, and the constraints of answers.
+if TYPE_CHECKING:
+    _Numbers = ConstraintFields
+else:
+    _Numbers = msgspec.defstruct("_Numbers", number_fields(), bases=(ConstraintFields,), kw_only=True)
+
+
+class SamplingFields(_Numbers, kw_only=True):
+    """The sampling fields that have the same name everywhere, with the numbers of `SamplingParams`, and the
+    constraints of answers.
 
     Attributes:
         max_temperature: 2 in the APIs that have OpenAI's range; the engine's own APIs go further.
@@ -59,17 +62,9 @@ class SamplingFields(ConstraintFields, kw_only=True):
     max_temperature: ClassVar[float] = MAX_OPENAI_TEMPERATURE
 
     n: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    top_k: TopK | None = None
-    min_p: Share | None = None
-    seed: Int | None = None
     stop: str | list[StopString] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: LogitBias | None = None
     skip_special_tokens: bool | None = None
 
@@ -104,8 +99,9 @@ class SamplingFields(ConstraintFields, kw_only=True):
         Raises:
             RequestError: a bad key in `logit_bias`, a value out of range, or a limit is exceeded.
         """
-        if self.temperature is not None:
-            check_number("temperature", self.temperature, 0.0, self.max_temperature)
+        given = {name: getattr(self, name) for name in _SAME}
+        if given["temperature"] is not None:
+            check_number("temperature", given["temperature"], 0.0, self.max_temperature)
         stop = (self.stop,) if self.stop and isinstance(self.stop, str) else tuple(self.stop or ())
         check_limit("stop", len(stop), "strings", limits.max_stop_strings, "max_stop_strings")
         longest = max(map(len, stop), default=0)
@@ -117,7 +113,7 @@ class SamplingFields(ConstraintFields, kw_only=True):
         for name, count in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
             if count is not None:
                 check_count(name, count, 0, limits.max_logprobs, "max_logprobs")
-        given = {name: getattr(self, name) for name in _SAME} | {
+        given |= {
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
             "logit_bias": _logit_bias(self.logit_bias),
