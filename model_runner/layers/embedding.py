@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear import LinearInto, LinearToFloat32, LinearWithRows
-from ..weights.reader import Slice
+from ..weights.reader import ModuleWeight, Slice
 from .spans import padded_span
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ class Embedding:
         is_tied = context.spec.tie_word_embeddings
         if not has_head or (is_tied and not context.stage.is_last):
             rows = range(*padded_span(vocab_size, context.group))
-            blocks = context.linear_format.table(context.weights, name, (vocab_size, size), rows)
+            blocks = context.linear_format.table(
+                ModuleWeight(context.weights, name, (vocab_size, size)), rows
+            )
         elif is_tied:
             self.head = head_weight(context, name, size, table)
             blocks = self.head if isinstance(self.head, LinearWithRows) else None
@@ -159,7 +161,8 @@ def head_weight(
     """
     vocab_size = context.spec.vocab_size
     rows = padded_span(vocab_size, context.group)
-    return context.linear_format.head(context.weights, name, (vocab_size, size), range(*rows), plain_rows)
+    module = ModuleWeight(context.weights, name, (vocab_size, size))
+    return context.linear_format.head(module, range(*rows), plain_rows)
 
 
 def _head_bias(context: ModelContext) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.linear import LinearToFloat32, LinearWeight
-from ..weights.reader import Slice
+from ..weights.reader import ModuleWeight, Slice
 from .mlp import GatedMLP, PlainMLP
 from .spans import equal_span
 
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ...models.spec.experts_spec import ExpertsSpec
     from ..adapter_runs import AdapterRuns
     from ..model_context import ModelContext
-
-_Request = tuple[list[str], list[tuple[int, int]], list[Slice] | None]
-"""Arguments for a `LinearFormat`: names, shapes, and the slice of each weight (None: all of it)."""
 
 
 def build_mlp(context: ModelContext, layer: str, layer_id: int) -> GatedMLP | PlainMLP | SparseMLP:
@@ -122,7 +119,7 @@ def _logits(
     Args:
         exact: also where it must, with a weight in float32; not with a bias.
     """
-    weight = context.linear_format.load(context.weights, [name], [(num, size)], None)
+    weight = context.linear_format.load([ModuleWeight(context.weights, name, (num, size))])
     bias = context.weights.tensor(f"{name}.bias", (num,)) if has_bias else None
     if isinstance(weight, LinearToFloat32):
         return partial(weight.to_float32, bias=bias)
@@ -149,38 +146,49 @@ class _CheckpointExperts:
 
     def stacked(self) -> tuple[Tensor, Tensor]:
         num_experts, width = len(self._modules), len(self._span)
-        gate_up = self._format.dense(self._weights, *self._gate_up(self._modules))
-        down = self._format.dense(self._weights, *self._down(self._modules))
+        gate_up = self._format.dense(self._gate_up(self._modules))
+        down = self._format.dense(self._down(self._modules))
         return gate_up.view(num_experts, len(self._first) * width, self._size), down.view(
             num_experts, self._size, width
         )
 
     def linears(self) -> tuple[list[LinearWeight], list[LinearWeight]]:
-        load, weights = self._format.load, self._weights
-        gate_up = [load(weights, *self._gate_up([module])) for module in self._modules]
-        return gate_up, [load(weights, *self._down([module])) for module in self._modules]
+        gate_up = [self._format.load(self._gate_up([module])) for module in self._modules]
+        return gate_up, [self._format.load(self._down([module])) for module in self._modules]
 
     def biases(self) -> tuple[Tensor, Tensor] | None:
         """Biases of gate_up and down. Down's are zeros except on one rank, because the ranks' results are summed."""
         if not self._has_bias:
             return None
-        num_experts, stacked = len(self._modules), self._weights.stacked
-        names, shapes, slices = self._gate_up(self._modules)
-        gate_up = stacked([f"{name}.bias" for name in names], [shape[:1] for shape in shapes], slices=slices)
-        names, shapes, _ = self._down(self._modules)
-        down = stacked([f"{name}.bias" for name in names], [shape[:1] for shape in shapes])
+        num_experts = len(self._modules)
+        gate_up = self._stacked_biases(self._gate_up(self._modules))
+        down = self._stacked_biases(
+            [one._replace(part=None) for one in self._down(self._modules)]  # cut by inputs
+        )
         if not self._adds_bias:
             down.zero_()
         return gate_up.view(num_experts, -1), down.view(num_experts, -1)
 
-    def _gate_up(self, modules: list[str]) -> _Request:
-        names = [f"{module}.{part}" for module in modules for part in self._first]
-        return names, [(self._inner, self._size)] * len(names), self._slices(0, len(names))
+    def _stacked_biases(self, modules: list[ModuleWeight]) -> Tensor:
+        """[sum of outputs], of modules that are cut by outputs or whole."""
+        slices = [one.part or Slice(0, 0, one.shape[0]) for one in modules]
+        names, shapes = [f"{one.name}.bias" for one in modules], [one.shape[:1] for one in modules]
+        return self._weights.stacked(names, shapes, slices=slices)
 
-    def _down(self, modules: list[str]) -> _Request:
+    def _gate_up(self, modules: list[str]) -> list[ModuleWeight]:
+        shape, part = (self._inner, self._size), self._part(0)
+        return [
+            ModuleWeight(self._weights, f"{module}.{name}", shape, part)
+            for module in modules
+            for name in self._first
+        ]
+
+    def _down(self, modules: list[str]) -> list[ModuleWeight]:
         # Stacked along the first axis, cut along the other one.
-        names = [f"{module}.{self._names.down}" for module in modules]
-        return names, [(self._size, self._inner)] * len(names), self._slices(1, len(names))
+        shape, part = (self._size, self._inner), self._part(1)
+        return [
+            ModuleWeight(self._weights, f"{module}.{self._names.down}", shape, part) for module in modules
+        ]
 
-    def _slices(self, axis: int, num: int) -> list[Slice] | None:
-        return None if len(self._span) == self._inner else [Slice(axis, *self._span)] * num
+    def _part(self, axis: int) -> Slice | None:
+        return None if len(self._span) == self._inner else Slice(axis, *self._span)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..weights.reader import Slice
+from ..weights.reader import ModuleWeight, Slice
 from .layer import kept_adapters
 from .linear import Linear, RowLinear
 from .norm import RMSNorm
@@ -116,9 +116,9 @@ def _kv_up(context: ModelContext, name: str, latent: LatentSpec) -> tuple[Tensor
     spec, group = context.spec, context.group
     width = latent.qk_nope_head_dim + latent.v_head_dim
     heads = equal_span(spec.num_heads, group)
-    slices = None if group.size == 1 else [Slice(0, *heads.times(width))]
+    part = None if group.size == 1 else Slice(0, *heads.times(width))
     shape = (spec.num_heads * width, latent.kv_lora_rank)
-    weight = context.linear_format.dense(context.weights, [f"{name}.kv_b_proj"], [shape], slices)
+    weight = context.linear_format.dense([ModuleWeight(context.weights, f"{name}.kv_b_proj", shape, part)])
     keys, values = weight.view(len(heads), width, -1).split(
         (latent.qk_nope_head_dim, latent.v_head_dim), dim=1
     )

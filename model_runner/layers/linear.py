@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ..weights.reader import Slice
+from ..weights.reader import ModuleWeight, Slice
 from .spans import Span, equal_span
 
 if TYPE_CHECKING:
@@ -41,9 +41,14 @@ class Linear:
             outputs: the outputs of each weight to take; a name may occur several times, for several parts. None: all.
         """
         weights = context.weights
-        shapes = [(rows, in_features) for rows in out_features]
         slices = None if outputs is None else [Slice(0, *span) for span in outputs]
-        self.weight = context.linear_format.load(weights, names, shapes, slices)
+        modules = [
+            ModuleWeight(weights, name, (rows, in_features))
+            for name, rows in zip(names, out_features, strict=True)
+        ]
+        if slices is not None:
+            modules = [one._replace(part=part) for one, part in zip(modules, slices, strict=True)]
+        self.weight = context.linear_format.load(modules)
         self.bias: Tensor | None = None
         if bias:
             self.bias = weights.stacked(
@@ -81,8 +86,10 @@ class RowLinear:
             is_summed: if False, each rank gets its part of the sum, and the caller sums.
         """
         weights, group = context.weights, context.group
-        slices = None if group.size == 1 else [Slice(1, *equal_span(in_features, group))]
-        self.weight = context.linear_format.load(weights, [name], [(out_features, in_features)], slices)
+        part = None if group.size == 1 else Slice(1, *equal_span(in_features, group))
+        self.weight = context.linear_format.load(
+            [ModuleWeight(weights, name, (out_features, in_features), part)]
+        )
         self.bias: Tensor | None = None
         if bias and group.rank == 0:  # only one rank adds the bias to the sum
             self.bias = weights.tensor(f"{name}.bias", (out_features,))

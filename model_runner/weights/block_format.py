@@ -20,8 +20,8 @@ from ..kernels.blocks.block_rounding import round_to_blocks
 from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight, NotFiniteError
 from ..ops.linear import LinearWithRows
-from .quantized_format import QuantizedFormat
-from .reader import Slice, WeightReader
+from .linear_format import QuantizedFormat
+from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
     from ...models.spec.quantization import QuantizationSpec
@@ -42,19 +42,9 @@ class BlockParts:
         """Whether a module with `columns` inputs is block-quantized."""
         return self._quantization.form_of(name, columns) is not None
 
-    def read(
-        self,
-        weights: WeightReader,
-        name: str,
-        shape: tuple[int, int],
-        part: Slice | None,
-        plain: Callable[[], Tensor] | None = None,
-    ) -> Part:
-        """See `PartReader`.
-
-        Args:
-            plain: reads the weight in the serving dtype, with padding.
-        """
+    def read(self, module: ModuleWeight, plain: Callable[[], Tensor] | None = None) -> Part:
+        """See `PartReader`; `plain`: reads the weight in the serving dtype, with padding."""
+        weights, name, shape, part = module
         form = self._quantization.form_of(name, shape[1])
         if form is not None and part is not None and part.axis == 1 and _parts_blocks(part):
             self._warn_of_cut(unnumbered(name), part)
@@ -63,8 +53,7 @@ class BlockParts:
             blocks = weights.blocks(f"{name}.weight", shape, part)
             assert blocks is not None, f"{name} was seen in blocks when the file's header was read"
             return blocks
-        slices = None if part is None else [part]
-        values = plain() if plain else weights.stacked([f"{name}.weight"], [shape], slices=slices)
+        values = plain() if plain else read_plain([module])
         if form is None:
             return values
         made = round_to_blocks(values, form.bits, paired_scales=True)
@@ -92,41 +81,20 @@ class BlockFormat(QuantizedFormat):
         self._blocks = BlockParts(quantization)
         super().__init__(self._blocks, linears)
 
-    def load(
-        self,
-        weights: WeightReader,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, int]],
-        slices: Sequence[Slice] | None,
-    ) -> LinearWeight:
-        return self._pack(names, self._read(weights, names, shapes, slices))
+    def load(self, modules: Sequence[ModuleWeight]) -> LinearWeight:
+        return self._pack([one.name for one in modules], [self._blocks.read(one) for one in modules])
 
-    def dense(
-        self,
-        weights: WeightReader,
-        names: Sequence[str],
-        shapes: Sequence[tuple[int, int]],
-        slices: Sequence[Slice] | None,
-    ) -> Tensor:
+    def dense(self, modules: Sequence[ModuleWeight]) -> Tensor:
         """The store converts the weights to the serving dtype."""
-        return weights.stacked([f"{name}.weight" for name in names], shapes, slices=slices)
+        return read_plain(modules)
 
-    def head(
-        self,
-        weights: WeightReader,
-        name: str,
-        shape: tuple[int, int],
-        rows: range,
-        plain_rows: Callable[[], Tensor],
-    ) -> LinearWeight:
-        part = self._rows(weights, name, shape, rows, plain_rows)
-        return self._pack([name], [plain_rows() if part is None else part])
+    def head(self, module: ModuleWeight, rows: range, plain_rows: Callable[[], Tensor]) -> LinearWeight:
+        part = self._rows(module, rows, plain_rows)
+        return self._pack([module.name], [plain_rows() if part is None else part])
 
-    def table(
-        self, weights: WeightReader, name: str, shape: tuple[int, int], rows: range
-    ) -> LinearWithRows | None:
-        part = self._rows(weights, name, shape, rows)
-        packed = self._pack([name], [part]) if isinstance(part, BlockWeight | StoredRows) else None
+    def table(self, module: ModuleWeight, rows: range) -> LinearWithRows | None:
+        part = self._rows(module, rows)
+        packed = self._pack([module.name], [part]) if isinstance(part, BlockWeight | StoredRows) else None
         return packed if isinstance(packed, LinearWithRows) else None
 
     def _pack(self, names: Sequence[str], parts: Sequence[Part]) -> LinearWeight:
@@ -140,18 +108,14 @@ class BlockFormat(QuantizedFormat):
             raise
 
     def _rows(
-        self,
-        weights: WeightReader,
-        name: str,
-        shape: tuple[int, int],
-        rows: range,
-        plain_rows: Callable[[], Tensor] | None = None,
+        self, module: ModuleWeight, rows: range, plain_rows: Callable[[], Tensor] | None = None
     ) -> Part | None:
         """Rows of a head or a table, padded; None: they are not in blocks."""
-        stop = min(rows.stop, shape[0])
-        if rows.start >= stop or not self._blocks.has(name, shape[1]):
+        num_rows, columns = module.shape
+        stop = min(rows.stop, num_rows)
+        if rows.start >= stop or not self._blocks.has(module.name, columns):
             return None
-        part = self._blocks.read(weights, name, shape, Slice(0, rows.start, stop), plain_rows)
+        part = self._blocks.read(module._replace(part=Slice(0, rows.start, stop)), plain_rows)
         if stop == rows.stop or isinstance(part, Tensor):
             return part
         assert isinstance(part, BlockWeight | StoredRows), type(part)

@@ -12,7 +12,7 @@ from ..kernels.blocks.stored_rows import StoredRows
 from ..kernels.quantized_weights import BlockWeight
 from .block_format import BlockParts, check_finite
 from .gguf import GGUFStore
-from .reader import WeightReader
+from .reader import ModuleWeight, WeightReader
 from .safetensors import SafetensorsStore
 
 if TYPE_CHECKING:
@@ -40,6 +40,6 @@ def check_block_values(source: ModelSource, spec: ModelSpec) -> None:
         if module.is_linear or module.name == head:
             rows, columns = module.shape
             if parts.has(module.name, columns):
-                part = parts.read(weights, module.name, (rows, columns), None)
+                part = parts.read(ModuleWeight(weights, module.name, (rows, columns)))
                 if isinstance(part, BlockWeight | StoredRows):
                     check_finite(part, module.name)

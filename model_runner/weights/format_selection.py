@@ -19,8 +19,7 @@ from ..kernels.quantized import QuantizedLinears, QuantTarget, reasons_against_b
 from .block_format import BlockFormat
 from .fp8_format import Fp8Parts, MadeFp8Parts
 from .int4_format import AwqParts, GptqParts
-from .linear_format import LinearFormat, PlainFormat
-from .quantized_format import PartReader, QuantizedFormat
+from .linear_format import LinearFormat, PartReader, PlainFormat, QuantizedFormat
 
 if TYPE_CHECKING:
     from ...models.spec.model_spec import ModelSpec

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ..kernels.quantized_weights import FP8, Fp8Weight, quantize_to_fp8
-from .reader import Slice, WeightReader
+from .reader import ModuleWeight, WeightReader, read_plain
 
 if TYPE_CHECKING:
     from ...models.spec.quantization import QuantizationSpec
@@ -34,11 +34,12 @@ class Fp8Parts:
     def __init__(self, quantization: QuantizationSpec) -> None:
         self._quantization = quantization
 
-    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
+    def read(self, module: ModuleWeight) -> Part:
+        weights, name, shape, part = module
         scale_names = (f"{name}.{suffix}" for suffix in _SCALES)
         scale_name = next((one for one in scale_names if weights.shape(one, shape) is not None), None)
         if scale_name is None or self._quantization.is_plain(name):
-            return read_plain(weights, name, shape, part)
+            return read_plain([module])
         attention = name.rpartition(".")[0]
         for unused in _UNUSED:
             weights.ignore(f"{name}.{unused}")
@@ -86,12 +87,7 @@ class MadeFp8Parts:
     def __init__(self, quantization: QuantizationSpec) -> None:
         self._quantization = quantization
 
-    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
+    def read(self, module: ModuleWeight) -> Part:
         """A rank with a part of the inputs takes the largest magnitude of its part."""
-        plain = read_plain(weights, name, shape, part)
-        return plain if self._quantization.is_plain(name) else quantize_to_fp8(plain)
-
-
-def read_plain(weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Tensor:
-    """`<name>.weight` in the serving dtype."""
-    return weights.stacked([f"{name}.weight"], [shape], slices=None if part is None else [part])
+        plain = read_plain([module])
+        return plain if self._quantization.is_plain(module.name) else quantize_to_fp8(plain)

@@ -31,8 +31,7 @@ from torch import Tensor
 
 from ...runtime.errors import ConfigError
 from ..kernels.quantized_weights import Int4Weight
-from .fp8_format import read_plain
-from .reader import Slice, WeightReader
+from .reader import ModuleWeight, Slice, read_plain
 
 if TYPE_CHECKING:
     from ...models.spec.quantization import QuantizationSpec
@@ -51,34 +50,31 @@ def unpack(words: Tensor, axis: int, order: Sequence[int] = range(PER_WORD)) -> 
     return numbers.to(torch.uint8).view(-1, words.shape[1])
 
 
-class Int4Cut:
-    """The groups and words of a weight that a rank takes.
+class Int4Tensors:
+    """The packed tensors of a weight, or a rank's part of each.
 
     Attributes:
         group_size: inputs per group; with a single group, all inputs.
-        num_groups: groups of the whole weight.
     """
 
-    def __init__(
-        self, quantization: QuantizationSpec, name: str, shape: tuple[int, int], part: Slice | None
-    ) -> None:
+    def __init__(self, quantization: QuantizationSpec, module: ModuleWeight) -> None:
         """Check that the weight has whole words and groups, and is cut between them.
 
         Raises:
             ConfigError: the sizes do not divide, or a cut lies inside a word or a group.
         """
-        rows, columns = shape
+        self._reader, self._name, self._shape, self._part = module
+        name, (rows, columns), part = module.name, module.shape, module.part
         self.group_size = quantization.group_size or columns
         if rows % PER_WORD or columns % PER_WORD or columns % self.group_size:
             raise ConfigError(
                 f"{name}: a weight of {rows} outputs and {columns} inputs cannot be stored as {quantization.method} "
                 f"with words of {PER_WORD} values and groups of {self.group_size} inputs; config.json does not fit it"
             )
-        self.num_groups = columns // self.group_size
-        self._part = part
+        self._num_groups = columns // self.group_size
         if part is None:
             return
-        step = PER_WORD if part.axis == 0 or self.num_groups == 1 else self.group_size
+        step = PER_WORD if part.axis == 0 or self._num_groups == 1 else self.group_size
         if part.start % step or part.stop % step:
             what = "outputs" if part.axis == 0 else "inputs"
             raise ConfigError(
@@ -86,7 +82,25 @@ class Int4Cut:
                 f"{'a word' if step == PER_WORD else 'a scale'} and cannot be split; use a smaller --tp"
             )
 
-    def numbers(self, outputs_per_place: int, inputs_per_place: int) -> list[Slice] | None:
+    def words(self, *, outputs: int = 1, inputs: int = 1) -> Tensor:
+        """`qweight`, int32; a word has 4-bit integers of so many `outputs` or `inputs`."""
+        rows, columns = self._shape
+        shape, part = (columns // inputs, rows // outputs), self._slice(outputs, inputs)
+        return self._reader.stacked([f"{self._name}.qweight"], [shape], torch.int32, part)
+
+    def zeros(self) -> Tensor:
+        """`qzeros`, int32 [groups, outputs / 8]."""
+        shape, part = (self._num_groups, self._shape[0] // PER_WORD), self._groups(PER_WORD)
+        return self._reader.stacked([f"{self._name}.qzeros"], [shape], torch.int32, part)
+
+    def scales(self) -> Tensor:
+        """[groups, outputs] in float16, the dtype in which they are stored, unless a value does not fit into it."""
+        shape, part = (self._num_groups, self._shape[0]), self._groups(1)
+        scales = self._reader.stacked([f"{self._name}.scales"], [shape], torch.float32, part)
+        narrow = scales.to(torch.float16)
+        return narrow if torch.equal(narrow.to(torch.float32), scales) else scales
+
+    def _slice(self, outputs_per_place: int, inputs_per_place: int) -> list[Slice] | None:
         """This rank's slice of a packed tensor [inputs, outputs]; None: all of it.
 
         Args:
@@ -99,81 +113,53 @@ class Int4Cut:
             return [Slice(1, start // outputs_per_place, stop // outputs_per_place)]
         return [Slice(0, start // inputs_per_place, stop // inputs_per_place)]
 
-    def groups(self, outputs_per_place: int) -> list[Slice] | None:
+    def _groups(self, outputs_per_place: int) -> list[Slice] | None:
         """This rank's slice of a tensor [groups, outputs]; a single group is shared by all ranks."""
-        if self._part is None or (self._part.axis == 1 and self.num_groups == 1):
+        if self._part is None or (self._part.axis == 1 and self._num_groups == 1):
             return None
-        return self.numbers(outputs_per_place, self.group_size)
-
-
-def read_scales(weights: WeightReader, name: str, shape: tuple[int, int], part: list[Slice] | None) -> Tensor:
-    """[groups, outputs] in float16, the dtype in which they are stored, unless a value does not fit into it."""
-    scales = weights.stacked([name], [shape], torch.float32, part)
-    narrow = scales.to(torch.float16)
-    return narrow if torch.equal(narrow.to(torch.float32), scales) else scales
+        return self._slice(outputs_per_place, self.group_size)
 
 
 NIBBLE_OF_OUTPUT: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqParts:
-    """See the module."""
+    """`PartReader` of AWQ exports."""
 
     def __init__(self, quantization: QuantizationSpec) -> None:
         self._quantization = quantization
 
-    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        if self._quantization.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
-            return read_plain(weights, name, shape, part)
-        rows, columns = shape
-        cut = Int4Cut(self._quantization, name, shape, part)
-        words = weights.stacked(
-            [f"{name}.qweight"], [(columns, rows // PER_WORD)], torch.int32, cut.numbers(PER_WORD, 1)
-        )
-        zeros = weights.stacked(
-            [f"{name}.qzeros"], [(cut.num_groups, rows // PER_WORD)], torch.int32, cut.groups(PER_WORD)
-        )
-        scales = read_scales(weights, f"{name}.scales", (cut.num_groups, rows), cut.groups(1))
-        numbers = unpack(words, 1, NIBBLE_OF_OUTPUT)
-        return Int4Weight(
-            numbers,
-            scales,
-            unpack(zeros, 1, NIBBLE_OF_OUTPUT),
-            min(cut.group_size, numbers.shape[0]),
-        )
+    def read(self, module: ModuleWeight) -> Part:
+        if _is_plain(self._quantization, module):
+            return read_plain([module])
+        stored = Int4Tensors(self._quantization, module)
+        numbers = unpack(stored.words(outputs=PER_WORD), 1, NIBBLE_OF_OUTPUT)
+        zeros = unpack(stored.zeros(), 1, NIBBLE_OF_OUTPUT)
+        return Int4Weight(numbers, stored.scales(), zeros, min(stored.group_size, numbers.shape[0]))
 
 
 class GptqParts:
-    """See the module."""
+    """`PartReader` of GPTQ exports."""
 
     def __init__(self, quantization: QuantizationSpec) -> None:
         self._quantization = quantization
 
-    def read(self, weights: WeightReader, name: str, shape: tuple[int, int], part: Slice | None) -> Part:
-        if self._quantization.is_plain(name) or weights.shape(f"{name}.qweight", shape) is None:
-            return read_plain(weights, name, shape, part)
-        rows, columns = shape
-        cut = Int4Cut(self._quantization, name, shape, part)
-        order = self._order(weights, name, columns, cut.group_size, part)
-        words = weights.stacked(
-            [f"{name}.qweight"], [(columns // PER_WORD, rows)], torch.int32, cut.numbers(1, PER_WORD)
-        )
-        zeros = weights.stacked(
-            [f"{name}.qzeros"], [(cut.num_groups, rows // PER_WORD)], torch.int32, cut.groups(PER_WORD)
-        )
-        scales = read_scales(weights, f"{name}.scales", (cut.num_groups, rows), cut.groups(1))
-        _skip_bias_of_zeros(weights, f"{name}.bias", rows)
-        numbers, whole_zeros = unpack(words, 0), unpack(zeros, 1)
+    def read(self, module: ModuleWeight) -> Part:
+        if _is_plain(self._quantization, module):
+            return read_plain([module])
+        stored = Int4Tensors(self._quantization, module)
+        order = self._order(module, stored.group_size)
+        numbers, zeros = unpack(stored.words(inputs=PER_WORD), 0), unpack(stored.zeros(), 1)
+        _skip_bias_of_zeros(module)
         if self._quantization.zeros_less_one:
-            whole_zeros = (whole_zeros + 1) & 15  # a stored 15 means 0: 16 does not occur
+            zeros = (zeros + 1) & 15  # a stored 15 means 0: 16 does not occur
         if order is not None:
             numbers = numbers[order]
-        return Int4Weight(numbers, scales, whole_zeros, min(cut.group_size, numbers.shape[0]), order)
+        return Int4Weight(numbers, stored.scales(), zeros, min(stored.group_size, numbers.shape[0]), order)
 
-    def _order(
-        self, weights: WeightReader, name: str, columns: int, group_size: int, part: Slice | None
-    ) -> Tensor | None:
+    def _order(self, module: ModuleWeight, group_size: int) -> Tensor | None:
         """[K] indices of the inputs sorted by group; None: they are in order already."""
+        weights, name, (_, columns), part = module
         tensor = f"{name}.g_idx"
         if not self._quantization.reordered:
             weights.ignore(tensor)  # redundant: neighbors share a group
@@ -196,7 +182,13 @@ class GptqParts:
         return order
 
 
-def _skip_bias_of_zeros(weights: WeightReader, name: str, rows: int) -> None:
+def _is_plain(quantization: QuantizationSpec, module: ModuleWeight) -> bool:
+    packed = module.reader.shape(f"{module.name}.qweight", module.shape)
+    return packed is None or quantization.is_plain(module.name)
+
+
+def _skip_bias_of_zeros(module: ModuleWeight) -> None:
     """Ignore a bias of zeros: older exports store one for layers without bias. Any other bias stays unexpected."""
-    if weights.shape(name, (rows,)) == (rows,) and not weights.peek(name, (rows,)).any():
+    weights, name, shape = module.reader, f"{module.name}.bias", module.shape[:1]
+    if weights.shape(name, shape) == shape and not weights.peek(name, shape).any():
         weights.ignore(name)

@@ -27,6 +27,28 @@ class Slice(NamedTuple):
     stop: int
 
 
+class ModuleWeight(NamedTuple):
+    """The weight of one linear module in a checkpoint, or a rank's part of it.
+
+    Attributes:
+        name: of the module; the format knows the tensors of a module.
+        shape: [out, in] of the whole weight.
+        part: what to take, in terms of `shape`; None: all of it.
+    """
+
+    reader: WeightReader
+    name: str
+    shape: tuple[int, int]
+    part: Slice | None = None
+
+
+def read_plain(modules: Sequence[ModuleWeight]) -> Tensor:
+    """`<name>.weight` of each module in the serving dtype, stacked: [sum of outputs, inputs]."""
+    slices = [one.part or Slice(0, 0, one.shape[0]) for one in modules]
+    names = [f"{one.name}.weight" for one in modules]
+    return modules[0].reader.stacked(names, [one.shape for one in modules], slices=slices)
+
+
 class TensorStore(Protocol):
     """The tensors of one checkpoint, by their Hugging Face names."""
 

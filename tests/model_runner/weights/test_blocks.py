@@ -26,7 +26,7 @@ from engine.model_runner.ops.linear import LinearWeight
 from engine.model_runner.weights.block_format import BlockFormat
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.gguf import GGUFStore
-from engine.model_runner.weights.reader import Slice, WeightReader
+from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.gguf.gguf_file import GGUFFile
 from engine.models.gguf_config import read_gguf_spec
@@ -144,7 +144,7 @@ class Kept:
 def load(quantization: QuantizationSpec, reader: WeightReader, name: str, part: Slice | None = None) -> Part:
     kept = Kept()
     linear_format = BlockFormat(quantization, kept)  # type: ignore[arg-type]
-    linear_format.load(reader, [name], [SHAPES[name]], None if part is None else [part])
+    linear_format.load([ModuleWeight(reader, name, SHAPES[name], part)])
     (loaded,) = kept.parts
     return loaded
 
@@ -198,7 +198,7 @@ def test_a_rank_with_the_end_of_the_head_gets_zeros_behind_it(tmp_path: Path) ->
         padded = torch.cat((table[70:], torch.zeros(44, 512)))
 
         BlockFormat(quantization, kept).head(  # type: ignore[arg-type]
-            reader, name, SHAPES[name], range(70, 140), partial(torch.clone, padded)
+            ModuleWeight(reader, name, SHAPES[name]), range(70, 140), partial(torch.clone, padded)
         )
 
         (head,) = kept.parts
@@ -231,7 +231,7 @@ def test_a_file_with_a_scale_that_is_no_number_is_damaged(tmp_path: Path, kind: 
     )
     linears = QuantizedLinears(target, lambda weight: pytest.fail("not plain"), keep=keep)
     with pytest.raises(ConfigError, match=f"{name}.weight holds values that are not finite, .*damaged"):
-        BlockFormat(quantization, linears).load(reader, [name], [SHAPES[name]], None)
+        BlockFormat(quantization, linears).load([ModuleWeight(reader, name, SHAPES[name])])
 
 
 # ---------------------------------------------------------------- made while loading
@@ -245,7 +245,8 @@ def test_plain_weights_are_rounded_block_by_block(make_tiny_llama) -> None:
     for method, bits in (("int8", 8), ("int4", 4)):
         kept = Kept()
         spec = QuantizationSpec(method=method, stored=False)  # type: ignore[arg-type]
-        BlockFormat(spec, kept).load(reader, [name], [(128, 128)], [Slice(1, 64, 128)])  # type: ignore[arg-type]
+        part = Slice(1, 64, 128)
+        BlockFormat(spec, kept).load([ModuleWeight(reader, name, (128, 128), part)])  # type: ignore[arg-type]
         (made,) = kept.parts
         assert isinstance(made, BlockWeight)
         expected = round_to_blocks(plain[:, 64:], bits, paired_scales=True)  # type: ignore[arg-type]

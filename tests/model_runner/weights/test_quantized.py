@@ -26,8 +26,8 @@ from engine.model_runner.weights.dummy import DummyStore
 from engine.model_runner.weights.format_selection import quant_target
 from engine.model_runner.weights.fp8_format import Fp8Parts, MadeFp8Parts
 from engine.model_runner.weights.int4_format import AwqParts, GptqParts
-from engine.model_runner.weights.quantized_format import QuantizedFormat
-from engine.model_runner.weights.reader import Slice, WeightReader
+from engine.model_runner.weights.linear_format import QuantizedFormat
+from engine.model_runner.weights.reader import ModuleWeight, Slice, WeightReader
 from engine.model_runner.weights.safetensors import SafetensorsStore
 from engine.models.hf.hf_config import read_hf_spec
 from engine.models.source import ModelSource
@@ -383,7 +383,7 @@ def test_ranks_take_their_parts(tmp_path, form):
     weights = reader_of(tmp_path, tensors)
 
     def taken(*slices: Slice) -> Tensor:
-        return format_of(parts).dense(weights, ["m"] * len(slices), [(96, 128)] * len(slices), slices)
+        return format_of(parts).dense([ModuleWeight(weights, "m", (96, 128), part) for part in slices])
 
     torch.testing.assert_close(taken(Slice(0, 8, 40), Slice(0, 64, 96)), torch.cat((meant[8:40], meant[64:])))
     torch.testing.assert_close(taken(Slice(1, 64, 128)), meant[:, 64:])
@@ -396,7 +396,7 @@ def test_a_cut_within_a_group_or_a_word_is_refused(tmp_path, form):
     weights = reader_of(tmp_path, quantize(torch.randn(96, 128))[0])
 
     with pytest.raises(ConfigError, match=rf"m: a rank takes inputs 4 to 63, but {step} neighbors share"):
-        format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(1, 4, 64)])
+        format_of(parts).load([ModuleWeight(weights, "m", (96, 128), Slice(1, 4, 64))])
 
 
 def test_words_of_outputs_cannot_be_parted(tmp_path):
@@ -404,7 +404,7 @@ def test_words_of_outputs_cannot_be_parted(tmp_path):
     weights = reader_of(tmp_path, quantize(torch.randn(96, 128))[0])
 
     with pytest.raises(ConfigError, match=r"takes outputs 12 to 47, but 8 neighbors share a word.*--tp"):
-        format_of(parts).load(weights, ["m"], [(96, 128)], [Slice(0, 12, 48)])
+        format_of(parts).load([ModuleWeight(weights, "m", (96, 128), Slice(0, 12, 48))])
 
 
 def test_inputs_in_the_order_of_their_weight_cannot_be_shared_by_ranks(tmp_path):
@@ -414,9 +414,11 @@ def test_inputs_in_the_order_of_their_weight_cannot_be_shared_by_ranks(tmp_path)
         GptqParts(QuantizationSpec(method="gptq", group_size=32, reordered=True, zeros_less_one=True))
     )
 
-    torch.testing.assert_close(parts.dense(weights, ["m"], [(16, 64)], [Slice(0, 8, 16)]), meant[8:])
+    torch.testing.assert_close(
+        parts.dense([ModuleWeight(weights, "m", (16, 64), Slice(0, 8, 16))]), meant[8:]
+    )
     with pytest.raises(ConfigError, match=r"desc_act.*cannot share the 64 inputs; use --tp 1"):
-        parts.load(weights, ["m"], [(16, 64)], [Slice(1, 0, 32)])
+        parts.load([ModuleWeight(weights, "m", (16, 64), Slice(1, 0, 32))])
 
 
 def test_groups_of_the_wrong_size(tmp_path):
@@ -426,7 +428,7 @@ def test_groups_of_the_wrong_size(tmp_path):
     parts = format_of(GptqParts(QuantizationSpec(method="gptq", group_size=32, reordered=True)))
 
     with pytest.raises(ConfigError, match=r"m.g_idx: does not assign 32 inputs to each of 2 groups"):
-        parts.load(weights, ["m"], [(16, 64)], None)
+        parts.load([ModuleWeight(weights, "m", (16, 64))])
 
 
 def test_sizes_that_are_no_whole_groups(tmp_path):
@@ -434,7 +436,7 @@ def test_sizes_that_are_no_whole_groups(tmp_path):
 
     with pytest.raises(ConfigError, match=r"m: a weight of 16 outputs and 64 inputs cannot be stored as awq"):
         format_of(AwqParts(QuantizationSpec(method="awq", group_size=128))).load(
-            weights, ["m"], [(16, 64)], None
+            [ModuleWeight(weights, "m", (16, 64))]
         )
 
 
@@ -443,7 +445,7 @@ def test_a_bias_that_nobody_adds_is_not_forgotten(tmp_path):
     tensors["bias"][3] = 1.0
     weights = reader_of(tmp_path, tensors)
     parts = format_of(GptqParts(QuantizationSpec(method="gptq", group_size=32)))
-    parts.load(weights, ["m"], [(16, 64)], None)
+    parts.load([ModuleWeight(weights, "m", (16, 64))])
 
     with pytest.raises(ConfigError, match=r"unexpected tensor 'm.bias'"):
         weights.finish()
@@ -463,7 +465,7 @@ def test_a_weight_knows_whether_activations_are_quantized(tmp_path):
     for weights_only in (False, True):
         spec = QuantizationSpec(method="fp8", weights_only=weights_only)
         weights = reader_of(tmp_path, as_fp8(torch.randn(16, 64), "channel")[0])
-        part = Fp8Parts(spec).read(weights, "m", (16, 64), None)
+        part = Fp8Parts(spec).read(ModuleWeight(weights, "m", (16, 64)))
         assert isinstance(part, Fp8Weight) and part.weights_only == weights_only
 
 
@@ -471,15 +473,15 @@ def test_routers_stay_plain_when_fp8_is_made():
     weights = WeightReader(DummyStore(0), torch.float32, CPU)
     made = MadeFp8Parts(QuantizationSpec(method="fp8", stored=False))
 
-    assert isinstance(made.read(weights, "model.layers.0.mlp.gate", (8, 16), None), Tensor)
-    assert not isinstance(made.read(weights, "model.layers.0.mlp.gate_proj", (8, 16), None), Tensor)
+    assert isinstance(made.read(ModuleWeight(weights, "model.layers.0.mlp.gate", (8, 16))), Tensor)
+    assert not isinstance(made.read(ModuleWeight(weights, "model.layers.0.mlp.gate_proj", (8, 16))), Tensor)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq", "fp8 per channel", "fp8 per block"])
 def test_dummy_weights_of_any_form_differ(form):
     weights = WeightReader(DummyStore(0), torch.float32, CPU)
 
-    dense = format_of(PARTS[form][0]).dense(weights, ["a", "b"], [(96, 128)] * 2, None)
+    dense = format_of(PARTS[form][0]).dense([ModuleWeight(weights, name, (96, 128)) for name in "ab"])
 
     assert dense.isfinite().all()
     assert len(dense.unique()) > 100 and not torch.equal(dense[:96], dense[96:])
