@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -34,6 +34,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         """Whether the file has the field, also if its value is null."""
         return name in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        """The names that the file has."""
+        return iter(self._values)
 
     def given(self, *names: str) -> str:
         """The one of several names of one setting that the file has; the first one if it has none.

@@ -21,7 +21,7 @@ from ...runtime.config.engine_config import ModelConfig
 from ...runtime.errors import ConfigError
 from ...runtime.text import counted
 from .memory_budget import size_text
-from .transformers_support import find_transformers, why_not_transformers
+from .transformers_support import find_transformers, why_no_package, why_not_transformers
 
 
 class WeightsError(ConfigError):
@@ -124,7 +124,8 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"{source.path}: {asked}, which reads folders in Hugging Face layout, not GGUF files; use --model-impl "
             "engine, or the folder that the file was made from"
         )
-    if (reason := why_not_transformers(spec.model_type, find_transformers())) is not None:
+    installed = find_transformers()
+    if (reason := why_not_transformers(spec.model_type, installed)) is not None:
         raise ConfigError(f"{source.path}: {asked}, and transformers cannot compute it: {reason}")
     if spec.quantization is not None and spec.quantization.stored:
         way_out = " or --model-impl engine" if is_known else ""
@@ -137,6 +138,9 @@ def check_implementation(config: ModelConfig, source: ModelSource, spec: ModelSp
             f"quantization is {config.quantization}, but {asked}, and transformers computes with plain weights only; "
             "drop --quantization" + (" or use --model-impl engine" if is_known else "")
         )
+    # The last reason of all: who installs the package is not refused for another one afterwards.
+    if (reason := why_no_package(installed)) is not None:
+        raise ConfigError(f"{source.path}: {asked}, and transformers cannot compute it: {reason}")
 
 
 def _checked(

@@ -3,6 +3,9 @@
 An import takes seconds and loads torch, and a start asks before any process exists. The answer is read from the
 package's files: its version, the architectures with a language model, and two marks of their code. What only a run of
 the model shows is found when it is loaded (`model_runner/hf_backend/transformers_check`).
+
+Where the package is missing, the tables below say what version 5.23 would answer: nobody should install a package to be
+told that it does not help. A test compares them with the package that the tests install.
 """
 
 from __future__ import annotations
@@ -24,6 +27,44 @@ _LANGUAGE_MODELS: Final = re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES\b.*?^\
 _NAME: Final = re.compile(r'\(\s*"([^"]+)"\s*,')
 _HAS_STATE: Final = "_is_stateful = True"
 _TAKES_ATTENTION: Final = "_supports_attention_backend = True"
+_STATE: Final = (
+    "its layers keep a state beside keys and values (state space, linear attention, compressed keys), which the KV "
+    "pool cannot hold; use a model with attention only"
+)
+_OWN_ATTENTION: Final = (
+    "its code in transformers does not support external attention (AttentionInterface); use another model"
+)
+
+TABLES_OF: Final = "5.23"
+"""The version of transformers that the following tables of `model_type` values describe."""
+_COMPUTED = """
+afmoe apertus arcee aria_text axk1 axk2 beam bert bert-generation bitnet camembert cohere cohere2 cohere2_moe
+cohere_compass_text ctrl cwm data2vec-text dbrx deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note
+dots3_note_text electra emu3 ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint fuyu gemma gemma2 gemma3
+gemma3_text gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant
+gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss
+granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3
+hy_v4 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4 llama4_text
+longcat_flash mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+mllama modernbert-decoder moshi moss_transcribe_diarize nanochat nemotron olmo olmo2 olmo3 olmoe openai-gpt opt
+persimmon phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm roc_bert
+seed_oss smollm3 solar_open starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
+"""
+_WITH_STATE = """
+bailing_hybrid bamba deepseek_v4 falcon_h1 falcon_mamba granitemoehybrid jamba kimi_linear mamba mamba2 nemotron_h
+olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv
+xlstm zamba zamba2 zaya
+"""
+_WITH_OWN_ATTENTION = """
+bart big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom blt codegen cpmant falcon git gpt_neo
+gpt_neox_japanese gptj inkling2_text inkling_text marian mbart megatron-bert mpt musicgen musicgen_melody mvp pegasus
+plbart prophetnet reformer rembert roformer stablelm trocr whisper xglm xlm xlnet
+"""
+
+COMPUTED: Final = frozenset(_COMPUTED.split())
+"""Those that nothing is known against."""
+WITH_STATE: Final = frozenset(_WITH_STATE.split())
+WITH_OWN_ATTENTION: Final = frozenset(_WITH_OWN_ATTENTION.split())
 
 
 class Installed(NamedTuple):
@@ -51,14 +92,20 @@ def find_transformers() -> Installed | None:
 
 
 def why_not_transformers(model_type: str, installed: Installed | None) -> str | None:
-    """Reason why the package cannot compute this architecture, and what to do; None: nothing is known against it."""
-    if installed is None:
-        return f"that package is not installed; install it: {_INSTALL}"
-    version, folder = installed
-    major = version.partition(".")[0]
-    if major.isdecimal() and int(major) < MIN_MAJOR:
-        return f"the installed version {version} is too old; install a newer one: {_INSTALL}"
-    known = _language_models(folder)
+    """Reason why the package cannot compute this architecture, and what to do; None: nothing is known against it.
+
+    Of a package that is missing or too old (`why_no_package`) the tables above are asked.
+    """
+    if installed is None or why_no_package(installed) is not None:
+        version = TABLES_OF
+        known: frozenset[str] | None = COMPUTED | WITH_STATE | WITH_OWN_ATTENTION
+        has_state, has_own_attention = model_type in WITH_STATE, model_type in WITH_OWN_ATTENTION
+    else:
+        version = installed.version
+        known = _language_models(installed.folder)
+        code = _code_of(installed.folder, model_type)
+        has_state = code is not None and _HAS_STATE in code
+        has_own_attention = code is not None and _TAKES_ATTENTION not in code
     if known is None:
         return None
     if model_type not in known:
@@ -66,16 +113,18 @@ def why_not_transformers(model_type: str, installed: Installed | None) -> str | 
             f"transformers {version} has no built-in language model for model_type {model_type!r}, and code from a "
             "model's folder is never run; a newer transformers may know it: pip install -U transformers"
         )
-    code = _code_of(folder, model_type)
-    if code is None:
-        return None
-    if _HAS_STATE in code:
-        return (
-            "it has layers with a state (state space, linear attention), which the KV pool cannot hold; use a model "
-            "with attention only"
-        )
-    if _TAKES_ATTENTION not in code:
-        return "its code in transformers does not support external attention (AttentionInterface); use another model"
+    if has_state:
+        return _STATE
+    return _OWN_ATTENTION if has_own_attention else None
+
+
+def why_no_package(installed: Installed | None) -> str | None:
+    """Reason why there is no package that could compute anything, and what to do; None: there is one."""
+    if installed is None:
+        return f"that package is not installed; install it: {_INSTALL}"
+    major = installed.version.partition(".")[0]
+    if major.isdecimal() and int(major) < MIN_MAJOR:
+        return f"the installed version {installed.version} is too old; install a newer one: {_INSTALL}"
     return None
 
 

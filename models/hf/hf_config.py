@@ -29,7 +29,7 @@ from .language_part import LanguagePart, find_language_part
 from .multimodal_types import MULTIMODAL
 from .sentence_transformers import read_pooling, token_limit
 from .special_tokens import read_eos_ids
-from .task import FoundTask, find_task
+from .task import FoundTask, architectures_of, check_architectures, find_task
 
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -135,12 +135,7 @@ def _read_spec(folder: Path, config: Mapping[str, object], found: FoundTask, pre
 
 
 def _check_family(fields: Fields, family: Family, found: FoundTask) -> None:
-    architectures = fields.get("architectures")
-    supported = family.classes(found.task)
-    if architectures is not None and architectures not in [[name] for name in supported]:
-        raise fields.error(
-            "architectures", architectures, f"only ['{supported[0]}'] is supported for {family.model_type}"
-        )
+    check_architectures(fields, family.classes(found.task), family.model_type)
     # Gemma has it under two names; the newer one has precedence.
     name = "hidden_activation" if fields.get("hidden_activation") is not None else "hidden_act"
     activation = fields.text(name, default=family.activation)
@@ -200,12 +195,11 @@ def encoder_fields(fields: Fields, config: Mapping[str, object], family: Family)
 
 
 def _check(fields: Fields, family: Family) -> None:
-    architectures = fields.get("architectures")
     known = {family.architecture + task for task in _TASKS}
-    if isinstance(architectures, list) and not known.issuperset(map(str, architectures)):
+    if not known.issuperset(architectures_of(fields)):
         raise fields.error(
             "architectures",
-            architectures,
+            fields.get("architectures"),
             f"expected one of {', '.join(family.architecture + task for task in _TASKS)}",
         )
     for name, rule in _REFUSED.items():

@@ -16,6 +16,7 @@ from ..families.family import Facts, Family
 from ..families.hf_readers import layer_types, score_cap, window_everywhere
 from ..fields import Fields
 from ..spec.experts_spec import ExpertsSpec, Routing
+from .task import architectures_of
 
 _OTHER_NAMES: Final[dict[str, tuple[str, ...]]] = {
     "hidden_size": ("n_embd", "d_model"),
@@ -35,7 +36,10 @@ _MLP_WIDENING: Final = (
 _REFUSED: Final[dict[str, str]] = {
     "is_encoder_decoder": "a decoder without an encoder is needed",
     "alibi": "position biases (ALiBi) are not supported",
-    "kv_lora_rank": "latent attention (MLA) is not supported",
+    "index_topk": "sparse attention, which chooses the tokens of latent attention (MLA), is not supported",
+    "kv_lora_rank": "latent attention (MLA) is supported for the listed families of DeepSeek, Kimi and GLM only",
+    "add_swa_attention_sink_bias": "attention sinks are supported for gpt_oss only",
+    "add_full_attention_sink_bias": "attention sinks are supported for gpt_oss only",
     "attention_chunk_size": "attention in chunks is not supported",
     "use_bidirectional_attention": "only attention to earlier tokens is supported",
 }
@@ -78,10 +82,12 @@ def other_family(fields: Fields) -> Family:
             raise fields.error(name, fields.get(name), rule)
     if fields.get("position_embedding_type") == "alibi":
         raise fields.error("position_embedding_type", "alibi", _REFUSED["alibi"])
-    architectures = fields.get("architectures")
-    if isinstance(architectures, list) and not any(str(name).endswith(_HEADS) for name in architectures):
+    architectures = architectures_of(fields)
+    if architectures and not any(name.endswith(_HEADS) for name in architectures):
         raise fields.error(
-            "architectures", architectures, f"expected one that ends with {' or '.join(_HEADS)}"
+            "architectures",
+            fields.get("architectures"),
+            f"expected one that ends with {' or '.join(_HEADS)}",
         )
     return Family("", structure="", architecture="", read=_facts)
 

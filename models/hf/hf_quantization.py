@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
+from ...runtime.errors import ConfigError
 from ..fields import Fields
 from ..model_files import read_json
 from ..spec.quantization import QuantizationSpec, compiled
@@ -28,6 +29,7 @@ _MODELOPT_FILE: Final = "hf_quant_config.json"
 _UNSUPPORTED: Final = f"{{}} is not supported; supported are: {SUPPORTED}"
 _IMPLIED: Final = (
     ("quant_algo", "modelopt"),
+    ("quantized_layers", "modelopt"),
     ("load_in_4bit", "bitsandbytes"),
     ("load_in_8bit", "bitsandbytes"),
     ("config_groups", "compressed-tensors"),
@@ -36,42 +38,75 @@ _IMPLIED: Final = (
     ("activation_scheme", "fp8"),
     ("weight_block_size", "fp8"),
 )
+_ALSO: Final = (("config_groups", "modelopt"),)
+"""Fields that a method shares with the one that they imply."""
 _E4M3: Final = ("e4m3", "e4m3fn", "float8_e4m3fn")
+_FP8_LAYOUTS: Final = ("float-quantized", "naive-quantized")
+_COMPRESSED_TENSORS: Final = (
+    *("quant_method", "format", "config_groups", "ignore", "sparsity_config", "transform_config"),
+    # Without effect on the values of weights and activations:
+    *("version", "quantization_status", "global_compression_ratio", "kv_cache_scheme"),
+)
+"""Fields of compressed-tensors that are read, or change nothing. Any other one may change what is computed."""
 _GROUP_SIZES: Final = (32, 64, 128, 256, 512, 1024)
 
 
 def read_quantization(folder: Path, config: Fields) -> QuantizationSpec | None:
     """The quantization that the files of a model folder declare; None: the weights are plain.
 
-    A description in config.json has precedence over a file of its own, as in transformers.
+    A description in config.json has precedence over a file of its own, as in transformers. A second description must
+    agree with the first one: where they differ, one of them is not of these weights.
 
     Raises:
-        ConfigError: the form is not supported, or the description is damaged.
+        ConfigError: the form is not supported, the description is damaged, or there are two that differ.
     """
+    if config.get("quantization") is not None:
+        raise config.error("quantization", config.get("quantization"), _UNSUPPORTED.format("the form of MLX"))
+    found = [each for each in (_of_config(config), *_of_own_files(folder)) if each is not None]
+    for path, spec in found[1:]:
+        first_path, first = found[0]
+        if _form(spec) != _form(first):
+            raise ConfigError(
+                f"{path}: describes {_form(spec)}, but {first_path} describes {_form(first)}; only one of them can be "
+                "of these weights: download the model again, or remove the wrong description"
+            )
+    return found[0][1] if found else None
+
+
+def _form(spec: QuantizationSpec) -> str:
+    """The method and the sizes of its groups or blocks, for comparing and for messages."""
+    sizes = f", blocks of {spec.block[0]} x {spec.block[1]}" if spec.block else ""
+    return spec.method + (f", groups of {spec.group_size}" if spec.group_size else "") + sizes
+
+
+def _of_config(config: Fields) -> tuple[Path, QuantizationSpec] | None:
+    """The description in config.json."""
     name = config.given("quantization_config", "compression_config")
     value = config.get(name)
-    if value is not None:
-        if not isinstance(value, Mapping):
-            raise config.error(name, value, "expected an object")
-        if config.get("quantization") is not None:
-            raise config.error(
-                "quantization", config.get("quantization"), _UNSUPPORTED.format("the form of MLX")
-            )
-        fields = Fields(config.path, value, f"{name}.")
-        method = fields.text("quant_method", default=_implied_method(value))
-        return _mxfp4(config) if method == "mxfp4" else _read(fields, method)
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise config.error(name, value, "expected an object")
+    fields = Fields(config.path, value, f"{name}.")
+    method = fields.text("quant_method", default=_implied_method(value))
+    spec = _mxfp4(config) if method == "mxfp4" else _read(fields, method)
+    _check_one_method(fields, method)
+    return config.path, spec
+
+
+def _of_own_files(folder: Path) -> Iterator[tuple[Path, QuantizationSpec]]:
+    """The descriptions in files of their own, with their paths."""
     for file_name, method in _OWN_FILES:
         path = folder / file_name
         if path.exists():
             fields = Fields(path, read_json(path))
-            return _read(fields, fields.text("quant_method", default=method))
+            yield path, _read(fields, fields.text("quant_method", default=method))
     path = folder / _MODELOPT_FILE
     if path.exists():
         values = read_json(path).get("quantization")
         if not isinstance(values, Mapping):
             raise Fields(path, {}).error("quantization", values, "expected an object")
-        return _read_modelopt(Fields(path, values, "quantization."), "exclude_modules")
-    return None
+        yield path, _read_modelopt(Fields(path, values, "quantization."), "exclude_modules")
 
 
 def _implied_method(value: Mapping[str, object]) -> str | None:
@@ -81,6 +116,13 @@ def _implied_method(value: Mapping[str, object]) -> str | None:
 
 def _mxfp4(config: Fields) -> QuantizationSpec:
     """The experts of gpt-oss; all other modules are plain."""
+    model_type = config.text("model_type")
+    if model_type != "gpt_oss":
+        raise config.error(
+            "quantization_config.quant_method",
+            "mxfp4",
+            f"which is not supported for {model_type}, only for gpt_oss",
+        )
     num_layers = config.integer("num_hidden_layers", 1, 1 << 12)
     modules = ("gate_proj", "up_proj", "down_proj")
     return QuantizationSpec(
@@ -113,6 +155,23 @@ def _read(fields: Fields, method: str) -> QuantizationSpec:
         case "modelopt":
             return _read_modelopt(fields, fields.given("ignore", "exclude_modules"))
     raise fields.error("quant_method", method, _UNSUPPORTED.format("which"))
+
+
+def _check_one_method(fields: Fields, method: str) -> None:
+    """Check that no field is of another method: such a description has two in one, and only one would be read."""
+    for name, implied in _IMPLIED:
+        value = fields.get(name)
+        if (
+            value
+            and implied not in method
+            and str(value).lower() not in method
+            and (name, method) not in _ALSO
+        ):
+            raise fields.error(
+                name,
+                value,
+                f"which is of {implied}, but quant_method is {method}; two methods at once are not supported",
+            )
 
 
 def _read_modelopt(fields: Fields, plain: str) -> QuantizationSpec:
@@ -180,11 +239,19 @@ def _read_fp8(fields: Fields) -> QuantizationSpec:
 
 def _read_compressed_tensors(fields: Fields) -> QuantizationSpec:
     layout = fields.text("format")
-    if layout not in ("float-quantized", "naive-quantized"):
+    if layout not in _FP8_LAYOUTS:
         raise fields.error("format", layout, "only float-quantized with fp8 weights is supported")
     sparsity = fields.get("sparsity_config")
     if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
         raise fields.error("sparsity_config", sparsity, "sparse weights are not supported")
+    transform = fields.get("transform_config")
+    if isinstance(transform, Mapping) and not any(transform.values()):
+        transform = None
+    if transform:
+        raise fields.error("transform_config", transform, "inputs that are transformed are not supported")
+    for name in fields:
+        if name not in _COMPRESSED_TENSORS and fields.get(name):
+            raise fields.error(name, fields.get(name), "this setting is not known; use the original weights")
     groups = fields.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:
         raise fields.error("config_groups", groups, "expected exactly one group")
@@ -193,6 +260,12 @@ def _read_compressed_tensors(fields: Fields) -> QuantizationSpec:
         raise fields.error("config_groups", groups, "expected a group with `weights`")
     if group.get("targets") != ["Linear"]:
         raise fields.error("config_groups", groups, "only a group with the targets ['Linear'] is supported")
+    if group.get("output_activations"):
+        raise fields.error(
+            "config_groups", groups, "quantized outputs (output_activations) are not supported"
+        )
+    if group.get("format") not in (None, *_FP8_LAYOUTS):
+        raise fields.error("config_groups", groups, "only groups in float-quantized form are supported")
     weights = Fields(fields.path, group["weights"], f"quantization_config.config_groups.{name}.weights.")
     if weights.integer("num_bits", 1, 64) != 8 or weights.text("type") != "float":
         raise weights.error("num_bits", weights.get("num_bits"), "only 8-bit float weights are supported")

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from ...runtime.errors import ConfigError
 from ..fields import Fields
 from .multimodal_types import MULTIMODAL, TEXT_TYPES, Multimodal
+from .task import check_architectures
 
 _TEXT: Final = "text_config"
 _TOWERS: Final = ("vision_config", "audio_config")
@@ -95,12 +96,9 @@ def _part_config(
 
 
 def _check_architecture(fields: Fields, model_type: str, kind: Multimodal) -> None:
-    value = fields.get("architectures")
     stem = kind.architecture.removesuffix("ForConditionalGeneration")
-    if value and value not in ([kind.architecture], [f"{stem}Model"], [kind.also]):
-        raise fields.error(
-            "architectures", value, f"only ['{kind.architecture}'] is supported for {model_type}"
-        )
+    supported = (kind.architecture, f"{stem}Model", kind.also)
+    check_architectures(fields, supported, model_type)
 
 
 def _text_config(

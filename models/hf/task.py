@@ -196,12 +196,43 @@ def architecture_of(fields: Fields) -> str:
     Raises:
         ConfigError: it is no list of names.
     """
+    return next(iter(architectures_of(fields)), "")
+
+
+def architectures_of(fields: Fields) -> tuple[str, ...]:
+    """The classes of `architectures` without `AutoModelForCausalLM` and its like, which stand for any class.
+
+    Raises:
+        ConfigError: it is no list of names.
+    """
     value = fields.get("architectures")
-    if value is None or value == []:
-        return ""
+    if value is None:
+        return ()
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise fields.error("architectures", value, "expected a list of names")
-    return str(value[0])
+    return tuple(name for name in value if not name.startswith("AutoModel"))
+
+
+def check_architectures(fields: Fields, supported: tuple[str, ...], model_type: str) -> None:
+    """Check that the file names no class, or one of the supported ones.
+
+    Makers spell the name of one class in several ways: PhiMoEForCausalLM, Ernie4_5_ForCausalLM, LLaMAForCausalLM. So
+    case and underscores do not count.
+
+    Raises:
+        ConfigError: it names another class, or several.
+    """
+    found = tuple(_plain(name) for name in architectures_of(fields))
+    if found and found not in [(_plain(name),) for name in supported]:
+        raise fields.error(
+            "architectures",
+            fields.get("architectures"),
+            f"only ['{supported[0]}'] is supported for {model_type}",
+        )
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def _own_task(fields: Fields, modules: Modules | None) -> FoundTask:

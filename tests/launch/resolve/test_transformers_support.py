@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from engine.launch.resolve.transformers_support import Installed, find_transformers, why_not_transformers
+from engine.launch.resolve import model_resolution
+from engine.launch.resolve.transformers_support import (
+    COMPUTED,
+    TABLES_OF,
+    WITH_OWN_ATTENTION,
+    WITH_STATE,
+    Installed,
+    find_transformers,
+    why_no_package,
+    why_not_transformers,
+)
+from engine.models.source import ModelSource
+from engine.runtime.config.engine_config import ModelConfig
+from engine.runtime.errors import ConfigError
 
 
 def test_the_installed_package_is_found_as_it_is() -> None:
@@ -24,7 +38,7 @@ def test_every_language_model_is_known() -> None:
     assert not [name for name, reason in reasons.items() if reason and "no built-in" in reason]
     assert [reasons[name] for name in ("mixtral", "olmo2", "granite", "cohere2", "glm4_moe")] == [None] * 5
     for name in ("nemotron_h", "jamba", "qwen3_next", "mamba", "falcon_h1", "bamba"):
-        assert "layers with a state" in str(reasons[name])
+        assert "layers keep a state" in str(reasons[name])
     for name in ("bloom", "mpt", "gptj", "codegen"):
         assert "does not support external attention" in str(reasons[name])
 
@@ -38,6 +52,51 @@ def test_code_from_a_folder_is_no_way_out(name: str) -> None:
 
 
 def test_packages_that_cannot_be_used(tmp_path: Path) -> None:
-    assert "not installed" in str(why_not_transformers("olmo2", None))
-    assert "4.57.1 is too old" in str(why_not_transformers("olmo2", Installed("4.57.1", tmp_path)))
+    assert "not installed" in str(why_no_package(None))
+    assert "4.57.1 is too old" in str(why_no_package(Installed("4.57.1", tmp_path)))
+    assert why_no_package(find_transformers()) is None
     assert why_not_transformers("olmo2", Installed("6.0", tmp_path)) is None  # its tables are elsewhere
+
+
+@pytest.mark.skipif(
+    not transformers.__version__.startswith(TABLES_OF), reason=f"the tables are of {TABLES_OF}"
+)
+def test_the_tables_say_what_the_package_says() -> None:
+    installed = find_transformers()
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) == COMPUTED | WITH_STATE | WITH_OWN_ATTENTION
+    for name in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "minimax_m3", "mimo", "deepseek_ref"):
+        told = why_not_transformers(name, None)
+        assert told == why_not_transformers(name, installed) or str(told).startswith(
+            f"transformers {TABLES_OF} has no"
+        )
+        assert told == why_not_transformers(name, Installed("4.57.1", Path("/nowhere")))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantization", "message"),
+    [
+        ("mimo", {"quant_method": "fp8"}, "no built-in language model for model_type 'mimo'"),
+        ("falcon_h1", {"quant_method": "fp8"}, "its layers keep a state"),
+        (
+            "hy_v4",
+            {"quant_method": "fp8"},
+            r"the weights are quantized \(fp8\), but transformers computes with plain",
+        ),
+        ("hy_v4", None, "not installed; install it"),
+    ],
+)
+def test_a_missing_package_is_the_last_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, quantization: object, message: str
+) -> None:
+    monkeypatch.setattr(model_resolution, "find_transformers", lambda: None)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
+    config = {
+        "model_type": model_type,
+        "max_position_embeddings": 64,
+        **sizes,
+        "quantization_config": quantization,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(ConfigError, match=message):
+        model_resolution.read_model(ModelConfig(model=str(tmp_path)), ModelSource("hf", str(tmp_path), ""))

@@ -11,7 +11,10 @@ import msgspec
 import pytest
 from transformers import LlamaConfig
 
+from engine.models.families.registry import FAMILIES
+from engine.models.fields import Fields
 from engine.models.hf.hf_config import read_hf_spec
+from engine.models.hf.task import check_architectures
 from engine.models.spec.layer_form import RopeScaling
 from engine.models.spec.model_spec import ModelSpec
 from engine.runtime.errors import ConfigError
@@ -225,9 +228,47 @@ def test_the_end_of_a_turn_may_stand_in_the_tokenizer_only(tmp_path: Path, eos_t
 
 
 @pytest.mark.parametrize(
+    "architectures",
+    [
+        *(
+            None,
+            [],
+            ["LlamaForCausalLM"],
+            ["LLaMAForCausalLM"],
+            ["Llama_ForCausalLM"],
+            ["AutoModelForCausalLM"],
+        ),
+        *(["LlamaForCausalLM", "AutoModelForCausalLM"], ["AutoModel", "LlamaForCausalLM"]),
+    ],
+    ids=str,
+)
+def test_one_class_has_several_spellings(tmp_path: Path, architectures: list[str] | None):
+    assert read(tmp_path, architectures=architectures) == read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published"),
+    [
+        ("phimoe", "PhiMoEForCausalLM"),
+        ("ernie4_5", "Ernie4_5_ForCausalLM"),
+        ("lfm2", "LFM2ForCausalLM"),
+        ("minimax_m2", "MiniMaxM2ForCausalLM"),
+    ],
+)
+def test_classes_as_their_makers_spell_them(model_type: str, published: str):
+    fields = Fields(Path("config.json"), {"architectures": [published]})
+    check_architectures(fields, FAMILIES[model_type].classes("generate"), model_type)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": ...}, "the field model_type is missing"),
+        ({"architectures": ["LlamaForCausalLM", "LlamaModel"]}, "only .'LlamaForCausalLM'"),
+        (
+            {"architectures": "LlamaForCausalLM"},
+            "architectures is 'LlamaForCausalLM', expected a list of names",
+        ),
         (
             {"architectures": ["LlamaForQuestionAnswering"]},
             "architectures is .*only .'LlamaForCausalLM'",

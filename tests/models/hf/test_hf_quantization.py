@@ -31,7 +31,8 @@ FP8_CHANNEL: dict[str, Any] = {
 
 
 def read(folder: Path, description: Any) -> QuantizationSpec | None:
-    return read_quantization(folder, Fields(folder / "config.json", {"quantization_config": description}))
+    config = {"model_type": "llama", "quantization_config": description}
+    return read_quantization(folder, Fields(folder / "config.json", config))
 
 
 @pytest.mark.parametrize("activations", [None, {}], ids=["null", "missing"])
@@ -161,6 +162,41 @@ def test_the_older_name_of_the_description_and_files_of_mlx(tmp_path: Path) -> N
     mlx = {"group_size": 64, "bits": 4}
     with pytest.raises(ConfigError, match="the form of MLX is not supported"):
         read_quantization(tmp_path, Fields(path, {"quantization": mlx, "quantization_config": mlx}))
+    with pytest.raises(ConfigError, match="quantization is .*the form of MLX is not supported"):
+        read_quantization(tmp_path, Fields(path, {"quantization": mlx}))
+
+
+@pytest.mark.parametrize("empty", [None, {}, {"config_groups": {}}])
+def test_an_empty_transform_is_none(tmp_path: Path, empty: Any) -> None:
+    assert read(tmp_path, FP8_CHANNEL | {"transform_config": empty}) == read(tmp_path, FP8_CHANNEL)
+
+
+def test_a_field_of_another_method_with_the_same_meaning_is_no_second_one(tmp_path: Path) -> None:
+    plain = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    assert read(tmp_path, plain | {"quant_algo": "FP8", "load_in_4bit": False}) == read(tmp_path, plain)
+
+
+def test_two_descriptions_must_agree(tmp_path: Path) -> None:
+    own = tmp_path / "hf_quant_config.json"
+    own.write_text(json.dumps({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}))
+    assert read(tmp_path, MODELOPT) == QuantizationSpec(method="fp8")
+
+    with pytest.raises(
+        ConfigError, match=r"hf_quant_config.json: describes fp8, but .*config.json describes awq, gr"
+    ):
+        read(tmp_path, AWQ)
+    own.write_text(json.dumps({"quantization": {"quant_algo": "MIXED_PRECISION"}}))
+    with pytest.raises(
+        ConfigError, match=r"hf_quant_config.json: quantization.quant_algo is 'MIXED_PRECISION'"
+    ):
+        read(tmp_path, {"quant_method": "fp8"})
+
+
+HADAMARD = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"]}]}}}
+
+
+def group_with(**fields: Any) -> dict[str, Any]:
+    return FP8_CHANNEL | {"config_groups": {"group_0": FP8_CHANNEL["config_groups"]["group_0"] | fields}}
 
 
 def weights_of_group(**changes: Any) -> dict[str, Any]:
@@ -208,6 +244,20 @@ def weights_of_group(**changes: Any) -> dict[str, Any]:
         (weights_of_group(strategy="group"), "strategy is 'group', only tensor, channel and block"),
         (FP8_CHANNEL | {"ignore": ["re:("]}, "ignore is .*regular expression that cannot be read"),
         (FP8_CHANNEL | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
+        (FP8_CHANNEL | {"transform_config": HADAMARD}, "transform_config is .*hadamard.*are not supported"),
+        (FP8_CHANNEL | {"smoothing": {"alpha": 0.5}}, "smoothing is .*this setting is not known"),
+        (group_with(output_activations={"num_bits": 8}), r"quantized outputs \(output_activations\)"),
+        (group_with(format="pack-quantized"), "only groups in float-quantized form"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "quant_algo": "NVFP4"},
+            "quant_algo is 'NVFP4', which is of modelopt, but quant_method is fp8; two methods at once",
+        ),
+        (
+            {"quant_method": "fp8", "quantized_layers": {"model.layers.0": {"quant_algo": "NVFP4"}}},
+            "quantized_layers is .*, which is of modelopt, but quant_method is fp8",
+        ),
+        (GPTQ | {"zero_point": True}, "zero_point is True, which is of awq, but quant_method is gptq"),
+        ({"quant_method": "mxfp4"}, "mxfp4', which is not supported for llama, only for gpt_oss"),
     ],
     ids=str,
 )
