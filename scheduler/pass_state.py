@@ -8,7 +8,6 @@ read them there. No part reads a `PassRecord`, so what the decision log keeps or
 
 from __future__ import annotations
 
-import enum
 import logging
 from typing import Final
 
@@ -134,14 +133,6 @@ PASSES_BEFORE_REPAIR: Final = 3
 PASSES_BEFORE_ALARM: Final = 6
 
 
-class StallAction(enum.Enum):
-    """Reaction of the scheduler to a pass without progress."""
-
-    NOTHING = "nothing"
-    REPAIR = "repair"
-    ALARM = "alarm"
-
-
 class StallSentinel:
     """Detects that requests wait, nothing runs, and no pass admits a request, by counting passes without progress.
 
@@ -164,8 +155,12 @@ class StallSentinel:
         self._num_passes = 0
         self.stalled = ""
 
-    def no_progress(self, state: PassState) -> StallAction:
-        """Count a pass that admitted no request: requests wait, nothing is in flight, no reason passes by itself."""
+    def no_progress(self, state: PassState) -> bool:
+        """Count a pass that admitted no request: requests wait, nothing is in flight, no reason passes by itself.
+
+        Returns:
+            whether the scheduler must try to repair its state now.
+        """
         self._num_passes += 1
         if self._num_passes == PASSES_BEFORE_REPAIR:
             for verdict in state.verdicts:
@@ -173,11 +168,9 @@ class StallSentinel:
             if state.rest_reason is not None:
                 rest, why = state.num_rest, state.rest_reason.text
                 logger.error("stalled after %d passes: %d others: %s", self._num_passes, rest, why)
-            return StallAction.REPAIR
-        if self._num_passes >= PASSES_BEFORE_ALARM:
-            if not self.stalled:
-                first = next((verdict.text() for verdict in state.verdicts), "no request was considered")
-                self.stalled = f"{state.num_waiting} requests wait and none can be admitted: {first}"
-                logger.error("stalled: %s", self.stalled)
-            return StallAction.ALARM
-        return StallAction.NOTHING
+            return True
+        if self._num_passes >= PASSES_BEFORE_ALARM and not self.stalled:
+            first = next((verdict.text() for verdict in state.verdicts), "no request was considered")
+            self.stalled = f"{state.num_waiting} requests wait and none can be admitted: {first}"
+            logger.error("stalled: %s", self.stalled)
+        return False

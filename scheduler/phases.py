@@ -1,8 +1,8 @@
-"""Phases: how a step is divided between prompts and decodes. One class per mode implements `StepPhases`."""
+"""`StepPhases`: how a step is divided between prompts and decodes; `PrefillFirst` divides it in another way."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ..runtime.config.engine_config import SchedulerConfig
 from .admission.admission import Admission
@@ -23,26 +23,28 @@ class Work(NamedTuple):
     decode_reqs: list[Req]
 
 
-class StepPhases(Protocol):
-    """Plans the work of a pass."""
-
-    def plan(self, state: PassState) -> Work:
-        """Decide what the step computes. Rows and pages are taken only for that."""
-        ...
-
-
-class MixedBatching:
-    """Running requests decode in every step; prompts get the rest of the step's token budget.
+class StepPhases:
+    """Plans the work of a pass. Running requests decode in every step; prompts get the rest of the token budget.
 
     Both "mixed" (SGLang's `mix_with_running`) and "decode-first" (vLLM V1's order, with one budget for all tokens of a
     step) work like this. They differ in the budget that `Admission` makes.
     """
 
-    def __init__(self, admission: Admission, decodes: Decodes) -> None:
+    def __init__(self, admission: Admission, decodes: Decodes, out_of_memory: OutOfMemory) -> None:
         self._admission = admission
         self._decodes = decodes
+        self._out_of_memory = out_of_memory
 
     def plan(self, state: PassState) -> Work:
+        """Decide what the step computes. Rows and pages are taken only for that.
+
+        While the device has no memory even for the smallest step, nothing is computed.
+        """
+        if self._out_of_memory.holds(state.now_s):
+            return Work(self._admission.skip(state, Reason.NO_DEVICE_MEMORY), EMPTY, [])
+        return self._divide(state)
+
+    def _divide(self, state: PassState) -> Work:
         rows, reqs = self._decodes.plan(state)
         num_retractions = state.num_retractions
         chunks = self._admission.plan(state, rows)
@@ -51,7 +53,7 @@ class MixedBatching:
         return Work(chunks, rows, reqs)
 
 
-class PrefillFirst:
+class PrefillFirst(StepPhases):
     """A step computes prompts as long as there are some to admit; else the running requests decode (SGLang's default).
 
     Two bounds limit how long running requests wait. `max_in_a_row` limits consecutive prefill steps. `decode_interval`
@@ -62,20 +64,20 @@ class PrefillFirst:
         self,
         admission: Admission,
         decodes: Decodes,
-        requests: Requests,
+        out_of_memory: OutOfMemory,
         *,
+        requests: Requests,
         max_in_a_row: int,
         decode_interval: int,
     ) -> None:
-        self._admission = admission
-        self._decodes = decodes
+        super().__init__(admission, decodes, out_of_memory)
         self._requests = requests
         self._max_in_a_row = max_in_a_row
         self._decode_interval = decode_interval
         self._prefill_steps = 0  # in a row, until now
         self._decode_steps = decode_interval  # since the last prefill step
 
-    def plan(self, state: PassState) -> Work:
+    def _divide(self, state: PassState) -> Work:
         if self._requests.running and not self._may_prefill:
             chunks = self._admission.skip(state, Reason.DECODES_FIRST)
         else:
@@ -96,20 +98,6 @@ class PrefillFirst:
         return self._decode_steps >= self._decode_interval
 
 
-class HoldOnOutOfMemory:
-    """Decorator of a mode: while the device has no memory even for the smallest step, nothing is computed."""
-
-    def __init__(self, phases: StepPhases, admission: Admission, out_of_memory: OutOfMemory) -> None:
-        self._phases = phases
-        self._admission = admission
-        self._out_of_memory = out_of_memory
-
-    def plan(self, state: PassState) -> Work:
-        if not self._out_of_memory.holds(state.now_s):
-            return self._phases.plan(state)
-        return Work(self._admission.skip(state, Reason.NO_DEVICE_MEMORY), EMPTY, [])
-
-
 def make_phases(
     config: SchedulerConfig,
     admission: Admission,
@@ -118,18 +106,13 @@ def make_phases(
     out_of_memory: OutOfMemory,
 ) -> StepPhases:
     """The mode that `config.phases` names."""
-    return HoldOnOutOfMemory(_make_mode(config, admission, decodes, requests), admission, out_of_memory)
-
-
-def _make_mode(
-    config: SchedulerConfig, admission: Admission, decodes: Decodes, requests: Requests
-) -> StepPhases:
     if config.phases == "prefill-first":
         return PrefillFirst(
             admission,
             decodes,
-            requests,
+            out_of_memory,
+            requests=requests,
             max_in_a_row=config.max_prefill_steps_in_a_row,
             decode_interval=config.prefill_decode_interval,
         )
-    return MixedBatching(admission, decodes)
+    return StepPhases(admission, decodes, out_of_memory)
