@@ -20,16 +20,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ...runtime.errors import EngineError
+from ..memory.pages import LedgerError
 from ..records.verdict import AddReqResult, Reason, Verdict
 from ..requests.req import MAX_OVERTAKEN, Req, ReqStatus
 from .adapter_table import AdapterTable
 
 _WAITING = (ReqStatus.WAITING, ReqStatus.RETRACTED, ReqStatus.SWAPPED)
-
-
-class SlotError(EngineError):
-    """The slot equation does not hold: a bug of the scheduler."""
 
 
 class AdapterSlots:
@@ -139,29 +135,29 @@ class AdapterSlots:
         """Check the slot equation, and that it agrees with the requests that have a row. For tests.
 
         Raises:
-            SlotError: it does not.
+            LedgerError: it does not.
         """
         users: Counter[str] = Counter()
         for req in with_row:
             if req.lora_id:
                 users[req.lora_id] += 1
                 if req.adapter_slot != self._slot_of.get(req.lora_id):
-                    raise SlotError(
+                    raise LedgerError(
                         f"{req}: slot {req.adapter_slot} instead of {self._slot_of.get(req.lora_id)}"
                     )
             elif req.adapter_slot:
-                raise SlotError(f"{req}: slot {req.adapter_slot} without an adapter")
+                raise LedgerError(f"{req}: slot {req.adapter_slot} without an adapter")
         if users != self._in_use:
-            raise SlotError(f"adapters in use: {dict(self._in_use)}, by the requests {dict(users)}")
+            raise LedgerError(f"adapters in use: {dict(self._in_use)}, by the requests {dict(users)}")
         slots = list(self._slot_of.values())
         idle, in_use = len(self._idle), len(self._in_use)
         free = self._num_slots - len(set(slots))
         if len(set(slots)) != len(slots) or free + idle + in_use != self._num_slots:
-            raise SlotError(
+            raise LedgerError(
                 f"slot equation: free {free} + idle {idle} + in use {in_use}, but there are {self._num_slots} slots: "
                 f"{self._slot_of}"
             )
         if not self._idle.keys() | self._in_use.keys() == self._slot_of.keys():
-            raise SlotError(
+            raise LedgerError(
                 f"slots of {sorted(self._slot_of)}, idle {list(self._idle)}, in use {list(self._in_use)}"
             )

@@ -12,15 +12,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ...runtime.errors import EngineError
 from ..prefix_cache.base import Lease, PrefixCache
 from ..requests.req import Req
 from .kv_memory import RowMemory
-from .pages import IncomingPages, PageAllocator
-
-
-class LedgerError(EngineError):
-    """The page equation does not hold: a bug of the scheduler. The message has all terms."""
+from .pages import IncomingPages, LedgerError, PageAllocator
 
 
 class Ledger:

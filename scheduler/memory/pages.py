@@ -14,8 +14,8 @@ from ..arrays import EMPTY, AnyIntArray, BoolArray, IntArray
 from ..prefix_cache.base import Lease, PrefixCache
 
 
-class PageError(EngineError):
-    """A page was requested that does not exist, or given back twice: a bug of the scheduler, not of a request."""
+class LedgerError(EngineError):
+    """Pages, rows, locks or adapter slots do not add up: a bug of the scheduler, not of a request."""
 
 
 class PageAllocator:
@@ -39,10 +39,10 @@ class PageAllocator:
         """Take `count` pages; [count] int32, all different.
 
         Raises:
-            PageError: fewer are free. Callers evict first (see `KVMemory`), so this is a bug.
+            LedgerError: fewer are free. Callers evict first (see `KVMemory`), so this is a bug.
         """
         if count > self.num_free:
-            raise PageError(f"{count} pages requested, {self.num_free} of {self.num_pages} are free")
+            raise LedgerError(f"{count} pages requested, {self.num_free} of {self.num_pages} are free")
         self.num_free -= count
         pages = self._free[self.num_free : self.num_free + count][::-1].copy()
         self._is_free[pages] = False
@@ -54,14 +54,14 @@ class PageAllocator:
         """Take pages back. The first of them is the first that is used again.
 
         Raises:
-            PageError: one of them is free already, or is no page; nothing is changed.
+            LedgerError: one of them is free already, or is no page; nothing is changed.
         """
         if not pages.size:
             return
         if pages.min() < 1 or pages.max() > self.num_pages:
-            raise PageError(f"page ids must lie in [1, {self.num_pages}], got {pages.min()}..{pages.max()}")
+            raise LedgerError(f"page ids must lie in [1, {self.num_pages}], got {pages.min()}..{pages.max()}")
         if self.num_free + pages.size > self.num_pages or self._is_free[pages].any():
-            raise PageError(f"pages {pages[self._is_free[pages]][:8].tolist()} are given back twice")
+            raise LedgerError(f"pages {pages[self._is_free[pages]][:8].tolist()} are given back twice")
         self._is_free[pages] = True
         self._free[self.num_free : self.num_free + pages.size] = pages[::-1]
         self.num_free += int(pages.size)
@@ -107,7 +107,7 @@ class PageSupply:
         """Take `count` pages, [count] int32; evict if too few are free.
 
         Raises:
-            PageError: fewer are available. A bug: the caller checks `num_available`.
+            LedgerError: fewer are available. A bug: the caller checks `num_available`.
         """
         missing = count - self._allocator.num_free
         if missing > 0:

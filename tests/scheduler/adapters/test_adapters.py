@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from engine.runtime.adapter_spec import AdapterSpec
 from engine.runtime.config.engine_config import CacheConfig, SchedulerConfig
 from engine.runtime.messages import AdapterDone, AdapterRead, Call, FinishKind, LoadAdapter, UnloadAdapter
-from engine.scheduler.adapters.adapter_slots import SlotError
 from engine.scheduler.batch import ScheduleBatch
+from engine.scheduler.memory.pages import LedgerError
 from engine.scheduler.records.verdict import Reason
 from engine.scheduler.scheduler import Scheduler
 
@@ -169,7 +169,7 @@ def test_the_audit_sees_a_wrong_slot(make_scheduler):
     req = harness.scheduler._requests.by_id["r"]
     req.adapter_slot = 3
 
-    with pytest.raises(SlotError, match="slot 3 instead of 1"):
+    with pytest.raises(LedgerError, match="slot 3 instead of 1"):
         harness.scheduler.audit()
     req.adapter_slot = 1
     harness.run_until_idle()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from engine.scheduler.memory.ledger import LedgerError
+from engine.scheduler.memory.pages import LedgerError
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.memory.pages import PageAllocator, PageError
+from engine.scheduler.memory.pages import LedgerError, PageAllocator
 
 
 def test_hands_out_every_page_once_and_never_the_dummy_page():
@@ -64,7 +64,7 @@ def test_asking_for_more_than_is_free_is_an_error_and_takes_nothing():
     allocator = PageAllocator(3)
     allocator.allocate(2)
 
-    with pytest.raises(PageError, match="2 pages requested, 1 of 3 are free"):
+    with pytest.raises(LedgerError, match="2 pages requested, 1 of 3 are free"):
         allocator.allocate(2)
     assert allocator.num_free == 1
 
@@ -74,7 +74,7 @@ def test_a_page_given_back_twice_is_an_error():
     pages = allocator.allocate(2)
     allocator.free(pages)
 
-    with pytest.raises(PageError, match="given back twice"):
+    with pytest.raises(LedgerError, match="given back twice"):
         allocator.free(pages[:1])
 
 
@@ -83,7 +83,7 @@ def test_a_page_given_back_twice_is_an_error_while_others_are_in_use():
     pages = allocator.allocate(3)
     allocator.free(pages[:1])
 
-    with pytest.raises(PageError, match=r"pages \[1\] are given back twice"):
+    with pytest.raises(LedgerError, match=r"pages \[1\] are given back twice"):
         allocator.free(pages[:2])
     assert allocator.free_pages().tolist() == [1]
 
@@ -93,5 +93,5 @@ def test_what_is_no_page_cannot_be_given_back(page):
     allocator = PageAllocator(3)
     allocator.allocate(3)
 
-    with pytest.raises(PageError, match=r"must lie in \[1, 3\]"):
+    with pytest.raises(LedgerError, match=r"must lie in \[1, 3\]"):
         allocator.free(np.array([page], dtype=np.int32))

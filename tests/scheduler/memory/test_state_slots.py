@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize
 
-from engine.scheduler.memory.ledger import LedgerError
+from engine.scheduler.memory.pages import LedgerError
 from engine.scheduler.records.verdict import MissKind
 from engine.scheduler.speculation.ngram_proposer import NgramProposer
 from tests.scheduler.grammar.toy_matcher import ToyGrammar
